@@ -23,10 +23,9 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import split_state
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, RaceSchedule
-from onnx_ops.statistics.input_domain import learn_domains
-from onnx_ops.statistics.probes import batch_inputs, range_inputs
+from onnx_ops.statistics.probes import learn_domains, make_batch_inputs, make_range_inputs
 
 TARGET = Target(name="cpu-1t")
 
@@ -44,7 +43,7 @@ def main(folder: Path) -> None:
     export.parent.mkdir()
     exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=export))
     full_check(export)
-    groups = [samples, range_inputs(samples, learn_domains(samples)), *batch_inputs(samples).values()]
+    groups = [samples, make_range_inputs(samples, learn_domains(samples)), *make_batch_inputs(samples).values()]
     for answer, group in zip(runtime.run(export, TARGET, tuple(groups)), groups, strict=True):
         wanted = exporter.reference(model, group, "float64") or {}
         exporter.reference(model, group, "float32")

@@ -13,8 +13,8 @@ from onnx import TensorProto, numpy_helper
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.onnx_graph.files import constants, read_model
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 _LARGEST = 1 << 30
 _SHOWN = 0.01
@@ -57,7 +57,7 @@ def _answers(path: Path) -> list[Any]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    samples = made_up(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=input_bounds(path))
+    samples = generate_samples(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=input_bounds(path))
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return [_flat(value) for value in session.run(None, samples.feed(_ROWS))]

@@ -26,10 +26,9 @@ from benchmarks.truth.claims import Claim, at_least, at_most, summary, table
 from benchmarks.truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.measure.timing import figure_of
+from onnx_ops.measure.timing import split_log_ratios
 from onnx_ops.ports import RaceSamples, RaceSchedule
-from onnx_ops.statistics.blocks import block_logs
-from onnx_ops.statistics.latency import LOOKS, compare, needs_more, withheld
+from onnx_ops.statistics.latency import LOOKS, compare, compute_block_logs, explain_withheld_verdict, should_continue
 
 RATIOS = (1.0, 1.02, 1.0 + LIMIT, 1.10)
 COPIES = 3
@@ -93,9 +92,9 @@ def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> De
     recorded = len(samples.nanoseconds)
     heats = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
     deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)
-    figures = (figure_of(_look(samples, heats[:goal], deal[:goal], ratio)) for goal in LOOKS)
-    own, itself = next(figure for figure in figures if not needs_more(*figure, (LIMIT,)))
-    noisy = withheld(own, itself, LIMIT) is not None
+    figures = (split_log_ratios(_look(samples, heats[:goal], deal[:goal], ratio)) for goal in LOOKS)
+    own, itself = next(figure for figure in figures if not should_continue(*figure, (LIMIT,)))
+    noisy = explain_withheld_verdict(own, itself, LIMIT) is not None
     verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
     return Decided(verdict=verdict, heats=len(own))
 
@@ -108,7 +107,7 @@ def _look(
 
     times = dealt(samples.nanoseconds.astype(np.float64))
     times[:, :, -1] *= ratio
-    return block_logs(times, dealt(samples.preempted), None if samples.probe is None else dealt(samples.probe))
+    return compute_block_logs(times, dealt(samples.preempted), None if samples.probe is None else dealt(samples.probe))
 
 
 def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bool) -> tuple[str, ...]:

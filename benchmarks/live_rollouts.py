@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.truth.claims import table
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.release.promote import configure
-from onnx_ops.statistics.rollout.thresholds import FEWEST_REQUESTS
+from onnx_ops.statistics.rollout.guardrails import FEWEST_REQUESTS
 from tests.chaos.test_live_rollouts import RAILS, WIDTH, Site
 from tests.support.load import LoadPlan, Payload
 from tests.support.load.client import Load

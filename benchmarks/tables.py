@@ -55,7 +55,7 @@ from onnx_ops.domain.pipeline import Export, FileData
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.measure.parity import measure_parity
-from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.measure.reference_outputs import collect_reference_outputs
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import frame_of
 from onnx_ops.testing.endpoints import state_of
@@ -429,7 +429,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
         exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     except OnnxOpsError as error:
         return f"refused: {short(str(error))}"
-    asked = ask_source(exporter, model, path, samples)
+    asked = collect_reference_outputs(exporter, model, path, samples)
     factor = ParityGate().noise_factor
     for found in measure_parity(OnnxRuntime(), path, Target(name="cpu"), asked.groups):
         if found.inside and (found.mismatch or not found.ratio <= factor):

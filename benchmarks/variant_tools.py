@@ -24,10 +24,9 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.search import Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.measure.search import search
-from onnx_ops.measure.trying import Ground
+from onnx_ops.measure.search import SearchContext, search
 from onnx_ops.ports import Dataset
-from onnx_ops.tools.derive import machines_of
+from onnx_ops.tools.quantize import list_machines
 
 DROP = 0.01
 MINUTES = {"cnn": 1.0, "minilm": 5.0, "encoder": 5.0, "encoder-outliers": 5.0}
@@ -45,13 +44,13 @@ def ours(model: Model, scratch: Path) -> None:
     source = folder / "source" / "model.onnx"
     source.write_bytes(model.path.read_bytes())
     section = Quantize(name="auto", method="auto", calibrate=Calibrate(samples=len(model.calibration)))
-    ground = Ground(
+    ground = SearchContext(
         ports=ports,
         section=section,
         source=source,
         folder=folder / "trials",
         targets=(TARGET,),
-        machines=machines_of(ports, (TARGET,)),
+        machines=list_machines(ports, (TARGET,)),
         tune=Dataset(inputs={model.feed: model.tune[0]}, label=model.tune[1]),
         calibration={model.feed: model.calibration},
         metric=model.metric,

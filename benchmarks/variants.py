@@ -28,7 +28,7 @@ from benchmarks.variant_models import Model, make
 from benchmarks.variant_tools import COSINE, DROP, TARGET, ort_defaults, others, ours, session
 from onnx_ops.app import connect
 from onnx_ops.config.settings import load_settings
-from onnx_ops.statistics.agreement import tango_interval
+from onnx_ops.statistics.intervals import tango_interval
 from onnx_ops.statistics.metrics import cosine_rows
 
 ROUNDS, RUNS = 15, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx_ops.statistics.agreement import clopper_pearson
+from onnx_ops.statistics.intervals import clopper_pearson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from onnx_ops.domain.pipeline import SOURCE_TIME_S, Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError
 from onnx_ops.measure.parity import measure_parity
-from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.measure.reference_outputs import collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors
 from onnx_ops.statistics.rules.parity import judge_parity
 
@@ -182,7 +182,7 @@ def _legacy(case: Any) -> Callable[[Path], None]:
 
 def outcome(source: Source, path: Path) -> Outcome:
     begun = time.perf_counter()
-    asked = ask_source(source.exporter, source.model, path, source.samples)
+    asked = collect_reference_outputs(source.exporter, source.model, path, source.samples)
     seconds = time.perf_counter() - begun
     try:
         measured = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)

@@ -20,8 +20,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.structure import SourceLimits
-from onnx_ops.measure.reference import ReferenceGroup
-from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
 
 torch.set_num_threads(1)  # the models are tiny: on busy cores its threads only wait for one another
@@ -186,7 +185,7 @@ def _exported(family: str, path: Path, seed: int, exporter: Exporter, model: obj
     framework = "torch" if isinstance(model, nn.Module) else "sklearn"
     section = Export(framework=framework, dynamic={name: {0: "batch"}})
     exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
-    asked = ask_source(exporter, model, path, samples)
+    asked = collect_reference_outputs(exporter, model, path, samples)
     return Exported(
         family=family,
         seed=seed,

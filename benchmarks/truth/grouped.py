@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from onnx_ops.domain.evidence import PairedCounts
-from onnx_ops.statistics.agreement import change_p_value
 from onnx_ops.statistics.choice import ERROR_LEVEL
-from onnx_ops.statistics.grouping import effect_of_sums, grouping_signs
+from onnx_ops.statistics.grouping import compute_effect_of_sums, detect_grouping
+from onnx_ops.statistics.intervals import change_p_value
 
 LIMIT = 0.01
 BOUND = 0.055
@@ -111,7 +111,7 @@ def _verdicts(
         change = shared(random, group, rho, [won + LIMIT, 1 - 2 * won - LIMIT, won]) - 1
         begins = np.cumsum(sizes.ravel()) - sizes.ravel()
         sums, changed = (np.add.reduceat(values, begins).reshape(sets, groups) for values in (change, np.abs(change)))
-        effects = effect_of_sums(sums, sizes, changed.sum(axis=1))
+        effects = compute_effect_of_sums(sums, sizes, changed.sum(axis=1))
         for n, sum_, changes, effect in zip(
             sizes.sum(axis=1), sums.sum(axis=1), changed.sum(axis=1), effects, strict=True
         ):
@@ -155,6 +155,6 @@ def _alarms(groups: int, size: int, rho: float, trials: int) -> tuple[int, int]:
         mine = np.where(change, change > 0, right).astype(float)
         own, common = (random.standard_normal((count, INPUTS)) for count in (len(group), groups))
         inputs = {"x": ALIKE**0.5 * common[group] + (1 - ALIKE) ** 0.5 * own}
-        signs = grouping_signs(inputs, {}, [mine, change.astype(float)], None, trial)
+        signs = detect_grouping(inputs, {}, [mine, change.astype(float)], None, trial)
         found += [bool(signs), any("rows err" in sign for sign in signs)]
     return int(found[0]), int(found[1])

@@ -29,10 +29,10 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
-from onnx_ops.tools.judge import JudgeRequest, Setting, judge_candidate, metric_gate
-from onnx_ops.tools.probing import brought, made_up, shared_inputs
+from onnx_ops.tools.judge import JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
+from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
@@ -100,20 +100,20 @@ def _judged(
     try:
         inputs = shared_inputs(baseline, candidate)
         if dataset is None:
-            samples = made_up(inputs, count=128, dims={}, bounds=input_bounds(baseline))
+            samples = generate_samples(inputs, count=128, dims={}, bounds=input_bounds(baseline))
         else:
-            samples = brought(inputs, dataset.inputs, where="rows", limit=128)
+            samples = check_samples(inputs, dataset.inputs, where="rows", limit=128)
         found = judge_candidate(
             JudgeRequest(
                 baseline=baseline,
                 candidate=candidate,
                 kind=read_candidate_kind(baseline, candidate),
                 targets=(TARGET,),
-                settings=(Setting(name="", batch=1, samples=samples),),
+                settings=(SweepPoint(name="", batch=1, samples=samples),),
                 runtime=lambda _: OnnxRuntime(),
                 inside=OnnxRuntime(),
                 conditions=dict,
-                metric=metric_gate(None, MAX_DROP, lower_is_better=False),
+                metric=build_metric_gate(None, MAX_DROP, lower_is_better=False),
                 dataset=dataset,
                 **changes,
             )

@@ -27,10 +27,10 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.gate import LatencyGate, Verdict
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.timing import Race, time_against
+from onnx_ops.measure.timing import PairedBenchmark, compare_latency
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.latency import LOOKS, compare, needs_more, withheld
-from onnx_ops.statistics.rules.latency import judge_latency
+from onnx_ops.statistics.latency import LOOKS, compare, explain_withheld_verdict, should_continue
+from onnx_ops.statistics.rules.performance import judge_latency
 
 LIMIT = 0.05
 LAYERS = 100
@@ -141,8 +141,8 @@ def _simulated(quick: bool) -> list[Claim]:
 def _rule(own: Pairs, itself: Pairs) -> tuple[Verdict, int]:
     """A comparison as `measure.timing` makes it, and the pairs that it took."""
     ours, selves = ([[float(value)] for value in values] for values in (own, itself))
-    pairs = next(n for n in LOOKS if not needs_more(ours[:n], selves[:n], (LIMIT,)))
-    if withheld(ours[:pairs], selves[:pairs], LIMIT) is not None:
+    pairs = next(n for n in LOOKS if not should_continue(ours[:n], selves[:n], (LIMIT,)))
+    if explain_withheld_verdict(ours[:pairs], selves[:pairs], LIMIT) is not None:
         return Verdict.INCONCLUSIVE, pairs
     return compare(ours[:pairs], tolerance=LIMIT).verdict, pairs
 
@@ -230,7 +230,7 @@ def _trials(load: str, models: dict[str, Path], count: int) -> list[Cell]:
 
 
 def _trial(cell: Cell, baseline: Path, candidate: Path, feed: Tensors, seed: int) -> None:
-    race = Race(
+    race = PairedBenchmark(
         runtime=OnnxRuntime(),
         target=TARGET,
         baseline=baseline,
@@ -241,7 +241,7 @@ def _trial(cell: Cell, baseline: Path, candidate: Path, feed: Tensors, seed: int
         tolerances={"latency": (LIMIT,)},
     )
     begun = time.perf_counter()
-    comparison, _ = time_against(race)
+    comparison, _ = compare_latency(race)
     cell.seconds.append(time.perf_counter() - begun)
     found = evidence(baseline="champion", comparisons=(comparison,), raw=Digest(""))
     (result,) = judge_latency(LatencyGate(max_regression=LIMIT), found)

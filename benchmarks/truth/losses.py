@@ -12,9 +12,8 @@ from scipy.optimize import brentq
 
 from benchmarks.truth.claims import Claim, at_most, table
 from onnx_ops.domain.metric import MetricDefinition
-from onnx_ops.statistics.loss_ratios import UNSEEN_CHANGES, ratio_interval
+from onnx_ops.statistics.intervals import UNSEEN_CHANGES, bca_interval, ratio_interval, replicate
 from onnx_ops.statistics.metrics import mean
-from onnx_ops.statistics.resampling import bca_interval, replicate
 from onnx_ops.statistics.scores import CANDIDATE, score
 
 GROWTH = 1.05
@@ -193,13 +192,14 @@ SCORES: dict[str, Models] = {
 
 def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
     """The mean over as many draws of 400,000 rows: one alone is off by .15 standard errors of 2,000 rows."""
-    from onnx_ops.statistics.sides import side
+    from onnx_ops.statistics.metrics import build_metric_statistic
 
     drops = []
     for seed in range(1, draws + 1):
         label, *models = draw(np.random.default_rng(seed), 400_000)
         base, candidate = (
-            float(side(definition, label, said).statistic(np.ones((1, len(label))))[0]) for said in models
+            float(build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[0])
+            for said in models
         )
         drops.append(base - candidate)
     return float(np.mean(drops))

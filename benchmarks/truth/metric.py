@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.truth.claims import Claim, table
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.statistics.agreement import tango_interval
-from onnx_ops.statistics.rules.limit import Limit
+from onnx_ops.statistics.intervals import tango_interval
+from onnx_ops.statistics.rules.metric import MetricLimit
 
 LIMIT = 0.01
 BOUND = 0.055
@@ -53,7 +53,7 @@ def _rates(n: int, won: float, draws: int) -> tuple[float, float]:
 @functools.cache
 def _verdict(n: int, only_baseline: int, only_candidate: int) -> Verdict:
     _, low, high = tango_interval(n, only_baseline, only_candidate)
-    return Limit(kind="max_drop", value=LIMIT, plain=False).verdict(low, high)
+    return MetricLimit(kind="max_drop", value=LIMIT, plain=False).verdict(low, high)
 
 
 def _percents(*rates: float) -> tuple[str, ...]:

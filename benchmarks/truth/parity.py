@@ -25,17 +25,15 @@ from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.parity import measure_parity
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.forest import read_trees
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.input_bounds import index_bounds, input_bounds
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.tree_ensembles import read_trees, split_probes
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.input_domain import learn_domains
-from onnx_ops.statistics.probes import range_inputs
+from onnx_ops.statistics.probes import learn_domains, make_range_inputs
 from onnx_ops.statistics.rules.parity import judge_parity
-from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 for _module in ("faults_ends", "faults_inputs"):
     importlib.import_module(f"benchmarks.truth.{_module}")  # registers its faults
@@ -182,7 +180,9 @@ def _faulty(export: Exported, path: Path) -> Iterator[Trial]:
 def _told_apart(right: Path, wrong: Path) -> bool:
     """Whether `judge` refuses the faulty file beside the right one, on rows that it makes up."""
     try:
-        samples = made_up(shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=input_bounds(right))
+        samples = generate_samples(
+            shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=input_bounds(right)
+        )
         return compare(OnnxRuntime(), TARGET, right, wrong, samples).verdict is Verdict.FAIL
     except (MeasurementError, UserError):
         return True
@@ -226,7 +226,7 @@ def _many(export: Exported) -> tuple[Tensors, ...]:
     random = np.where(domains[name].whole, np.round(random), random)
     splits = split_probes(export.path, export.unseen)
     near = () if splits is None else (splits,)
-    return export.unseen, {name: random.astype(rows.dtype)}, *near, range_inputs(export.unseen, domains)
+    return export.unseen, {name: random.astype(rows.dtype)}, *near, make_range_inputs(export.unseen, domains)
 
 
 def _print(trials: list[Trial], alarms: list[str]) -> None:

@@ -21,11 +21,9 @@ from onnx_ops.domain.gate import GateResult, MetricGate, ParityGate, Verdict
 from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.activations import measure_activations
-from onnx_ops.measure.labels import classes_of
-from onnx_ops.measure.pairs import paired
-from onnx_ops.measure.predictions import read
-from onnx_ops.measure.weights import measure_weights
+from onnx_ops.measure.paired_rows import count_pairs
+from onnx_ops.measure.predictions import read_classes, read_prediction
+from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.statistics.rules.metric import judge_metric
 from onnx_ops.statistics.rules.parity import judge_parity
 
@@ -90,8 +88,8 @@ def _claims(trials: list[Trial], quick: bool) -> Iterator[Claim]:
 
 
 def _right(model: Trained, path: Path) -> Any:
-    answers = read(ACCURACY, OnnxRuntime().run(path, TARGET, ({model.feed: model.scored},))[0])
-    return classes_of(model.labels, answers, ACCURACY) == model.labels
+    answers = read_prediction(ACCURACY, OnnxRuntime().run(path, TARGET, ({model.feed: model.scored},))[0])
+    return read_classes(model.labels, answers, ACCURACY) == model.labels
 
 
 def _faulty(model: Trained, recipe: str, variant: Path, right: Any) -> Iterator[Trial]:
@@ -105,7 +103,7 @@ def _faulty(model: Trained, recipe: str, variant: Path, right: Any) -> Iterator[
 
 
 def _trial(fault: str, model: Trained, recipe: str, path: Path, right: Any) -> Trial:
-    counts = paired("accuracy", "fp32", right, _right(model, path))
+    counts = count_pairs("accuracy", "fp32", right, _right(model, path))
     found = evidence(
         quantized=True,
         metrics=(counts,),

@@ -21,11 +21,11 @@ from onnx_ops.adapters.optimizers.calibration import BatchReader
 from onnx_ops.adapters.optimizers.library import quiet
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.measure.activations import AS_WRITTEN
+from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.hygiene import flatten_biases
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.intermediate import expose
+from onnx_ops.onnx_graph.instrumentation import expose
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.ports import ExportRequest
 
 CALIBRATION = 256

@@ -1,6 +1,6 @@
 """Many rollouts at once: traffic that is drawn, counted, judged by the product's functions and moved by its machine.
 
-The evidence of all rollouts is computed together (`log_likelihood`, `log10_evidence`, `certified`, `mismatch`,
+The evidence of all rollouts is computed together (`compute_log_likelihood`, `log10_evidence`, `certified`, `mismatch`,
 `grossly_failing`); what follows from it is asked of `next_action` for each rollout at each look.
 """
 
@@ -18,10 +18,10 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles, RolloutPolicy, Wait, next_action, split_state
 from onnx_ops.domain.rollout_judged import Guard, WaitKind
 from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
+from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout import share, slo, units
-from onnx_ops.statistics.rollout.judge import limit_of
-from onnx_ops.statistics.rollout.likelihood import FINE_GRID, log_likelihood
+from onnx_ops.statistics.rollout.evidence import FINE_GRID, compute_log_likelihood
+from onnx_ops.statistics.rollout.judge import compute_firing_limit
 
 Ints = npt.NDArray[np.int64]
 Rates = Callable[[int], tuple[tuple[float, ...], tuple[float, ...]]]
@@ -133,7 +133,9 @@ class Rollouts:
         percent = np.array([planned[self._roles[index].step].percent for index in active])
         errors, rows, outcomes = self._drawn(look, active, percent)
         for column, (rail, place) in enumerate(self._places):
-            self._sums[active, column] += log_likelihood(rows[:, column], ev.alternatives(rail.tolerated(place)))
+            self._sums[active, column] += compute_log_likelihood(
+                rows[:, column], ev.make_alternatives(rail.tolerated(place))
+            )
         if world.users is not None:
             seen = np.zeros((len(self.ends), 1 + len(self._event), 4), dtype=np.int64)
             seen[active, 0], seen[active, _SUCCESSES] = errors, outcomes
@@ -170,10 +172,10 @@ class Rollouts:
     def _effect(self, event: int, active: Ints) -> npt.NDArray[np.float64]:
         """Design effect of an event, by rollout."""
         if self._world.blind:
-            return units.dispersion(np.stack([rows[active, event] for rows in self._rows], axis=1))
+            return design_effect.estimate_dispersion(np.stack([rows[active, event] for rows in self._rows], axis=1))
         if self._users is None:
             return np.ones(len(active))
-        return units.design_effect(*self._users.sums[event, active].T)
+        return design_effect.compute_design_effect(*self._users.sums[event, active].T)
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
         """The requests whose times are compared: of the version with more of the traffic those that its twin gets."""
@@ -181,36 +183,39 @@ class Rollouts:
         found = self._random.binomial(np.where(percent < 50, stable, canary), twin)
         return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)
 
-    def _better(self, active: Ints, rows: Ints) -> list[ev.Decision]:
+    def _better(self, active: Ints, rows: Ints) -> list[ev.SplitDecision]:
         if self._world.policy.ab is None:
             return ["undecided"] * len(active)
-        self._above[active] += log_likelihood(rows, ev.alternatives(1.0, FINE_GRID))
-        self._below[active] += log_likelihood(rows, 1 / FINE_GRID)
+        self._above[active] += compute_log_likelihood(rows, ev.make_alternatives(1.0, FINE_GRID))
+        self._below[active] += compute_log_likelihood(rows, 1 / FINE_GRID)
         effect = self._effect(_SUCCESSES, active)[:, None]
-        higher, lower = ev.split_evidence(self._above[active] / effect, self._below[active] / effect)
-        return [ev.decided(float(h), float(w), higher_is_better=True) for h, w in zip(higher, lower, strict=True)]
+        higher, lower = ev.compute_split_evidence(self._above[active] / effect, self._below[active] / effect)
+        return [ev.decide_split(float(h), float(w), higher_is_better=True) for h, w in zip(higher, lower, strict=True)]
 
-    def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.Decision], now: float) -> None:
+    def _decide(self, active: Ints, last: Ints, percent: Ints, decisions: list[ev.SplitDecision], now: float) -> None:
         policy, step = self._world.policy, self._step[active]
         effects = np.ones((len(active), len(self._places), 1))
         for column, (_, place) in enumerate(self._places):
             effects[:, column, 0] = self._effect(self._event[place], active)
-        by_place = ev.log10_evidence(self._sums[active] / effects)
+        by_place = ev.compute_log10_evidence(self._sums[active] / effects)
         owners = [rail for rail, _ in self._places]
-        found = [ev.average(by_place[:, [one is rail for one in owners]]) for rail in policy.guardrails]
+        found = [ev.average_evidence(by_place[:, [one is rail for one in owners]]) for rail in policy.guardrails]
         promised = policy.slo.error_rate if policy.slo else None
         bunched, crowded, gross = np.ones((3, len(active)))
         if promised and self._rows:
-            bunched = units.burstiness(np.stack([rows[active, 0] for rows in self._rows], axis=1))
+            bunched = design_effect.estimate_burstiness(np.stack([rows[active, 0] for rows in self._rows], axis=1))
         if self._users is not None and not self._world.blind:
             n, e, squared, bad, _ = self._users.sums[0, active].T
             crowded, gross = np.maximum(1, squared / n), self._effect(0, active)
-            bunched = np.maximum(bunched, units.bunching(e, bad, crowded))
+            bunched = np.maximum(bunched, design_effect.compute_error_effect(e, bad, crowded))
         shown = np.ones(len(active), dtype=bool)
         if promised:
-            shown = slo.certified(step[:, 0], step[:, 1], promised, bunched)
-        split = share.mismatch(step[:, 1], step[:, 1] + step[:, 3], percent, crowded) >= share.MISMATCH_LIMIT
-        limit, planned = limit_of(policy), policy.planned()
+            shown = ev.is_rate_certified(step[:, 0], step[:, 1], promised, bunched)
+        split = (
+            guardrails.compute_mismatch_evidence(step[:, 1], step[:, 1] + step[:, 3], percent, crowded)
+            >= guardrails.MISMATCH_LIMIT
+        )
+        limit, planned = compute_firing_limit(policy), policy.planned()
         for row, index in enumerate(active):
             total = (int(step[row, 1]), planned[self._roles[index].step].minimum)
             judged = Judged(
@@ -242,4 +247,4 @@ class Rollouts:
 
 
 def _gross(row: Ints, effect: float) -> bool:
-    return share.grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])), effect)
+    return guardrails.is_grossly_failing((int(row[0]), int(row[1])), (int(row[2]), int(row[3])), effect)

@@ -13,7 +13,8 @@ from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
 from benchmarks.truth.rollout_worlds import NEVER, RAILS
 from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import ServiceLevel, SplitTest
-from onnx_ops.statistics.rollout import clean_requests, quantiles, slo
+from onnx_ops.statistics.rollout import compute_clean_requests, guardrails
+from onnx_ops.statistics.rollout import evidence as ev
 
 FIXED = RolloutPolicy(steps=(0.1, 1.0), guardrails=RAILS, min_requests=(NEVER,), step_timeout=1e9)
 FULL = RolloutPolicy(
@@ -178,9 +179,9 @@ def _percentiles(trials: int, quick: bool) -> list[Claim]:
     for times in (1.0, 1.05, 1.2, 1.5):
         mine = np.median(times * np.exp(SPREAD * random.standard_normal((few, 40, 100))), axis=2)
         theirs = np.median(np.exp(SPREAD * random.standard_normal((few, 40, 900))), axis=2)
-        signs = (mine > quantiles.MARGIN * theirs).cumsum(axis=1)
+        signs = (mine > guardrails.SLOWER_MARGIN * theirs).cumsum(axis=1)
         evidence = np.array(
-            [[quantiles.sign_evidence(int(s), look + 1) for look, s in enumerate(row)] for row in signs]
+            [[guardrails.compute_sign_evidence(int(s), look + 1) for look, s in enumerate(row)] for row in signs]
         )
         fired = evidence >= np.log10(60)
         first = np.where(fired.any(axis=1), fired.argmax(axis=1) + 1, 0)
@@ -202,7 +203,7 @@ def _levels(trials: int, quick: bool) -> list[Claim]:
     many = trials if quick else 4 * trials
     for rate in (0.005, 0.02, 0.05):
         wrong = sum(_wrongly_certified(random, rate, count) for count in _parts(many, 250))
-        rows.append((f"below {100 * rate:g} %", f"{clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
+        rows.append((f"below {100 * rate:g} %", f"{compute_clean_requests(rate):,}", f"{100 * wrong / many:.1f} %"))
         what = f"{100 * rate:g} % errors certified as below {100 * rate:g} %"
         claims.append(at_most("service level", what, wrong, many, 0.05, quick=quick))
     table("service level", ("error rate", "clean requests to show it", "shown though it is at the limit"), rows)
@@ -211,7 +212,7 @@ def _levels(trials: int, quick: bool) -> list[Claim]:
 
 def _wrongly_certified(random: np.random.Generator, rate: float, trials: int) -> int:
     errors = (random.random((trials, 3000)) < rate).cumsum(axis=1)
-    return int(slo.certified(errors, np.arange(1, 3001), rate).any(axis=1).sum())
+    return int(ev.is_rate_certified(errors, np.arange(1, 3001), rate).any(axis=1).sum())
 
 
 def _parts(total: int, largest: int) -> list[int]:

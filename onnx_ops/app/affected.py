@@ -15,8 +15,8 @@ from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.domain.search import AUTO
 from onnx_ops.errors import OnnxOpsError, UserError
-from onnx_ops.pipeline import referred_modules, user_code
-from onnx_ops.pipeline.stages.data import source_of
+from onnx_ops.pipeline import collect_user_code, find_referenced_modules
+from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 
 PIPELINES = Path("configs") / "pipelines"
@@ -101,7 +101,7 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
             yield _inside(str(file), root)
         yield from (_inside(library.path, root) for library in project.targets.load(target).custom_ops)
     for section in pipeline.data.values():
-        source = project.ports.source(source_of(section))
+        source = project.ports.source(get_source_name(section))
         if isinstance(section, FileData):
             yield from _with_pointers(section.file)
         elif isinstance(source, TracedSource):
@@ -111,18 +111,18 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
         if pipeline.export.framework != "onnx":  # whose files hold all that they compute
-            yield from user_code(referred_modules(root / pipeline.model, root), root).files
+            yield from collect_user_code(find_referenced_modules(root / pipeline.model, root), root).files
     if pipeline.train is not None:
-        yield from user_code((pipeline.train.run,), root, pipeline.train.depends).files
+        yield from collect_user_code((pipeline.train.run,), root, pipeline.train.depends).files
     if table := pipeline.export.translations:
-        yield from user_code((table,), root).files
+        yield from collect_user_code((table,), root).files
     for entry in pipeline.quantize:
         optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
         if isinstance(optimizer, ConfiguredOptimizer):
             yield from optimizer.files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
-            yield from user_code((gate.use,), root).files
+            yield from collect_user_code((gate.use,), root).files
 
 
 def _with_pointers(path: str) -> Iterator[str]:

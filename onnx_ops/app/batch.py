@@ -11,7 +11,7 @@ from onnx_ops.app.project import Project, execute, prepare
 from onnx_ops.app.summary import Summary, summarise
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.pipeline import in_order
+from onnx_ops.pipeline import ordered_map
 from onnx_ops.ports import Observer
 
 _WORST_FIRST = (2, 5, 1, 4, 3)
@@ -78,7 +78,7 @@ def run_files(
             return Ended(file=file, refused=error)
         return Ended(file=file, summary=summary, errors=result.errors)
 
-    return in_order(jobs, led, files)
+    return ordered_map(jobs, led, files)
 
 
 def worst(codes: Iterable[int]) -> int:

@@ -21,7 +21,7 @@ from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Ports
 from onnx_ops.release.explain import decided
-from onnx_ops.statistics.drift import changes, drift
+from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
 _CHAMPION = alias("champion", "")
 
@@ -87,9 +87,11 @@ def measure_again(ports: Ports, perform: Perform, reign: Reign) -> Drift:
 
 def _measured(ports: Ports, perform: Perform, reign: Reign, then: Evidence, gates: tuple[Gate, ...]) -> Drift:
     now = _evidence(ports, perform, reign)
-    results = drift(gates, then, now)
+    results = judge_drift(gates, then, now)
     told = Decision(variant=then.variant, target=then.target, results=results)
-    return replace(reign.found(told.verdict, told.reason), results=results, changed=changes(then, now), measured=1)
+    return replace(
+        reign.found(told.verdict, told.reason), results=results, changed=list_environment_changes(then, now), measured=1
+    )
 
 
 def _reign(ports: Ports, model: str, version: str, target: str) -> list[Reign]:

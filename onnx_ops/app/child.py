@@ -22,7 +22,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.errors import StageError, from_document
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.pipeline.stages.champion import with_champion
+from onnx_ops.pipeline.stages.champion import attach_champion
 from onnx_ops.ports import Pools, Ports
 from onnx_ops.scratch import Scratch
 
@@ -65,7 +65,7 @@ class Performer:
         if stage.kind not in _TIMED:
             with self.quiet.work():
                 return in_child(self.settings, stage, key, inputs, self.tell)
-        told = with_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
+        told = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
         with self.quiet.measure(), machine_lock():
             return in_child(self.settings, told, key, inputs, self.tell)
 

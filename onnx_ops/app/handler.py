@@ -23,8 +23,8 @@ from onnx_ops.domain.rollout import alias
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.measure.files import TRAINED, put_document
-from onnx_ops.pipeline import referred_modules, user_code
-from onnx_ops.pipeline.parts import is_isolated
+from onnx_ops.pipeline import collect_user_code, find_referenced_modules
+from onnx_ops.pipeline.stage_settings import is_isolated
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import stream
 from onnx_ops.release.promote import configure, promote
@@ -107,7 +107,7 @@ class StageHandler:
     def _with_code(self, stage: Stage, trained: Manifest) -> Manifest:
         """With the code that the model's files name: what they compute changes with it, and they do not."""
         ports, files = self.ports, trained.subset(TRAINED).files.values()
-        named = (referred_modules(ports.store.path(digest), ports.root) for digest in files)
+        named = (find_referenced_modules(ports.store.path(digest), ports.root) for digest in files)
         code = self._code(stage, sorted(frozenset[str]().union(*named)))
         if not code["files"] and not code["packages"]:
             return trained
@@ -116,9 +116,9 @@ class StageHandler:
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
         """Raises NotFoundError if a module is gone."""
         settings: Mapping[str, Any] = stage.settings
-        code = user_code(modules, self.ports.root)
+        code = collect_user_code(modules, self.ports.root)
         if code.files:  # what they read when they run
-            code = user_code(modules, self.ports.root, tuple(settings.get("depends", ())))
+            code = collect_user_code(modules, self.ports.root, tuple(settings.get("depends", ())))
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 

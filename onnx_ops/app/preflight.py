@@ -19,7 +19,7 @@ from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.recipes import types_problem
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
-from onnx_ops.pipeline.stages.data import build_dataset, data_problems, source_of
+from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class Preflight:
     def _open(self, name: str, sets: dict[str, _Set]) -> Iterator[Finding]:
         section = self.draft.data[name]
         loc: Loc = ("data", name)
-        if source_of(section) not in plugins.names("data"):
+        if get_source_name(section) not in plugins.names("data"):
             return  # a finding about the plugin
         try:
-            source = self.ports.source(source_of(section))
+            source = self.ports.source(get_source_name(section))
             sample = source.sample(section, self.ports.root) if isinstance(source, SampledSource) else None
         except MissingPackageError:
             return  # a finding about the machine
@@ -83,7 +83,7 @@ class Preflight:
             return
         if sample is None:
             return
-        problems = list(data_problems(sample.arrays, section, ""))
+        problems = list(find_data_problems(sample.arrays, section, ""))
         for below, problem in problems:
             yield Finding(loc=loc + below, message=str(problem))
         if not problems:
@@ -153,9 +153,9 @@ class Preflight:
 
     def _model(self, place: Path) -> tuple[list[str], ModelInfo | None]:
         """What the ready ONNX file is refused for, and what it says of itself."""
-        from onnx_ops.onnx_graph.brought import brought_notes, brought_problems
+        from onnx_ops.onnx_graph.compatibility import brought_notes, brought_problems
         from onnx_ops.onnx_graph.files import model_file
-        from onnx_ops.onnx_graph.inspect import info
+        from onnx_ops.onnx_graph.model_info import info
 
         if self.draft.export is None:
             return [], None
@@ -168,19 +168,19 @@ class Preflight:
 
     def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Finding]:
         """What of the rows that the model is run on it does not take."""
-        from onnx_ops.measure.files import as_taken
-        from onnx_ops.tools.probing import input_problems
+        from onnx_ops.measure.files import convert_inputs
+        from onnx_ops.tools.probing import find_input_problems
 
         for name in self._run_on():
             if name not in sets:
                 continue
             loc, found = ("data", name), sets[name]
             try:
-                inputs = as_taken(found.dataset.inputs, model)
+                inputs = convert_inputs(found.dataset.inputs, model)
             except OnnxOpsError as error:
                 yield Finding(loc=loc, message=error.without_place())
                 continue
-            for key, message in input_problems(model.inputs, inputs):
+            for key, message in find_input_problems(model.inputs, inputs):
                 below = ("inputs", key) if key in found.section.inputs else ("inputs",) if found.section.inputs else ()
                 yield Finding(loc=(*loc, *below), message=message)
 
@@ -227,7 +227,7 @@ class Preflight:
 
     def _labels(self, sets: Mapping[str, _Set], model: ModelInfo | None) -> Iterator[Finding]:
         """Gates whose metric cannot be computed with the labels, or with a ready model's outputs."""
-        from onnx_ops.measure.scoring import label_problem
+        from onnx_ops.measure.scoring import find_label_problem
 
         scored = sets.get(self.draft.validate.samples.data) if self.draft.validate else None
         if scored is None or scored.section.label is None:
@@ -238,7 +238,7 @@ class Preflight:
         for _, gate in self.draft.gates:
             if not isinstance(gate, MetricGate):
                 continue
-            message = label_problem(gate.definition(), label, outputs)
+            message = find_label_problem(gate.definition(), label, outputs)
             if message and message not in told:
                 told.add(message)
                 name = self.draft.validate.samples.data if self.draft.validate else ""

@@ -14,9 +14,9 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.pipeline import DataSection, Quantize
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.pipeline import UserCode, user_code
-from onnx_ops.pipeline.parts import REQUIREMENTS
-from onnx_ops.pipeline.stages.data import source_of
+from onnx_ops.pipeline import UserCode, collect_user_code
+from onnx_ops.pipeline.stage_settings import REQUIREMENTS
+from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.ports import ConfiguredOptimizer, Ports, TracedSource
 
 
@@ -27,14 +27,14 @@ class ProjectProbe:
     ports: Ports
 
     def data(self, section: DataSection) -> str:
-        return self.ports.source(source_of(section)).fingerprint(section, self.ports.root)
+        return self.ports.source(get_source_name(section)).fingerprint(section, self.ports.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        source = self.ports.source(source_of(section))
+        source = self.ports.source(get_source_name(section))
         return source.origin(section, self.ports.root) if isinstance(source, TracedSource) else {}
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
-        return user_code((reference,), self.ports.root, depends)
+        return collect_user_code((reference,), self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
         return self.ports.models.digest(path)

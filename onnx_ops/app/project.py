@@ -52,9 +52,9 @@ class Project:
         `abandon` is why endpoints may be left behind."""
         from onnx_ops.app.child import Performer
         from onnx_ops.app.handler import StageHandler
-        from onnx_ops.pipeline import Silent
+        from onnx_ops.pipeline import SilentObserver
 
-        tell = (observer or Silent()).told
+        tell = (observer or SilentObserver()).told
         return StageHandler(
             ports=self.ports,
             perform=Performer(settings=self.settings, ports=self.ports, tell=tell, quiet=self.quiet),
@@ -245,12 +245,12 @@ def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
     """What its rollouts will take, for a person who writes the file."""
     if not any(entry.rollout.judged for entry in pipeline.deploy):
         return []
-    from onnx_ops.statistics.rollout.notes import notes
+    from onnx_ops.statistics.rollout.judge import describe_policy
 
     return [
         f"{entry.endpoint}: {note}"
         for entry in pipeline.deploy
-        for note in notes(entry.rollout, abilities(project, entry))
+        for note in describe_policy(entry.rollout, abilities(project, entry))
     ]
 
 
@@ -351,7 +351,7 @@ def execute(
     from onnx_ops.app.history import base_branch, find_base, record_commit
     from onnx_ops.app.summary import summarise
     from onnx_ops.domain.pipeline import StageKind, StageStatus
-    from onnx_ops.pipeline import InlineExecutor, Silent, run
+    from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
     from onnx_ops.release.abandon import leave_dropped, refuse_orphans
 
     require_packages(project, prepared.plan)
@@ -367,7 +367,7 @@ def execute(
         _with_hints(project, prepared.plan, base),
         handler=project.handler(actor, observer, abandon),
         executor=executor or InlineExecutor(),
-        observer=observer or Silent(),
+        observer=observer or SilentObserver(),
         clock=project.ports.clock,
         fresh=fresh,
         jobs=jobs,

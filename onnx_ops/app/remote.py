@@ -14,7 +14,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, from_document
-from onnx_ops.pipeline.parts import REVISIONS
+from onnx_ops.pipeline.stage_settings import REVISIONS
 from onnx_ops.ports import Pools, Store
 
 Perform = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]

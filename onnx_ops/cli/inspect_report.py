@@ -11,9 +11,8 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.cli.terminal import console, print_table, print_text
 from onnx_ops.domain.artifact import TensorSpec, short
-from onnx_ops.onnx_graph.cost import Cost
-from onnx_ops.onnx_graph.ort_file import is_ort
-from onnx_ops.onnx_graph.survey import Survey
+from onnx_ops.onnx_graph.model_summary import Cost, Survey
+from onnx_ops.onnx_graph.ort_format import is_ort
 from onnx_ops.reporting.formatting import format_figure, number
 
 

@@ -51,9 +51,9 @@ def inspect(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect_report import survey_document, survey_report
     from onnx_ops.config.builtin import find_target, known_targets
-    from onnx_ops.onnx_graph.check import ceiling, lacking
-    from onnx_ops.onnx_graph.source import as_python
-    from onnx_ops.onnx_graph.survey import survey
+    from onnx_ops.onnx_graph.compatibility import ceiling, lacking
+    from onnx_ops.onnx_graph.model_summary import survey
+    from onnx_ops.onnx_graph.python_source import as_python
 
     if bool(set_) != bool(output):
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
@@ -95,7 +95,7 @@ def local_model(place: str) -> Iterator[Path]:
 
 
 def _write(path: Path, output: Path, entries: list[str]) -> None:
-    from onnx_ops.onnx_graph.metadata import write_copy
+    from onnx_ops.onnx_graph.model_info import write_copy
 
     values = {}
     for entry in entries:

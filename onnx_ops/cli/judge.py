@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from onnx_ops.domain.gate import MetricGate
     from onnx_ops.ports import Dataset, Ports
     from onnx_ops.reporting.judgement import Heading
-    from onnx_ops.tools.judge import Judgement, Setting
-    from onnx_ops.tools.probing import Samples
+    from onnx_ops.tools.judge import Judgement, SweepPoint
+    from onnx_ops.tools.probing import SampleRows
 
 _SHOWN = 3
 """Reasons that are printed; the table holds all verdicts."""
@@ -100,11 +100,11 @@ def judge(
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
     from onnx_ops.config.builtin import find_target
-    from onnx_ops.onnx_graph.kind import read_candidate_kind
+    from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import JudgeRequest, judge_candidate
-    from onnx_ops.tools.probing import fixed_by, shared_inputs
+    from onnx_ops.tools.probing import find_fixed_sizes, shared_inputs
 
     part = _part(only)
     batches, regression, drop = (
@@ -123,7 +123,7 @@ def judge(
         a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
         kind, given = read_candidate_kind(a, b), (a, b)
         a, b, casts = _with_casts(a, b, stack)
-        inputs, fixed = shared_inputs(a, b), fixed_by(a, b)
+        inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
         sweep = _sweep(dims or [], fixed)
         dataset = _dataset(project.ports, data, labels, inputs) if data else None
         gate = _metric(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
@@ -171,7 +171,7 @@ def judge(
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
-    from onnx_ops.onnx_graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
 
     wanted, folder = read_types(baseline), stack.enter_context(Scratch())
@@ -188,7 +188,7 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
 def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
     """The same with digests and sizes of the files that were given."""
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
 
     digests = digest_file(given[0]), digest_file(given[1])
     sizes = info(given[0]).size_bytes, info(given[1]).size_bytes
@@ -252,14 +252,14 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
     from onnx_ops.config.words import did_you_mean
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.ports import Dataset
-    from onnx_ops.tools.probing import brought
+    from onnx_ops.tools.probing import check_samples
 
     if not data.is_file():
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=labels)
     arrays = ports.source("file").load(section, path.parent)
-    found = brought(inputs, arrays, where=str(data), limit=100_000)
+    found = check_samples(inputs, arrays, where=str(data), limit=100_000)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in found.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
@@ -292,20 +292,20 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
 
 def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
     """The gate of the metric that was named, or that fits the labels."""
-    from onnx_ops.tools.judge import metric_gate
+    from onnx_ops.tools.judge import build_metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:
         whole = label.dtype.kind in "iubUSO" or not (label % 1).any()
         name = "accuracy" if whole else "rmse"
-    gate = metric_gate(name, drop, lower_is_better=lower_is_better)
+    gate = build_metric_gate(name, drop, lower_is_better=lower_is_better)
     if name is not None and label is None and not gate.definition().label_free:
         raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
     return gate
 
 
 def _functions(gate: MetricGate) -> Mapping[str, Any]:
-    from onnx_ops.measure.user_code import importable, load_function
+    from onnx_ops.pipeline.user_code import importable, load_function
 
     if not gate.use:
         return {}
@@ -323,33 +323,33 @@ def _settings(
     rows: int,
     seed: int,
     where: str,
-) -> list[Setting]:
+) -> list[SweepPoint]:
     """Every shape with every batch; one that a model insists on is the only one."""
     from onnx_ops.onnx_graph.input_bounds import input_bounds
-    from onnx_ops.tools.judge import Setting
-    from onnx_ops.tools.probing import brought, made_up
+    from onnx_ops.tools.judge import SweepPoint
+    from onnx_ops.tools.probing import check_samples, generate_samples
 
     if dataset is not None and sweep:
         raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")
     bounds = input_bounds(baseline) if dataset is None else {}
-    settings: list[Setting] = []
+    settings: list[SweepPoint] = []
     shapes = list(itertools.product(*sweep.values()))
     for sizes in shapes:
         dims = dict(zip(sweep, sizes, strict=True))
-        samples: Samples = (
-            made_up(inputs, count=rows, dims=dims, seed=seed, bounds=bounds)
+        samples: SampleRows = (
+            generate_samples(inputs, count=rows, dims=dims, seed=seed, bounds=bounds)
             if dataset is None
-            else brought(inputs, dataset.inputs, where=where, limit=max(rows, *batches))
+            else check_samples(inputs, dataset.inputs, where=where, limit=max(rows, *batches))
         )
         shape = [f"{name}={size}" for name, size in dims.items()] if len(shapes) > 1 else []
         for size in [samples.batch] if samples.batch else batches:
             told = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
-            settings.append(Setting(name=", ".join((*shape, *told)), batch=size, samples=samples))
+            settings.append(SweepPoint(name=", ".join((*shape, *told)), batch=size, samples=samples))
     return settings
 
 
 def _rows_text(
-    data: Path | None, dataset: Dataset | None, labels: str | None, settings: Sequence[Setting], seed: int
+    data: Path | None, dataset: Dataset | None, labels: str | None, settings: Sequence[SweepPoint], seed: int
 ) -> str:
     if dataset is not None:
         count = len(dataset)
@@ -357,7 +357,7 @@ def _rows_text(
     return f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
 
 
-def _heading(found: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[Setting]) -> Heading:
+def _heading(found: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
 

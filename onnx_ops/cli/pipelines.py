@@ -189,7 +189,7 @@ def run(
     observer = None if as_json or quiet else RunProgress(error_console(), jobs=jobs)
     from onnx_ops.app.history import find_base
     from onnx_ops.app.summary import evidence_of, summarise
-    from onnx_ops.measure.pairs import compare_rows
+    from onnx_ops.measure.paired_rows import compare_rows
 
     name, store = prepared.pipeline.pipeline, project.ports.store
     against = find_base(project.settings.root, store, name, base) if base else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Ports, Tensors
-    from onnx_ops.tools.derive import Derived
+    from onnx_ops.tools.quantize import QuantizedFile
 
 
 @reported
@@ -78,7 +78,7 @@ def quantize(
     from onnx_ops.config.builtin import find_target
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.search import AUTO
-    from onnx_ops.tools.derive import derive
+    from onnx_ops.tools.quantize import quantize_file
 
     project = open_project()
     ports = project.ports
@@ -103,7 +103,7 @@ def quantize(
     elif tune or budget:
         raise UserError(f"{method} does as it is told", where="--tune, --budget", remedy="They are for --method auto.")
     else:
-        found = derive(ports, section, model, out, targets=chosen, calibration=rows)
+        found = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
     if as_json:
         print_json(_document(found, model, out))
     else:
@@ -140,12 +140,12 @@ def _options(texts: list[str]) -> dict[str, Json]:
 
 def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
     from onnx_ops.cli.tools import read_rows
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
 
     return read_rows(info(model).inputs, ports, data, samples).rows
 
 
-def _document(found: Derived, model: Path, out: Path) -> dict[str, Any]:
+def _document(found: QuantizedFile, model: Path, out: Path) -> dict[str, Any]:
     from onnx_ops import codec
 
     return {
@@ -162,7 +162,7 @@ def _document(found: Derived, model: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def _report(found: Derived, out: Path, targets: list[Target]) -> None:
+def _report(found: QuantizedFile, out: Path, targets: list[Target]) -> None:
     from rich.markup import escape
 
     from onnx_ops.cli.terminal import console, print_text

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.search import Budget
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Dataset, Ports, Tensors
-    from onnx_ops.tools.derive import Derived
+    from onnx_ops.tools.quantize import QuantizedFile
 
 ROWS = 512
 """Most rows that it decides by."""
@@ -43,11 +43,11 @@ def quantize_by_search(
     calibration: Tensors | None,
     tuning: Tuning,
     tell: Callable[[str], None],
-) -> Derived:
+) -> QuantizedFile:
     """Find the variant, write it, and beside it everything that was tried."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.domain.search import AUTO, ROLES
-    from onnx_ops.tools.derive_searched import Order, derive_searched
+    from onnx_ops.tools.quantize import VariantSearch, search_variant
 
     if section.exclude or section.options:
         raise UserError(f"method {AUTO} finds its own", where="--exclude, --option", remedy="Leave them out.")
@@ -57,7 +57,7 @@ def quantize_by_search(
             f"there is no {tuning.keep!r} on the front", where="--keep", why=f"there are {', '.join(ROLES)}"
         )
     metric = _metric(tuning.metric)
-    order = Order(
+    order = VariantSearch(
         section=replace(section, keep=(role,), budget=_budget(tuning.budget)),
         source=model,
         path=out,
@@ -67,7 +67,7 @@ def quantize_by_search(
         calibration=calibration,
         data={str(use): digest_file(path) for use, path in (("tune", tuning.tune), ("data", tuning.data)) if path},
     )
-    return derive_searched(ports, order, tell=tell)
+    return search_variant(ports, order, tell=tell)
 
 
 def _metric(name: str) -> MetricDefinition:
@@ -110,9 +110,9 @@ def _parts(hint: Any) -> list[Any]:
 
 def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
     from onnx_ops.ports import Dataset
-    from onnx_ops.tools.probing import brought
+    from onnx_ops.tools.probing import check_samples
 
     path = tuning.tune
     if path is None:
@@ -135,6 +135,6 @@ def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset
         )
     label = arrays.get(tuning.label)
     return Dataset(
-        inputs=brought(inputs, arrays, where=str(path), limit=ROWS).rows,
+        inputs=check_samples(inputs, arrays, where=str(path), limit=ROWS).rows,
         label=None if label is None else label[:ROWS],
     )

@@ -10,7 +10,7 @@ from onnx_ops.app.project import Project
 from onnx_ops.config.targets import profile_names
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, OnnxOpsError
-from onnx_ops.measure.machine import fitting
+from onnx_ops.measure.execution import require_hardware
 from onnx_ops.ports import Runtime
 from onnx_ops.scratch import Scratch
 
@@ -72,7 +72,7 @@ def _obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     Raises:
         OnnxOpsError: the machine lacks something, or no session can be built.
     """
-    fitting(runtime, target)
+    require_hardware(runtime, target)
     facts = runtime.facts(probe, target)
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)

@@ -15,7 +15,7 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.structure import Advice
 from onnx_ops.reporting.formatting import format_figure, format_interval
 from onnx_ops.reporting.structure import advice_lines
-from onnx_ops.tools.bench import Alone, Figure
+from onnx_ops.tools.bench import BenchmarkFigure, SingleModelResult
 
 _RUNS = "single runs that kept their core"
 _PROCESSES = "fresh processes, file in the page cache; median"
@@ -24,12 +24,12 @@ _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _P
 """What the figures of one model are of; those that are not named are throughputs."""
 
 
-def alone_document(found: Alone, model: Path, target: str) -> dict[str, Any]:
+def alone_document(found: SingleModelResult, model: Path, target: str) -> dict[str, Any]:
     document = codec.to_json(found)
     return {"tool": "bench", "a": str(model), "target": target, **document, "exit_code": 0}
 
 
-def alone_report(found: Alone, model: Path, target: str) -> None:
+def alone_report(found: SingleModelResult, model: Path, target: str) -> None:
     out = console()
     rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
     out.print(f"[bold]{escape(f'{model.name} on {target}, {rows} a request')}[/bold]")
@@ -49,7 +49,7 @@ def advise(found: Sequence[Advice]) -> None:
         print_text(console(), f"[yellow]advice[/yellow] {escape(line)}")
 
 
-def _cells(figure: Figure) -> tuple[str, str]:
+def _cells(figure: BenchmarkFigure) -> tuple[str, str]:
     interval = format_interval(figure.low, figure.high, figure.unit, near=figure.value)
     return tuple(escape(text.replace(" ", KEEP)) for text in (format_figure(figure.value, figure.unit), interval))  # type: ignore[return-value]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.artifact import TensorSpec
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Ports
-    from onnx_ops.tools.probing import Samples
+    from onnx_ops.tools.probing import SampleRows
 
 Tell = Callable[[str], None]
 
@@ -64,12 +64,12 @@ def bench(
     """
     from onnx_ops.cli.tool_reports import alone_document, alone_report
     from onnx_ops.domain.measuring import asked_by
-    from onnx_ops.onnx_graph.boundary_casts import read_types, write_with_casts
+    from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
-    from onnx_ops.tools.bench import bench as use_case
-    from onnx_ops.tools.bench_pair import pair_gates
+    from onnx_ops.tools.bench import benchmark as use_case
+    from onnx_ops.tools.bench import build_pair_gates
 
-    gates = pair_gates(None, concurrency=concurrency, cold=cold)
+    gates = build_pair_gates(None, concurrency=concurrency, cold=cold)
     ports, chosen = _bench_of(target)
     with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
         held = folder / model.name
@@ -104,28 +104,30 @@ def _bench_of(name: str) -> tuple[Ports, Target]:
     return project.ports, find_target(name, project.targets)
 
 
-def _samples(model: Path, ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int) -> Samples:
+def _samples(
+    model: Path, ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int
+) -> SampleRows:
     from onnx_ops.onnx_graph.input_bounds import input_bounds
-    from onnx_ops.tools.probing import made_up, shared_inputs
+    from onnx_ops.tools.probing import generate_samples, shared_inputs
 
     inputs, sizes = shared_inputs(model), sizes_of(dims or [])
     if data is None:
-        return made_up(inputs, count=rows, dims=sizes, seed=seed, bounds=input_bounds(model))
+        return generate_samples(inputs, count=rows, dims=sizes, seed=seed, bounds=input_bounds(model))
     if sizes:
         raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
     return read_rows(inputs, ports, data, rows)
 
 
-def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int) -> Samples:
+def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int) -> SampleRows:
     """The first rows of a .npz file, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.tools.probing import brought
+    from onnx_ops.tools.probing import check_samples
 
     if not data.is_file():
         raise NotFoundError("no such file", where=str(data))
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
-    return brought(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)
+    return check_samples(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)
 
 
 def sizes_of(dims: list[str]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
-from onnx_ops.measure.pairs import compare_rows
+from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report

@@ -1,18 +1,19 @@
-"""A model's answers to all rows of a data set, in batches that it takes and that memory holds."""
+"""Answers of a model to rows and groups of inputs, in batches that it takes and that fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import UserError
-from onnx_ops.measure.files import rows
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.measure.files import slice_rows
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.statistics.probes import REAL
 
 T = TypeVar("T")
 
@@ -21,6 +22,9 @@ _INPUT_BYTES = 1 << 24
 
 _OUTPUT_BYTES = 1 << 28
 """Of the batches that one session answers before they are read and let go."""
+
+GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
+"""The answers to each run of a group, or why the model refuses the group."""
 
 
 def read_answers(
@@ -41,7 +45,7 @@ def read_answers(
         MeasurementError: the model does not run there.
         UserError: an output does not have one entry a row.
     """
-    batches = list(batches_of(model, inputs))
+    batches = list(split_batches(model, inputs))
     found: list[T] = []
     at_once = 1
     while batches:
@@ -53,7 +57,7 @@ def read_answers(
     return found
 
 
-def batches_of(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
+def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
     """Feeds that the model takes, and how many rows of each count."""
     fixed = info(model).fixed_batch
     total = len(next(iter(inputs.values())))
@@ -65,7 +69,7 @@ def batches_of(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
             chosen = np.arange(start, start + size) % total
             yield {name: array[chosen] for name, array in inputs.items()}, count
         else:
-            yield rows(inputs, start, start + count), count
+            yield slice_rows(inputs, start, start + count), count
 
 
 def _cut(outputs: Tensors, feed: Tensors, count: int) -> Tensors:
@@ -76,3 +80,38 @@ def _cut(outputs: Tensors, feed: Tensors, count: int) -> Tensors:
         shapes = {name: tuple(array.shape) for name, array in outputs.items()}
         raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
     return kept
+
+
+def run_groups(
+    runtime: Runtime, target: Target, model: Path, groups: Mapping[str, tuple[Tensors, ...]]
+) -> GroupAnswers:
+    """The model's answers by group, in one session if it takes them all.
+
+    Args:
+        runtime: runs it.
+        target: as on which.
+        model: the file.
+        groups: runs by group.
+
+    Raises:
+        MeasurementError: it does not run on plain rows, which is refusing to run at all.
+    """
+    try:
+        answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
+        return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
+    except MeasurementError:
+        pass
+    found: dict[str, tuple[Tensors, ...] | MeasurementError] = {}
+    for name in sorted(groups, key=lambda group: group != REAL):  # a model that does not run at all is told at once
+        try:
+            found[name] = runtime.run(model, target, groups[name])
+        except MeasurementError as error:
+            if name == REAL:
+                raise
+            found[name] = error
+    return found
+
+
+def explain_rejection(error: MeasurementError) -> str:
+    """What ONNX Runtime says at the end of a long line."""
+    return (error.why or error.what).rpartition("Status Message: ")[2]

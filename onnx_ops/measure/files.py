@@ -32,7 +32,7 @@ def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:
     return {prefix + path.relative_to(folder).as_posix(): store.put_file(path) for path in files}
 
 
-def checkout(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Path:
+def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Path:
     """Copies of the files below `prefix`, in `folder`: whoever gets them may write to them."""
     for name, digest in manifest.subset(prefix).files.items():
         path = folder / name
@@ -41,7 +41,7 @@ def checkout(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Pat
     return folder
 
 
-def pack(arrays: Mapping[str, Any]) -> bytes:
+def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
     """Arrays as `.npz`; the same arrays always give the same bytes."""
     import numpy as np
 
@@ -50,7 +50,7 @@ def pack(arrays: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def unpack(store: Store, digest: Digest) -> dict[str, Any]:
+def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
     import numpy as np
 
     with np.load(store.path(digest), allow_pickle=False) as archive:
@@ -62,7 +62,7 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
     arrays |= {
         name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
     }
-    return Manifest(files={"dataset.npz": store.put_bytes(pack(arrays))})
+    return Manifest(files={"dataset.npz": store.put_bytes(pack_arrays(arrays))})
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
@@ -71,10 +71,10 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
     Raises:
         UserError: a column has missing cells, and the model takes whole numbers.
     """
-    arrays = unpack(store, manifest["dataset.npz"])
+    arrays = load_arrays(store, manifest["dataset.npz"])
     inputs = _below("input/", arrays)
     if export is not None:
-        inputs = as_taken(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
+        inputs = convert_inputs(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
     return Dataset(
         inputs=inputs,
         label=arrays.get("label"),
@@ -83,14 +83,14 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
     )
 
 
-def as_taken(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
+def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     """Inputs of a data set as a model takes them: whole numbers of a table as float32 where it takes that.
 
     Raises:
         UserError: a column has missing cells, and the model takes whole numbers.
     """
     taken = {spec.name: spec.dtype for spec in model.inputs}
-    whole = [name for name, array in inputs.items() if is_fraction(array) and taken.get(name) in ("int64", "bool")]
+    whole = [name for name, array in inputs.items() if is_float_column(array) and taken.get(name) in ("int64", "bool")]
     if whole:
         raise UserError(
             f"column {whole[0]!r} has missing cells or fractions, and the model takes {taken[whole[0]]}",
@@ -98,15 +98,15 @@ def as_taken(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
             why="the rows that the model was trained and exported with have none",
             remedy="Fill the missing cells, or train with rows that have some.",
         )
-    return widen(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
+    return widen_columns(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
 
 
-def is_fraction(array: Any) -> bool:
+def is_float_column(array: Any) -> bool:
     """Whether it is a table's column of float32."""
     return bool(array.dtype == "float32" and array.shape[1:] == (1,))
 
 
-def widen(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
+def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
     """Columns of whole numbers or truth values as float32, which they are in a file where one cell of them is missing.
 
     Args:
@@ -133,5 +133,5 @@ def put_document(store: Store, value: object) -> Digest:
     return store.put_bytes(codec.dumps(value))
 
 
-def rows(tensors: Tensors, start: int, stop: int) -> Tensors:
+def slice_rows(tensors: Tensors, start: int, stop: int) -> Tensors:
     return {name: array[start:stop] for name, array in tensors.items()}

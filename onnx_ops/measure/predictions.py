@@ -1,5 +1,4 @@
-"""What a model's outputs say in a metric's terms: classes, scores, numbers, embeddings, tokens. Read in this one place,
-batch by batch, whatever the labels."""
+"""Model outputs and labels in the terms of a task metric: classes, scores, numbers, embeddings, tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _TEXTS = "USO"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Prediction:
     """What was read of some rows.
 
     `columns` is 0 where `values` are what the label holds too. Otherwise `values` are the numbers of the best of so
@@ -35,10 +34,10 @@ class _Form:
 
     noun: str
     fits: Callable[[Array], bool]
-    take: Callable[[Array], Reading]
+    take: Callable[[Array], Prediction]
 
 
-def read(definition: MetricDefinition, outputs: Tensors) -> Reading:
+def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Prediction:
     """What the metric reads of the named output, or of the first one that fits.
 
     Raises:
@@ -64,7 +63,7 @@ def read(definition: MetricDefinition, outputs: Tensors) -> Reading:
     )
 
 
-def joined(readings: Sequence[Reading]) -> Reading:
+def join_predictions(readings: Sequence[Prediction]) -> Prediction:
     """Readings of successive rows as one.
 
     Raises:
@@ -73,61 +72,61 @@ def joined(readings: Sequence[Reading]) -> Reading:
     if len({(one.values.shape[1:], one.columns) for one in readings}) != 1:
         shapes = sorted({str(one.values.shape[1:]) for one in readings})
         raise UserError(f"the shape of its answers changes from batch to batch: {', '.join(shapes)}")
-    return Reading(
+    return Prediction(
         values=np.concatenate([one.values for one in readings]),
         columns=readings[0].columns,
         broken=sum(one.broken for one in readings),
     )
 
 
-def texts(array: Array) -> Array:
+def as_text(array: Array) -> Array:
     return array.astype(np.str_) if array.dtype.kind in _TEXTS else array
 
 
-def flat(array: Array) -> Array:
+def flatten_column(array: Array) -> Array:
     return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def _is_labels(array: Array) -> bool:
-    return flat(array).ndim == 1 and array.dtype.kind in "iub" + _TEXTS
+    return flatten_column(array).ndim == 1 and array.dtype.kind in "iub" + _TEXTS
 
 
 def _is_column(array: Array) -> bool:
-    return flat(array).ndim == 1 and array.dtype.kind == "f"
+    return flatten_column(array).ndim == 1 and array.dtype.kind == "f"
 
 
 def _is_scores(array: Array) -> bool:
     return bool(array.ndim == 2 and array.shape[1] > 1 and array.dtype.kind in "fiu")
 
 
-def _label_of(array: Array) -> Reading:
-    return Reading(values=texts(flat(array)))
+def _label_of(array: Array) -> Prediction:
+    return Prediction(values=as_text(flatten_column(array)))
 
 
-def _best_of(array: Array) -> Reading:
-    return Reading(values=array.argmax(axis=1), columns=array.shape[1], broken=_with_nan(array))
+def _best_of(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_with_nan(array))
 
 
-def _scores_of(array: Array) -> Reading:
+def _scores_of(array: Array) -> Prediction:
     scores = array.astype(np.float64)
-    return Reading(values=scores, columns=scores.shape[1], broken=_with_nan(scores))
+    return Prediction(values=scores, columns=scores.shape[1], broken=_with_nan(scores))
 
 
-def _column_of(array: Array) -> Reading:
-    scores = flat(array).astype(np.float64)
-    return Reading(values=scores, columns=1, broken=_with_nan(scores[:, None]))
+def _column_of(array: Array) -> Prediction:
+    scores = flatten_column(array).astype(np.float64)
+    return Prediction(values=scores, columns=1, broken=_with_nan(scores[:, None]))
 
 
-def _numbers_of(array: Array) -> Reading:
-    return Reading(values=flat(array).astype(np.float64))
+def _numbers_of(array: Array) -> Prediction:
+    return Prediction(values=flatten_column(array).astype(np.float64))
 
 
 def _with_nan(scores: Array) -> int:
     return int(np.isnan(scores).any(axis=1).sum()) if scores.dtype.kind == "f" else 0
 
 
-def _plain(array: Array) -> Reading:
-    return Reading(values=texts(array))
+def _plain(array: Array) -> Prediction:
+    return Prediction(values=as_text(array))
 
 
 _CLASS_FORMS = (
@@ -143,7 +142,7 @@ _NUMBER_FORMS = (
     _Form(noun="one number a row", fits=_is_column, take=_numbers_of),
     _Form(
         noun="one whole number a row",
-        fits=lambda array: flat(array).ndim == 1 and array.dtype.kind in "iu",
+        fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in "iu",
         take=_numbers_of,
     ),
 )
@@ -167,9 +166,140 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
         _Form(
             noun="scores of tokens (rows, length, vocabulary)",
             fits=lambda array: array.ndim == 3 and array.dtype.kind == "f",
-            take=lambda array: Reading(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())),
+            take=lambda array: Prediction(
+                values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())
+            ),
         ),
     ),
     None: (_Form(noun="an array", fits=lambda _: True, take=_plain),),
 }
 """What each metric reads, the best form first."""
+
+
+def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
+    """The label as the metric needs it; None where it compares models with each other.
+
+    Raises:
+        UserError: it is not of the kind that the metric needs.
+    """
+    match definition.name:
+        case "cosine" | "token_agreement":
+            fits = label is not None and label.ndim == 2 and label.dtype.kind in _KINDS[definition.name]
+            return label if fits else None
+        case "mae" | "rmse" | "r2":
+            if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
+                is_number = label is None or label.dtype.kind in "fiub"
+                raise _unfit(definition, label, "one number a row", "" if is_number else definition.other_kind)
+            return flatten_column(label).astype(np.float64)
+        case None:
+            if label is None:
+                raise _unfit(definition, label, "an array")
+            return as_text(label)
+        case _:
+            return _class_label(definition, label)
+
+
+_KINDS: Mapping[str, str] = {"cosine": "f", "token_agreement": "iu"}
+
+
+def _class_label(definition: MetricDefinition, label: Array | None) -> Array:
+    found = None if label is None else as_text(flatten_column(label))
+    if found is None or found.ndim != 1:
+        wide = found is not None and found.ndim == 2
+        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
+        raise _unfit(definition, label, "one class a row", remedy)
+    if found.dtype.kind != "f":
+        return found
+    if missing := int((~np.isfinite(found)).sum()):
+        text = f"{missing} of {len(found)} labels are NaN or infinite"
+        raise UserError(text, where=definition.label, remedy="Leave out rows without a label.")
+    if (found % 1).any():
+        raise _unfit(definition, label, "classes, not fractions", definition.other_kind)
+    return found.astype(np.int64)
+
+
+def _unfit(definition: MetricDefinition, label: Array | None, needed: str, remedy: str = "") -> UserError:
+    has = "there is none" if label is None else f"it is {label.dtype} {tuple(label.shape)}"
+    return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
+
+
+_USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
+
+
+def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
+    """The label that each of `count` columns of scores stands for, in ascending order.
+
+    Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order, which is only known
+    where all of them occur.
+
+    Raises:
+        UserError: the labels do not fit so many columns.
+    """
+    known = np.unique(label)
+    if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:
+        return np.arange(count)
+    if len(known) != count:
+        shown = ", ".join(str(one) for one in known[:5])
+        raise UserError(
+            f"labels ({shown}{', …' if len(known) > 5 else ''}) do not fit {count} columns of scores",
+            where=where,
+            remedy=remedy,
+        )
+    return known
+
+
+def read_classes(label: Array, reading: Prediction, definition: MetricDefinition) -> Array:
+    """The answers as labels, one a row.
+
+    Raises:
+        UserError: the labels do not fit the answers.
+    """
+    values, where = reading.values, definition.label
+    if reading.columns == 1:
+        if ((values < 0) | (values > 1)).any():
+            raise UserError(
+                "one score a row is read as a probability, but some are not between 0 and 1",
+                where=where,
+                remedy=definition.other_kind,
+            )
+        remedy = definition.other_kind if label.dtype.kind != "U" else _USE_COLUMNS
+        return find_column_labels(label, 2, where, remedy)[(values > 1 / 2).astype(np.intp)]
+    if reading.columns:
+        return find_column_labels(label, reading.columns, where)[values]
+    if (label.dtype.kind == "U") != (values.dtype.kind == "U"):
+        raise UserError(f"the model answers with {values.dtype}, the labels are {label.dtype}", where=where)
+    return values
+
+
+def find_positive_label(definition: MetricDefinition, label: Array) -> str | int:
+    """The positive label: the one that was named, or the greater of two.
+
+    Raises:
+        UserError: it is not named, and there are more than two.
+    """
+    if definition.positive is not None:
+        return str(definition.positive) if label.dtype.kind == "U" else definition.positive
+    known = np.unique(label)
+    if len(known) > 2:
+        raise UserError(
+            f"there are {len(known)} classes; which one is positive?",
+            where=definition.label,
+            remedy="Name it: `positive: LABEL`.",
+        )
+    found: str | int = known[-1].item()
+    return found if label.dtype.kind == "U" else max(found, 1)
+
+
+def read_positive_scores(label: Array, positive: str | int, reading: Prediction, where: str) -> Array:
+    """The scores of the positive label, one a row; those of the other of two, negative, where only these are given.
+
+    Raises:
+        UserError: no column stands for it.
+    """
+    names = find_column_labels(label, max(2, reading.columns), where)
+    column = np.flatnonzero(names == positive)
+    if not column.size:
+        raise UserError(f"no column of scores is that of label {positive!r}", where=where)
+    if reading.columns > 1:
+        return np.asarray(reading.values[:, column[0]])
+    return reading.values if column[0] == 1 else -reading.values

@@ -14,26 +14,28 @@ from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError
 from onnx_ops.measure.answers import read_answers
-from onnx_ops.measure.labels import (
-    classes_of,
-    column_labels,
-    label_of,
-    positive_of,
-    positive_scores,
+from onnx_ops.measure.paired_rows import count_pairs, extract_rows
+from onnx_ops.measure.predictions import (
+    Prediction,
+    find_column_labels,
+    find_positive_label,
+    join_predictions,
+    prepare_label,
+    read_classes,
+    read_positive_scores,
+    read_prediction,
 )
-from onnx_ops.measure.pairs import paired, rows_of
-from onnx_ops.measure.predictions import Reading, joined, read
 from onnx_ops.ports import Dataset, Runtime, Tensors
-from onnx_ops.statistics.grouping import grouping_signs
-from onnx_ops.statistics.metrics import Array, OwnMetric, top_k_rows
-from onnx_ops.statistics.scores import CANDIDATE, refused, score
+from onnx_ops.statistics.grouping import detect_grouping
+from onnx_ops.statistics.metrics import Array, CustomMetric, top_k_rows
+from onnx_ops.statistics.scores import CANDIDATE, make_unscored, score
 
-Readings = Mapping[str, Reading | OnnxOpsError]
+ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 """By label of the metric: what was read for it, or why nothing could be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scorer:
+class ScoringRequest:
     """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`.
 
     `known` holds what was read of some of them before.
@@ -44,8 +46,8 @@ class Scorer:
     models: Mapping[str, Path]
     dataset: Dataset
     seed: int
-    functions: Mapping[str, OwnMetric] = field(default_factory=dict)
-    known: Mapping[str, Readings] = field(default_factory=dict)
+    functions: Mapping[str, CustomMetric] = field(default_factory=dict)
+    known: Mapping[str, ModelPredictions] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class _Answers:
     by_model: Mapping[str, Array]
 
 
-def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
+def measure_metrics(scorer: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
     """Every metric that the data set can tell; those that need labels are left out where it has none.
 
     What cannot be read, or is not defined on these rows, is told in an entry of its own.
@@ -83,7 +85,7 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
     asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
     if not asked:
         return TaskMetrics()
-    readings = {name: scorer.known.get(name) or read_model(scorer, name, asked) for name in scorer.models}
+    readings = {name: scorer.known.get(name) or read_predictions(scorer, name, asked) for name in scorer.models}
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
     signals: list[Array] = []
@@ -97,22 +99,22 @@ def measure_metrics(scorer: Scorer, definitions: Sequence[MetricDefinition]) -> 
             continue
         if definition.name in ("accuracy", "top_k"):
             right = answers.by_model
-            counts += [paired(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
+            counts += [count_pairs(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
         else:
             function = scorer.functions.get(definition.use)
             scores += score(
                 definition, answers.label, answers.by_model, seed=scorer.seed, function=function, group=group
             )
         signals += _signals(definition, answers)
-        rows |= rows_of(definition, answers.label, answers.by_model[CANDIDATE])
+        rows |= extract_rows(definition, answers.label, answers.by_model[CANDIDATE])
     grouped: tuple[str, ...] = ()
     if group is None and signals:
         data = scorer.dataset
-        grouped = grouping_signs(data.inputs, data.columns, signals, data.label, scorer.seed)
+        grouped = detect_grouping(data.inputs, data.columns, signals, data.label, scorer.seed)
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
 
 
-def label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
+def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
     """Return why a metric cannot be computed with these labels and with such outputs of a model; empty if it can.
 
     Args:
@@ -123,7 +125,7 @@ def label_problem(definition: MetricDefinition, label: Array | None, outputs: Te
     try:
         terms = _terms(definition, label)
         if outputs is not None:
-            _in_terms(definition, terms, read(definition, outputs), None)
+            _in_terms(definition, terms, read_prediction(definition, outputs), None)
     except UserError as error:
         return str(error)
     return ""
@@ -142,14 +144,14 @@ def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
     return []
 
 
-def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> Readings:
+def read_predictions(scorer: ScoringRequest, name: str, asked: Sequence[MetricDefinition]) -> ModelPredictions:
     """What one of the models says in the terms of each metric.
 
     Raises:
         MeasurementError: the candidate or the export does not run.
     """
 
-    def read_all(outputs: Tensors) -> dict[str, Reading | OnnxOpsError]:
+    def read_all(outputs: Tensors) -> dict[str, Prediction | OnnxOpsError]:
         return {definition.label: _read(definition, outputs) for definition in asked}
 
     try:
@@ -161,73 +163,73 @@ def read_model(scorer: Scorer, name: str, asked: Sequence[MetricDefinition]) -> 
     return {definition.label: _joined([part[definition.label] for part in parts]) for definition in asked}
 
 
-def _read(definition: MetricDefinition, outputs: Tensors) -> Reading | OnnxOpsError:
+def _read(definition: MetricDefinition, outputs: Tensors) -> Prediction | OnnxOpsError:
     try:
-        return read(definition, outputs)
+        return read_prediction(definition, outputs)
     except UserError as error:
         return error
 
 
-def _joined(parts: Sequence[Reading | OnnxOpsError]) -> Reading | OnnxOpsError:
-    readings = [part for part in parts if isinstance(part, Reading)]
+def _joined(parts: Sequence[Prediction | OnnxOpsError]) -> Prediction | OnnxOpsError:
+    readings = [part for part in parts if isinstance(part, Prediction)]
     if len(readings) < len(parts):
         return next(part for part in parts if isinstance(part, OnnxOpsError))
     try:
-        return joined(readings)
+        return join_predictions(readings)
     except UserError as error:
         return error
 
 
 def _comparable(
-    definition: MetricDefinition, label: Array | None, found: Mapping[str, Reading | OnnxOpsError]
+    definition: MetricDefinition, label: Array | None, found: Mapping[str, Prediction | OnnxOpsError]
 ) -> tuple[_Answers, list[ScoreComparison]]:
     """Answers that can be scored, and what is wrong with the others."""
     try:
         terms = _terms(definition, label)
     except UserError as error:
-        return _Answers(label=None, by_model={}), [refused(definition, failed=str(error))]
+        return _Answers(label=None, by_model={}), [make_unscored(definition, failed=str(error))]
     answers: dict[str, Array] = {}
     problems = []
     for name, reading in found.items():
         why = str(reading)
-        if isinstance(reading, Reading) and reading.broken:
+        if isinstance(reading, Prediction) and reading.broken:
             count = len(reading.values)
             why = f"the model answers with NaN on {reading.broken} of {count} rows"
             if name == CANDIDATE:
-                problems.append(refused(definition, count, broken=why))
+                problems.append(make_unscored(definition, count, broken=why))
                 continue
-        elif isinstance(reading, Reading):
+        elif isinstance(reading, Prediction):
             try:
                 answers[name] = _in_terms(definition, terms, reading, answers.get(CANDIDATE))
                 continue
             except UserError as error:
                 why = str(error)
         if name == CANDIDATE:
-            problems.append(refused(definition, failed=why))
+            problems.append(make_unscored(definition, failed=why))
         else:
-            problems.append(refused(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
+            problems.append(make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
     return _coded(definition, terms, answers), problems
 
 
 def _terms(definition: MetricDefinition, label: Array | None) -> _Terms:
-    own_label = label_of(definition, label)
+    own_label = prepare_label(definition, label)
     binary = definition.name == "auc" or definition.average == "binary"
-    positive = positive_of(definition, own_label) if binary and own_label is not None else None
+    positive = find_positive_label(definition, own_label) if binary and own_label is not None else None
     return _Terms(label=own_label, positive=positive)
 
 
-def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Reading, candidate: Array | None) -> Array:
+def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Prediction, candidate: Array | None) -> Array:
     """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
     where, label = definition.label, terms.label
     if label is not None and definition.name == "accuracy":
-        return np.asarray(classes_of(label, reading, definition) == label)
+        return np.asarray(read_classes(label, reading, definition) == label)
     if label is not None and definition.k is not None:
-        names = column_labels(label, reading.columns, where)
+        names = find_column_labels(label, reading.columns, where)
         return top_k_rows(np.searchsorted(names, label), reading.values, definition.k)
     if label is not None and definition.name == "f1":
-        return classes_of(label, reading, definition)
+        return read_classes(label, reading, definition)
     if label is not None and terms.positive is not None:
-        return positive_scores(label, terms.positive, reading, where)
+        return read_positive_scores(label, terms.positive, reading, where)
     beside = candidate if label is None else label
     if definition.label_free and beside is not None and beside.shape != reading.values.shape:
         shapes = f"{tuple(reading.values.shape)} and {tuple(beside.shape)}"

@@ -14,11 +14,10 @@ import numpy.typing as npt
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
-from onnx_ops.statistics.blocks import block_logs
-from onnx_ops.statistics.latency import LOOKS, needs_more, next_look
+from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, should_continue
 
 RUNS_ALONE = 800
 """Enough for a 99th percentile to pass with up to three runs above its limit."""
@@ -39,20 +38,20 @@ BLOCKS, RUNS, SHORT = 12, 10, 3
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
-Raw = Mapping[str, Array]
+RawSamples = Mapping[str, Array]
 """The samples behind figures, by array name."""
 
 LogRatios = tuple[tuple[float, ...], ...]
 """log(B / A) of the blocks of each pair."""
 
-Figure = tuple[LogRatios, LogRatios]
+RatioSamples = tuple[LogRatios, LogRatios]
 """Ratios of the candidate, and of the baseline again, to the baseline."""
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Race:
+class PairedBenchmark:
     """Two models on one target, fed with the same rows.
 
     `against` is what the baseline is called. `tolerances` are the limits that must be decided, by kind of gate. `tell`
@@ -75,20 +74,20 @@ class Race:
         return self.baseline, self.baseline, self.candidate
 
 
-def feed_of(model: Path, inputs: Tensors, batch: int) -> Tensors:
+def build_feed(model: Path, inputs: Tensors, batch: int) -> Tensors:
     """One request of `batch` real rows, or of the batch that the model insists on; rows repeat if there are fewer."""
     rows = np.arange(info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
 
-def rows_of(feed: Tensors) -> int:
+def count_rows(feed: Tensors) -> int:
     """Rows of one request."""
     return max((len(array) for array in feed.values() if array.ndim), default=1)
 
 
-def time_alone(
+def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
-) -> tuple[LatencySamples, Raw]:
+) -> tuple[LatencySamples, RawSamples]:
     """Single runs of one session.
 
     Raises:
@@ -98,7 +97,7 @@ def time_alone(
     lost = samples.preempted.astype(bool)
     kept = np.sort(samples.nanoseconds[~lost]) if (~lost).any() else np.sort(samples.nanoseconds)
     latency = LatencySamples(
-        batch=rows_of(feed),
+        batch=count_rows(feed),
         runs=int(samples.nanoseconds.size),
         preempted=int(lost.sum()),
         quantiles_ns={name: float(np.quantile(kept, q)) for name, q in QUANTILES.items()},
@@ -107,7 +106,7 @@ def time_alone(
     return latency, {"alone/nanoseconds": samples.nanoseconds, "alone/preempted": samples.preempted}
 
 
-def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
+def compare_latency(race: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
     """Fresh sessions of the baseline, of the baseline again and of the candidate, in turns, look by look.
 
     Raises:
@@ -115,15 +114,15 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
     """
 
     alone = race.runtime.sample(race.baseline, race.target, race.feed, runs=5, warmup=1)
-    schedule = schedule_of(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
+    schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
     def measure(heats: int, seed: int) -> RaceSamples:
         return race.runtime.race(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
 
-    def figures(looks: Sequence[RaceSamples]) -> tuple[Figure]:
-        return (figure_of(_logs(looks)),)
+    def figures(looks: Sequence[RaceSamples]) -> tuple[RatioSamples]:
+        return (split_log_ratios(_logs(looks)),)
 
-    looks = look_by_look(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
+    looks = measure_until_decided(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
     ((own, itself),) = figures(looks)
     comparison = LatencyComparison(
         against=race.against,
@@ -142,7 +141,7 @@ def time_against(race: Race) -> tuple[LatencyComparison, Raw]:
     }
 
 
-def schedule_of(run_s: float) -> RaceSchedule:
+def plan_schedule(run_s: float) -> RaceSchedule:
     """Heats of about `HEAT_S`, with fewer rounds for slow models and shorter blocks for very slow ones: long runs vary
     less, and the noise between sessions only more heats average."""
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
@@ -155,18 +154,18 @@ def schedule_of(run_s: float) -> RaceSchedule:
 def _logs(looks: Sequence[RaceSamples]) -> npt.NDArray[np.float64]:
     """Of the heats of all looks together: what a probe tells is read off as many runs as there are."""
     probes = [look.probe for look in looks if look.probe is not None]
-    return block_logs(
+    return compute_block_logs(
         np.concatenate([look.nanoseconds for look in looks]),
         np.concatenate([look.preempted for look in looks]),
         np.concatenate(probes) if len(probes) == len(looks) else None,
     )
 
 
-def look_by_look(
-    race: Race,
+def measure_until_decided(
+    race: PairedBenchmark,
     noun: str,
     measure: Callable[[int, int], S],
-    figures: Callable[[Sequence[S]], Sequence[Figure]],
+    figures: Callable[[Sequence[S]], Sequence[RatioSamples]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
     """Measure `race.models` up to each look, until every figure is decided or the next look would end too late.
@@ -182,20 +181,20 @@ def look_by_look(
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
-        goal = next_look(measured)
+        goal = get_next_look(measured)
         race.tell(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
         samples.append(measure(goal - measured, race.seed + measured))
         measured = goal
         spent = time.monotonic() - begun
-        if spent * next_look(measured) / measured > LONGEST_S:
+        if spent * get_next_look(measured) / measured > LONGEST_S:
             break
         found = zip(figures(samples), tolerances, strict=True)
-        if not any(needs_more(own, itself, limits) for (own, itself), limits in found if own):
+        if not any(should_continue(own, itself, limits) for (own, itself), limits in found if own):
             break
     return samples
 
 
-def figure_of(logs: npt.NDArray[np.float64]) -> Figure:
+def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Log ratios of the candidate, and of the baseline again, to the baseline.
 
     One session of the baseline stands against one of each, not the mean of both against the candidate: noise that is
@@ -208,9 +207,9 @@ def figure_of(logs: npt.NDArray[np.float64]) -> Figure:
     return _rows(candidate - first), _rows(again - first)
 
 
-def ratios_of(samples: RaceSamples) -> LogRatios:
+def compute_log_ratios(samples: RaceSamples) -> LogRatios:
     """log(B / A) of a race of two models: the blocks of each heat."""
-    logs = block_logs(samples.nanoseconds, samples.preempted, samples.probe)
+    logs = compute_block_logs(samples.nanoseconds, samples.preempted, samples.probe)
     return _rows(logs[..., 1] - logs[..., 0])
 
 

@@ -21,7 +21,7 @@ from onnx_ops.app.summary import Summary, where_to_read
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.domain.release import Choice
-from onnx_ops.pipeline import Silent
+from onnx_ops.pipeline import SilentObserver
 from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.html import variants_picture
 
@@ -89,7 +89,7 @@ def _choice_row(choice: Choice, summary: Summary) -> dict[str, str]:
     }
 
 
-class Progress(Silent):
+class Progress(SilentObserver):
     """`<pipeline>-progress`: stages that have ended, of those planned. A server that does not take it fails no run."""
 
     def __init__(self) -> None:

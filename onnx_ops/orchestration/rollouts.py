@@ -119,9 +119,9 @@ def _end(
 
 
 def _plot(found: Trace) -> str:
-    from onnx_ops.statistics.rollout.judge import paths
+    from onnx_ops.statistics.rollout.judge import trace_guardrails
 
-    return evidence_svg(paths(found.observations, found.policy)) if found.observations is not None else ""
+    return evidence_svg(trace_guardrails(found.observations, found.policy)) if found.observations is not None else ""
 
 
 def _report(ports: Ports, found: Trace) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from onnx_ops.pipeline.code_digest import UserCode, referred_modules, user_code
-from onnx_ops.pipeline.crew import in_order
-from onnx_ops.pipeline.parts import Probe
 from onnx_ops.pipeline.planning import plan
-from onnx_ops.pipeline.run import Handler, InlineExecutor, RunResult, Silent, preview, run
+from onnx_ops.pipeline.run import Handler, InlineExecutor, RunResult, SilentObserver, ordered_map, preview, run
+from onnx_ops.pipeline.stage_settings import Probe
+from onnx_ops.pipeline.user_code import UserCode, collect_user_code, find_referenced_modules
 
 __all__ = [
     "Handler",
     "InlineExecutor",
     "Probe",
     "RunResult",
-    "Silent",
+    "SilentObserver",
     "UserCode",
-    "in_order",
+    "collect_user_code",
+    "find_referenced_modules",
+    "ordered_map",
     "plan",
     "preview",
-    "referred_modules",
     "run",
-    "user_code",
 ]

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import digest_json
+from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.gate import MetricGate, gates_on
 from onnx_ops.domain.measuring import Asked, asked_by
-from onnx_ops.domain.metric import ACCURACY
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Stage, StageKind
+from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.search import AUTO
+from onnx_ops.domain.standing import Policy
 from onnx_ops.domain.target import Target
-from onnx_ops.pipeline.parts import (
+from onnx_ops.pipeline.stage_settings import (
     REQUIREMENTS,
     Probe,
+    as_json_text,
     benchmark_id,
     data_id,
-    env_of,
     gate_id,
     make_stage,
-    operators_of,
-    section_of,
+    search_id,
     variant_id,
+    write_environment,
+    write_operators,
+    write_section,
 )
-from onnx_ops.pipeline.releasing import policy_of, release
-from onnx_ops.pipeline.stages.data import source_of
-from onnx_ops.pipeline.variants import derived, is_quantized, metric_code
+from onnx_ops.pipeline.stages.data import get_source_name
 
 
 def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
@@ -43,7 +47,7 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
         for variant in pipeline.variants():
             stages += _judged(pipeline, targets[name], variant, probe)
     if pipeline.register is not None and probe.signer() is not None:
-        stages += release(pipeline, targets)
+        stages += plan_release(pipeline, targets)
     order = list(StageKind)
     last = len(order) if until is None else order.index(until)
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
@@ -56,19 +60,19 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
             data_id(name),
             None,
             {"section": codec.to_json(section), "fingerprint": probe.data(section)},
-            tools=probe.tools("data", source_of(section)),
+            tools=probe.tools("data", get_source_name(section)),
         )
         for name, section in pipeline.data.items()
     ]
     scored = pipeline.validate.samples.data
     framework = pipeline.export.framework
     wanted = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
-    env, hints = env_of(wanted)
+    env, hints = write_environment(wanted)
     tools = probe.tools("exporters", framework, wanted, trains=True)
     if pipeline.train is not None:
         code = probe.code(pipeline.train.run, pipeline.train.depends)
         settings: dict[str, Json] = {
-            **section_of(pipeline.train),
+            **write_section(pipeline.train),
             "code": digest_json(dict(code.files)),
             "framework": framework,
         }
@@ -100,14 +104,14 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework, pipeline.export.env)
-    env, hints = env_of(pipeline.export.env)
-    operators, libraries = operators_of(pipeline, targets)
+    env, hints = write_environment(pipeline.export.env)
+    operators, libraries = write_operators(pipeline, targets)
     hints |= libraries
     origins = {name: dict(probe.origin(section)) for name, section in pipeline.data.items()}
     if known := {name: told for name, told in origins.items() if told}:
         hints["origins"] = known
     export: dict[str, Json] = {
-        "section": section_of(pipeline.export),
+        "section": write_section(pipeline.export),
         "limit": samples.limit,
         "data": samples.data,
         "inputs": codec.to_json(pipeline.inputs),
@@ -120,8 +124,8 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
         depends = pipeline.train.depends if pipeline.train else ()
         export["translations"] = probe.code(table, depends).digest()
     validate: dict[str, Json] = {
-        "section": section_of(pipeline.validate),
-        "export": section_of(pipeline.export),
+        "section": write_section(pipeline.validate),
+        "export": write_section(pipeline.export),
         **operators,
     }
     return [
@@ -147,7 +151,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
             own_process=True,
             hints=hints,
         ),
-        *derived(pipeline, targets, probe),
+        *plan_variants(pipeline, targets, probe),
     ]
 
 
@@ -199,7 +203,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
             needs=[benchmark_id(variant, target.name)],
             variant=variant,
             target=target.name,
-            hints={"policy": codec.to_json(policy_of(pipeline, target))},
+            hints={"policy": codec.to_json(get_objective(pipeline, target))},
         ),
     ]
 
@@ -214,6 +218,223 @@ def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
     """What the metric gates want measured, without their limits; accuracy is measured wherever it can be."""
     asked = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     return [
-        {"definition": codec.to_json(one), "code": metric_code(pipeline, one, probe)}
+        {"definition": codec.to_json(one), "code": digest_metric_code(pipeline, one, probe)}
         for one in sorted(asked, key=lambda one: one.label)
     ]
+
+
+def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
+    """Stages of every entry of `quantize`."""
+    machines = _machines(pipeline.benchmark.targets, targets, probe)
+    operators, libraries = write_operators(pipeline, targets)
+    stages: list[Stage] = []
+    for entry in pipeline.quantize:
+        if entry.method == AUTO:
+            stages += _searched(pipeline, entry, targets, machines, probe)
+        else:
+            stages.append(_quantize(entry, machines, probe))
+    return [
+        replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
+        if stage.kind is StageKind.QUANTIZE
+        else stage
+        for stage in stages
+    ]
+
+
+def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
+    """The kinds of machine that a variant is made for, each once: recipes follow them."""
+    kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in names]
+    return sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
+
+
+def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
+    calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
+    env, hints = write_environment(entry.env)
+    return make_stage(
+        StageKind.QUANTIZE,
+        variant_id(entry.name),
+        entry,
+        {
+            "section": write_section(probe.settled(entry)),
+            "quantized": probe.is_quantizer(entry),
+            "machines": list(machines),
+            **env,
+        },
+        needs=["export", *calibration],
+        tools=probe.tools("optimizers", entry.method, entry.env),
+        variant=entry.name,
+        own_process=True,
+        hints=hints,
+    )
+
+
+def _searched(
+    pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
+) -> list[Stage]:
+    """The search, and a stage for each variant that it may find: which it does is known when it has ended."""
+    here = [targets[name] for name in pipeline.benchmark.targets]
+    tune = entry.tune
+    rows = [data_id(tune.data)] if tune else []
+    calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
+    search = make_stage(
+        StageKind.SEARCH,
+        search_id(entry.name),
+        entry,
+        {
+            "section": write_section(entry),
+            "machines": list(machines),
+            "targets": [[target.name, target.digest()] for target in here],
+            "hardware": [probe.hardware(target) for target in here],
+            "batch": pipeline.benchmark.batch,
+            "data": tune.data if tune else "",
+            "samples": tune.samples if tune else 0,
+            "metric": _metric(pipeline, probe),
+        },
+        needs=list(dict.fromkeys(["export", *rows, *calibration])),
+        tools=_tools(here, probe),
+        own_process=True,
+        hints={"targets": codec.to_json(here)},
+    )
+    return [
+        search,
+        *(_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep)),
+    ]
+
+
+def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], probe: Probe) -> Stage:
+    name = f"{entry.name}-{role}"
+    return make_stage(
+        StageKind.QUANTIZE,
+        variant_id(name),
+        entry,
+        {"section": write_section(entry), "quantized": True, "search": search, "role": role},
+        needs=["export", search, *calibration],
+        tools=probe.tools("optimizers", "dynamic"),
+        variant=name,
+        own_process=True,
+    )
+
+
+def _tools(targets: Sequence[Target], probe: Probe) -> dict[str, str]:
+    found = dict(probe.tools("optimizers", "dynamic"))
+    for target in targets:
+        found |= probe.tools("runtimes", target.runtime, target.env)
+    return found
+
+
+def _metric(pipeline: Pipeline, probe: Probe) -> Json:
+    """What the search decides by: the metric of the first metric gate, else accuracy."""
+    gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
+    definition = gate.definition() if gate else ACCURACY
+    better = gate.higher_is_better if gate and gate.use else definition.higher_is_better
+    return {
+        "definition": codec.to_json(definition),
+        "lower": better is False,
+        "code": digest_metric_code(pipeline, definition, probe),
+    }
+
+
+def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: Probe) -> Digest | None:
+    """Digest of the code of an own metric; None for one that is known here."""
+    if not metric.use:
+        return None
+    return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
+
+
+def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:
+    """Whether a variant differs from the export by design."""
+    entry = next((one for one in pipeline.quantize if variant in one.variants()), None)
+    return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))
+
+
+def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
+    section = pipeline.register
+    if section is None:
+        return []
+    names = pipeline.benchmark.targets
+    pairs = [(variant, target) for target in names for variant in pipeline.variants()]
+    register = make_stage(
+        StageKind.REGISTER,
+        "register",
+        section,
+        {
+            "model": section.model,
+            "pipeline": pipeline.pipeline,
+            "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
+            "targets": list(names),
+            "policies": {name: codec.to_json(get_objective(pipeline, targets[name])) for name in names},
+            "parameters": _parameters(pipeline),
+            "measured_on": pipeline.validate.samples.data,
+        },
+        needs=["train", "export"],
+        tolerates=[
+            *(data_id(name) for name in pipeline.data),
+            *(variant_id(v) for v in pipeline.variants() if v != EXPORT),
+            *(benchmark_id(*pair) for pair in pairs),
+            *(gate_id(*pair) for pair in pairs),
+        ],
+        hints={"about": pipeline.description},
+    )
+    promotes = [
+        make_stage(
+            StageKind.PROMOTE,
+            f"promote@{name}",
+            None,
+            {"endpoints": _endpoint_names(pipeline, name)},
+            needs=["register"],
+            target=name,
+        )
+        for name in names
+        if section.promote == "auto"
+    ]
+    deploys = [
+        make_stage(
+            StageKind.DEPLOY,
+            f"deploy/{entry.endpoint}",
+            entry,
+            {
+                "section": write_section(entry),
+                "model": section.model,
+                "pipeline": pipeline.pipeline,
+                "target_digest": targets[entry.target].digest(),
+                "auto": section.promote == "auto",
+            },
+            needs=["register"],
+            tolerates=[p.id for p in promotes if p.target == entry.target],
+            target=entry.target,
+        )
+        for entry in pipeline.deploy
+    ]
+    return [register, *promotes, *deploys]
+
+
+def get_objective(pipeline: Pipeline, target: Target) -> Policy:
+    """What is preferred on a target; its price counts where cost is."""
+    prefer = pipeline.prefer.on(target.name)
+    return Policy(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
+
+
+def _parameters(pipeline: Pipeline) -> dict[str, Json]:
+    """How the model was made, recorded with its versions."""
+    recorded: dict[str, Json] = {
+        "export.framework": pipeline.export.framework,
+        "export.opset": str(pipeline.export.opset),
+    }
+    recorded |= {f"params.{_recordable(name)}": as_json_text(value) for name, value in pipeline.parameters.items()}
+    if pipeline.train is None:
+        return recorded | {"model": pipeline.model}
+    values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
+    return {
+        **recorded,
+        "train.run": pipeline.train.run,
+        **{name: as_json_text(value) for name, value in values.items()},
+    }
+
+
+def _recordable(path: str) -> str:
+    """A path of `params.yaml` as registries take names: `rates[1]` is `rates.1`."""
+    return re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
+
+
+def _endpoint_names(pipeline: Pipeline, target: str) -> list[Json]:
+    return [entry.endpoint for entry in pipeline.deploy if entry.target == target]

@@ -1,25 +1,81 @@
-"""Runs a plan: each stage once its inputs are there, unless its result is known already."""
+"""Threads that do work side by side, as many as are asked for.
+
+Runs a plan: each stage once its inputs are there, unless its result is known already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, StorageError, storage_errors
-from onnx_ops.pipeline.crew import Crew
 from onnx_ops.ports import Clock, Executor, Observer, Work
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Ended = tuple[StageOutcome, OnnxOpsError | None]
 """What became of a stage, and the error behind a failure."""
 
 Step = Callable[[Stage], Ended]
+
+
+class DaemonThreadPool(Generic[R]):
+    """At most `jobs` pieces of work at once, begun in the order in which they are given.
+
+    Its threads hold nobody up: whoever is interrupted leaves at once, and what they had begun ends with the process.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        if jobs < 1:
+            raise ValueError(f"a crew of {jobs} does no work")
+        self._jobs = jobs
+        self._given: SimpleQueue[tuple[Future[R], Callable[[], R]] | None] = SimpleQueue()
+
+    def __enter__(self) -> DaemonThreadPool[R]:
+        for _ in range(self._jobs):
+            threading.Thread(target=self._work, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _ in range(self._jobs):
+            self._given.put(None)
+
+    def give(self, work: Callable[[], R]) -> Future[R]:
+        future: Future[R] = Future()
+        self._given.put((future, work))
+        return future
+
+    def _work(self) -> None:
+        while (task := self._given.get()) is not None:
+            future, work = task
+            try:
+                result: Any = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del task, future, work  # or the last result would be kept while this thread waits
+
+
+def ordered_map(jobs: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """`work` of every item, in the order of the items; at most `jobs` at once. What was taken is not kept."""
+    with DaemonThreadPool[R](jobs) as crew:
+        given = deque(crew.give(partial(work, item)) for item in items)
+        while given:
+            yield given.popleft().result()
 
 
 class Handler(Protocol):
@@ -60,7 +116,7 @@ class RunResult:
         return tuple(s.id for s in self.plan.stages if self.outcomes[s.id].status in busy)
 
 
-class Silent:
+class SilentObserver:
     """An observer that says nothing."""
 
     def planned(self, plan: Plan) -> None:
@@ -149,7 +205,7 @@ def _side_by_side(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, En
     """Each stage begins when all that it waits for have been taken by whoever iterates."""
     planned = {stage.id for stage in plan.stages}
     waiting, running, taken = list(plan.stages), dict[Future[Ended], Stage](), set[str]()
-    with Crew[Ended](jobs) as crew:
+    with DaemonThreadPool[Ended](jobs) as crew:
         while waiting or running:
             ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= taken]
             begun = {stage.id for stage in ready}
@@ -177,7 +233,7 @@ def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) 
     return result
 
 
-def inputs_of(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
+def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
     found = {name: outcomes[name].manifest for name in (*stage.needs, *stage.tolerates) if name in outcomes}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
@@ -203,7 +259,7 @@ def _ready(
         first = outcomes.get(missing[0])
         verb = first.status.value if first else "not planned"
         return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=f"needs {missing[0]}, which was {verb}")
-    inputs = inputs_of(stage, outcomes)
+    inputs = collect_inputs(stage, outcomes)
     if reason := handler.refusal(stage, inputs):
         return StageOutcome(stage=stage.id, status=StageStatus.SKIPPED, reason=reason)
     key = stage.key(inputs)
@@ -222,7 +278,7 @@ def _work(
     fresh: Collection[StageKind],
 ) -> Ended:
     """Do the stage, unless another run does so meanwhile."""
-    inputs = inputs_of(stage, outcomes)
+    inputs = collect_inputs(stage, outcomes)
     key = stage.key(inputs)
     with handler.claim(stage, key):
         outcome, error = _look(stage, outcomes, handler, fresh)

@@ -88,8 +88,8 @@ def _freeze(journal: Journal, start: Action) -> None:
         return
     if state.frozen is not None and state.frozen.candidate == candidate.manifest:
         return
-    from onnx_ops.statistics.rollout import freeze
+    from onnx_ops.statistics.rollout import fix_thresholds
 
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
-    thresholds, slower = (None, None) if found is None else freeze(*found, state.policy.slower())
+    thresholds, slower = (None, None) if found is None else fix_thresholds(*found, state.policy.slower())
     journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))

@@ -11,7 +11,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.desired import Desired
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.observe import look, next_move
-from onnx_ops.statistics.rollout.judge import EvidencePath, judge, paths
+from onnx_ops.statistics.rollout.judge import EvidencePath, judge, trace_guardrails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,5 +58,5 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
         seconds=max(0.0, ports.clock.now() - began),
         next=f"next: {move.why}" if isinstance(move, Action) else move.why,
         judged=None if found is None else judge(found, state.policy),
-        evidence=() if found is None else paths(found, state.policy),
+        evidence=() if found is None else trace_guardrails(found, state.policy),
     )

@@ -13,7 +13,7 @@ from onnx_ops.domain.release import BaseRelease, Choice
 from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for
 from onnx_ops.reporting.metrics import Measured, champion_values, median_latency, task_values, unit_of
 from onnx_ops.reporting.plots import measured_ratio, name_of
-from onnx_ops.statistics.agreement import change_interval
+from onnx_ops.statistics.intervals import change_interval
 
 CHAMPION = "champion"
 _THE_CHAMPION = "the champion"

@@ -38,7 +38,7 @@ from onnx_ops.reporting.plots import (
 from onnx_ops.reporting.searches import search_section
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.reporting.style import STYLE
-from onnx_ops.statistics.choice import prospects
+from onnx_ops.statistics.choice import estimate_prospects
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MEANING = {
@@ -127,7 +127,7 @@ def _prospects(decisions: Sequence[Decision]) -> Iterator[str]:
     for decision in decisions:
         tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
         for result in decision.results:
-            found = prospects(result, tried if decision.variant != EXPORT else 1)
+            found = estimate_prospects(result, tried if decision.variant != EXPORT else 1)
             if found is not None:
                 names = (decision.variant, decision.target, result.metric, result.limit)
                 counted = f"{result.n} in {result.groups} groups" if result.groups else str(result.n)

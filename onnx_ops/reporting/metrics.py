@@ -13,8 +13,8 @@ from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.domain.metric import ACCURACY, METRICS
 from onnx_ops.domain.quantities import Json
 from onnx_ops.reporting.formatting import format_figure, format_interval
-from onnx_ops.statistics.agreement import value_interval
-from onnx_ops.statistics.latency import quantile_gate
+from onnx_ops.statistics.intervals import value_interval
+from onnx_ops.statistics.latency import compare_latency_quantile
 from onnx_ops.statistics.rules.metric import INDEPENDENCE
 
 
@@ -50,7 +50,7 @@ def median_latency(samples: LatencySamples | None) -> Measured | None:
     usable = [] if samples is None else [ns for ns in samples.sorted_ns if ns > 0]
     if not usable:
         return None
-    found = quantile_gate(usable, 0.5, math.inf)
+    found = compare_latency_quantile(usable, 0.5, math.inf)
     return Measured(estimate=found.quantile, low=found.low, high=found.high, unit="s", n=found.runs, of="runs")
 
 

@@ -14,7 +14,7 @@ from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
 from onnx_ops.reporting.style import STYLE
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
-from onnx_ops.statistics.parity import with_pooled_noise
+from onnx_ops.statistics.parity import pool_noise
 from onnx_ops.statistics.rollout.judge import EvidencePath
 
 SERIES = 6
@@ -83,7 +83,7 @@ def parity_figure(
     what: str, measurements: Sequence[ParityMeasurement], decision: Decision | None, metric: str
 ) -> Figure | None:
     """Error of each output and group of inputs in units of the source's own rounding noise, worst first."""
-    known = [m for m in with_pooled_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
+    known = [m for m in pool_noise(measurements) if m.mismatch or math.isfinite(m.ratio)]
     if not known:
         return None
     ranked = sorted(known, key=lambda m: (not m.mismatch, -m.ratio, m.output, m.group))

@@ -119,7 +119,7 @@ def _as_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str,
     return [d for d in decisions if d.variant not in unsure], unsure
 
 
-def prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
+def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, float] | None:
     """What variants of a known change would meet, measured as this one; None of a result that is about no change.
 
     Returns:

@@ -9,17 +9,16 @@ from dataclasses import replace
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import Gate, GateResult, LatencyGate, MetricGate, Verdict
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.latency import quantile_gate
-from onnx_ops.statistics.rules.common import milliseconds
-from onnx_ops.statistics.rules.limit import Limit, limits_of
-from onnx_ops.statistics.standing import standing
+from onnx_ops.statistics.judge import compute_ranking_metrics, judge
+from onnx_ops.statistics.latency import compare_latency_quantile
+from onnx_ops.statistics.rules.common import as_ms
+from onnx_ops.statistics.rules.metric import MetricLimit, list_limits
 
 _ROUNDING = 1e-9
 """So far beyond a limit is still on it: a share of rows is no exact number."""
 
 
-def drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
+def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
     """What the gates say now, and how far the figures have moved since.
 
     A gate that the old figures fail as well, held against what the variant is compared with now, tells no drift: its
@@ -45,7 +44,7 @@ def drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateRes
     return (*judged, *(result for gate in gates for result in _moved(gate, gates, then, now)))
 
 
-def changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
+def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
     """What is different of the runtime and the machine, in words."""
     told = {name: (_facts(then).get(name, ""), value) for name, value in _facts(now).items()}
     return tuple(f"{name} {new or 'none'}, was {old or 'none'}" for name, (old, new) in told.items() if old != new)
@@ -74,7 +73,7 @@ def _moved(gate: Gate, gates: Sequence[Gate], then: Evidence, now: Evidence) -> 
             yield from _ratio(gate.max_regression, gates, then, now)
             yield from _median(gate.max_regression, then, now)
         case MetricGate():
-            for limit in limits_of(gate):
+            for limit in list_limits(gate):
                 if limit.of_change:
                     yield from _metric(gate.definition().label, limit, then, now)
         case _:
@@ -85,7 +84,7 @@ def _ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -
     """The speed against the export, measured in pairs on one machine at either time: no host is in it."""
     if now.variant == EXPORT:
         return
-    old, new = standing(gates, then).ratio, standing(gates, now).ratio
+    old, new = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
     if old is not None and new is not None and min(old.low, old.estimate) > 0:
         told = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
         yield _growth(f"ratio vs {EXPORT} since", limit, old, new, told, advisory=False)
@@ -95,14 +94,14 @@ def _median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]
     """The median alone. On a machine that others use too it tells of them, and is advisory."""
     if then.latency is None or now.latency is None:
         return
-    old, new = (quantile_gate(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
+    old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
         yield _growth(
             "p50 since",
             limit,
             Interval(estimate=old.quantile, low=old.low, high=old.high),
             Interval(estimate=new.quantile, low=new.low, high=new.high),
-            f"{milliseconds(old.quantile)} then, {milliseconds(new.quantile)} now",
+            f"{as_ms(old.quantile)} then, {as_ms(new.quantile)} now",
             advisory=not (then.dedicated and now.dedicated),
         )
 
@@ -128,7 +127,7 @@ def _growth(metric: str, limit: float, old: Interval, new: Interval, told: str, 
     )
 
 
-def _metric(name: str, limit: Limit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+def _metric(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
     """The value on the same rows: how far it moved is a fact and has no interval."""
     old, new = _values(name, then), _values(name, now)
     if old is None or new is None or old[1] != new[1]:

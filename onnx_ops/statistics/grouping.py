@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.statistics import special
-from onnx_ops.statistics.agreement import CONFIDENCE
+from onnx_ops.statistics.intervals import CONFIDENCE
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -50,7 +50,7 @@ _ID = re.compile(
 )
 
 
-def group_numbers(array: Array) -> Array | None:
+def number_groups(array: Array) -> Array | None:
     """The group of each row as a number from 0; None if it is not one value a row, or one is missing."""
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm":
@@ -63,11 +63,11 @@ def group_numbers(array: Array) -> Array | None:
     return np.asarray(np.unique(values, return_inverse=True)[1], dtype=np.int64)
 
 
-def group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
+def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Of arrays that no key names, those that may tell which rows belong together: their values repeat."""
     found: dict[str, Array] = {}
     for name, array in arrays.items():
-        numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else group_numbers(array)
+        numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
         if numbers is not None and len(found) < _COLUMNS and 5 <= numbers.max() + 1 <= 2 / 3 * len(numbers):
             found[name] = numbers
     return found
@@ -79,7 +79,7 @@ def typical_size(group: Array) -> float:
     return float((sizes**2).sum() / len(group))
 
 
-def design_effect(values: Array, group: Array) -> float:
+def compute_design_effect(values: Array, group: Array) -> float:
     """How many times as many rows it takes as of independent ones to know the mean of `values` as well; at least 1.
 
     Args:
@@ -89,11 +89,11 @@ def design_effect(values: Array, group: Array) -> float:
     sizes = np.bincount(group)
     kept = sizes > 0
     sums = np.bincount(group, weights=values)
-    return float(effect_of_sums(sums[kept], sizes[kept], np.square(values).sum()))
+    return float(compute_effect_of_sums(sums[kept], sizes[kept], np.square(values).sum()))
 
 
-def effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
-    """`design_effect` of many data sets at once.
+def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
+    """`compute_design_effect` of many data sets at once.
 
     Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place of the normal one
     (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of freedom are those of the groups, or where
@@ -121,7 +121,7 @@ def effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
     return np.asarray(np.maximum(1.0, between / within) * few**2)
 
 
-def grouping_signs(
+def detect_grouping(
     inputs: Mapping[str, Array],
     columns: Mapping[str, Array],
     signals: Sequence[Array],
@@ -134,7 +134,7 @@ def grouping_signs(
 
     Args:
         inputs: of the models.
-        columns: see `group_columns`.
+        columns: see `find_group_columns`.
         signals: what was seen of each row: right or wrong, or by how much a model is better than another.
         label: classes, where there are; a set that is sorted by them is no reason for an alarm.
         seed: of the permutations.

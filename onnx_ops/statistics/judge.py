@@ -1,4 +1,6 @@
-"""The judge: gates and evidence in, a decision with reasons out. Pure."""
+"""The judge: gates and evidence in, a decision with reasons out. Pure.
+
+The figures by which a variant is chosen, read off its evidence."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import assert_never
 
 from onnx_ops.domain.evidence import (
     Evidence,
+    Interval,
     LatencyComparison,
     PairedRatios,
     ParityMeasurement,
@@ -31,21 +34,28 @@ from onnx_ops.domain.gate import (
     ThroughputGate,
     Verdict,
 )
+from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.standing import Standing
 from onnx_ops.domain.structure import ActivationMeasurement
-from onnx_ops.statistics.latency import compare
-from onnx_ops.statistics.rules.common import one_line
-from onnx_ops.statistics.rules.latency import judge_latency
+from onnx_ops.statistics.intervals import change_interval
+from onnx_ops.statistics.latency import compare, compare_quantile
+from onnx_ops.statistics.rules.common import join_lines
 from onnx_ops.statistics.rules.metric import judge_independence, judge_metric
 from onnx_ops.statistics.rules.parity import judge_parity
-from onnx_ops.statistics.rules.provider import judge_provider
-from onnx_ops.statistics.rules.size import judge_size
-from onnx_ops.statistics.rules.starts import judge_cold_start, judge_memory
-from onnx_ops.statistics.rules.throughput import judge_throughput
-from onnx_ops.statistics.standing import standing
+from onnx_ops.statistics.rules.performance import (
+    judge_cold_start,
+    judge_latency,
+    judge_memory,
+    judge_provider,
+    judge_size,
+    judge_throughput,
+)
 
 _STANDINGS = 2
 """Schema of evidence since which decisions tell figures for a choice; older is judged as it was, to the byte."""
+
+_EQUAL, _NONE = Interval(estimate=1.0, low=1.0, high=1.0), Interval(estimate=0.0, low=0.0, high=0.0)
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
@@ -56,7 +66,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     that applies and finds nothing measured is INCONCLUSIVE.
     """
     if evidence.failure:
-        reason = one_line(evidence.failure)
+        reason = join_lines(evidence.failure)
         results = tuple(_error(gate.kind, reason) for gate in gates)
         return Decision(variant=evidence.variant, target=evidence.target, results=results)
     sound = _sound(evidence)
@@ -78,7 +88,7 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         results=results,
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
         latency_ratio=ratio if math.isfinite(ratio) else None,
-        standing=standing(gates, sound) if evidence.schema >= _STANDINGS else None,
+        standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _STANDINGS else None,
     )
 
 
@@ -164,3 +174,64 @@ def _compared(c: LatencyComparison | PairedRatios) -> bool:
 
 def _error(gate: str, reason: str, metric: str = "") -> GateResult:
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.ERROR, reason=reason)
+
+
+def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Standing:
+    """What stands in sound evidence; figures that were not measured are None.
+
+    The task metric is that of the first metric gate, else accuracy.
+    """
+    gate = next((gate for gate in gates if isinstance(gate, MetricGate)), None)
+    metric = gate.definition().label if gate else ACCURACY.label
+    lower = gate is not None and False in (gate.higher_is_better, gate.definition().higher_is_better)
+    own = evidence.variant == EXPORT
+    median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
+    return Standing(
+        size_bytes=evidence.size_bytes,
+        ratio=_EQUAL if own else _ratio(evidence),
+        metric=metric,
+        change=_NONE if own else _finite(_change(evidence, metric, lower=lower)),
+        seconds=median / 1e9 if median and math.isfinite(median) else None,
+        load=_load(evidence),
+    )
+
+
+def _finite(found: Interval | None) -> Interval | None:
+    return found if found and all(map(math.isfinite, (found.estimate, found.low, found.high))) else None
+
+
+def _ratio(evidence: Evidence) -> Interval | None:
+    for one in evidence.comparisons:
+        if one.against == EXPORT and any(one.log_ratios):
+            found = compare(one.log_ratios, tolerance=0.0)
+            if math.isfinite(found.high):
+                return Interval(estimate=found.ratio, low=found.low, high=found.high)
+    return None
+
+
+def _change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
+    for counts in evidence.metrics:
+        if (counts.metric, counts.against) == (metric, EXPORT):
+            try:
+                return change_interval(counts)
+            except ValueError:  # impossible counts, which the gate tells
+                return None
+    for score in evidence.scores:
+        if (score.metric, score.against) == (metric, EXPORT):
+            if not lower:
+                return score.difference
+            if score.ratio is not None:
+                return Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+    return None
+
+
+def _load(evidence: Evidence) -> Interval | None:
+    """Seconds per request over fresh sessions at the highest concurrency."""
+    measured = [one for one in evidence.throughput if one.per_second]
+    if not measured:
+        return None
+    highest = max(measured, key=lambda one: one.concurrency)
+    found = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
+    if not math.isfinite(found.high):
+        return None
+    return Interval(estimate=found.quantile, low=found.low, high=found.high)

@@ -1,4 +1,6 @@
-"""Latency: is one model slower or faster than another on a noisy machine, and does it keep an absolute limit?"""
+"""Latency: is one model slower or faster than another on a noisy machine, and does it keep an absolute limit?
+
+Block medians of runs in turns, freed of what a probe tells about the machine's speed at each run."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.gate import Verdict
+from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics import special
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)
@@ -44,6 +47,16 @@ last: until pairs can show whether they are correlated, they count as if they we
 _TREND_ALPHA = 0.01
 
 _EXACT_UP_TO = 50
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+PARTS = 20
+"""Points of the curve of run time over probe, of each model."""
+
+FEWEST_PER_PART = 10
+
+_TICK_NS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +188,7 @@ def _widening(values: Sequence[float], alpha: float) -> float:
     return math.sqrt((1 + r) / (1 - r)) * float(few / all_of_them)
 
 
-def trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
+def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     """Change of the log ratio from the first pair to the last, where it is surely a trend of B beside A; else None.
 
     What slows A and B alike is in no pair. The slope is that of least squares, tested as if residuals were as many as
@@ -216,7 +229,9 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
     return Comparison(verdict=verdict, ratio=ratio, low=low, high=high, pairs=pairs, rest=rest)
 
 
-def pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA) -> int | None:
+def estimate_pairs_needed(
+    log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA
+) -> int | None:
     """Pairs in one run after which the interval would lie on one side of the limit if the ratio stays what it is.
 
     None where the limit is so near that a hundred times the longest run would not do.
@@ -231,7 +246,7 @@ def pairs_needed(log_ratios: Sequence[Sequence[float]], tolerance: float, *, alp
     return max(LOOKS[-1], math.ceil(needed)) if needed <= 100 * LOOKS[-1] else None
 
 
-def withheld(
+def explain_withheld_verdict(
     log_ratios: Sequence[Sequence[float]],
     self_log_ratios: Sequence[Sequence[float]],
     tolerance: float,
@@ -256,7 +271,7 @@ def withheld(
     return f"biased host: a model against itself has the ratio {_exp(itself):.4g}, which would move the interval as far"
 
 
-def needs_more(
+def should_continue(
     log_ratios: Sequence[Sequence[float]],
     self_log_ratios: Sequence[Sequence[float]],
     tolerances: Sequence[float],
@@ -281,23 +296,23 @@ def needs_more(
         for tolerance in tolerances
     )
     return undecided or any(
-        withheld(log_ratios, self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0
+        explain_withheld_verdict(log_ratios, self_log_ratios, t, alpha=alpha) is not None for t in tolerances if t > 0
     )
 
 
-def next_look(pairs: int) -> int:
+def get_next_look(pairs: int) -> int:
     """Session pairs at the look that follows `pairs`; the last look if none does."""
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
 
 
-def quantile_gate(
+def compare_latency_quantile(
     samples_ns: npt.ArrayLike, q: float, limit_s: float, *, confidence: float = 0.95
 ) -> QuantileComparison:
-    """`quantile_limit` of single runs: samples in nanoseconds, limit and result in seconds."""
-    return quantile_limit(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s, confidence=confidence)
+    """`compare_quantile` of single runs: samples in nanoseconds, limit and result in seconds."""
+    return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s, confidence=confidence)
 
 
-def quantile_limit(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
+def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
     """Quantile `q` of independent samples against an upper limit, by the binomial distribution of its exceedances.
 
     The bounds are order statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2), so nothing is
@@ -319,7 +334,7 @@ def quantile_limit(samples: npt.ArrayLike, q: float, limit: float, *, confidence
     high = float(values[upper]) if upper < runs else math.inf
     low = float(values[lower - 1]) if 0 < lower <= runs else 0.0
     verdict = Verdict.INCONCLUSIVE
-    if runs >= samples_needed(q, confidence=confidence):
+    if runs >= compute_samples_needed(q, confidence=confidence):
         verdict = Verdict.PASS if high <= limit else Verdict.FAIL if low > limit else verdict
     return QuantileComparison(
         verdict=verdict,
@@ -328,11 +343,11 @@ def quantile_limit(samples: npt.ArrayLike, q: float, limit: float, *, confidence
         high=high,
         runs=runs,
         exceeding=exceeding,
-        needed=samples_needed(q, exceeding=exceeding, confidence=confidence),
+        needed=compute_samples_needed(q, exceeding=exceeding, confidence=confidence),
     )
 
 
-def samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
+def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Fewest runs at which `exceeding` of them above the limit still show that quantile `q` keeps it."""
     short, enough = exceeding, exceeding + 1
     while special.bdtr(exceeding, enough, 1 - q) > 1 - confidence:
@@ -352,3 +367,72 @@ def _exp(value: float) -> float:
         return math.exp(value)
     except OverflowError:
         return math.inf
+
+
+def compute_block_logs(
+    nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike, probe: npt.ArrayLike | None = None
+) -> Floats:
+    """Log of the median run of each block, up to a constant that all models share.
+
+    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that kept its
+    core tells more than ten that did not: with runs of 2 ms at a load of three a core, pairs varied by 6.7 %, and by
+    9.4 % where three such runs were asked for. Where a probe was timed around each run, what it says about the run is
+    taken off first: `_explained`.
+
+    Args:
+        nanoseconds: shape (heats, blocks, models, runs).
+        preempted: the same shape, whether the run lost its core.
+        probe: the same shape, in any unit; how long a piece of work that is always the same took around the run. None,
+            or values that are not positive, not finite or all alike, tell nothing.
+
+    Returns:
+        Shape (heats, blocks, models). Only differences between models mean something.
+
+    Raises:
+        MeasurementError: a block has no positive duration, so that there is no ratio.
+    """
+    times = np.asarray(nanoseconds, dtype=np.float64)
+    lost = np.asarray(preempted, dtype=bool)
+    kept = ~lost | lost.all(axis=-1, keepdims=True)
+    if not (np.nanmedian(np.where(kept, times, np.nan), axis=-1) > 0).all():
+        raise MeasurementError(
+            "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
+        )
+    logs = np.log(np.maximum(times, _TICK_NS))
+    slowness = None if probe is None else _slowness(np.asarray(probe, dtype=np.float64))
+    if slowness is not None:
+        logs = logs - _explained(logs, kept, slowness)
+    return np.asarray(np.nanmedian(np.where(kept, logs, np.nan), axis=-1), dtype=np.float64)
+
+
+def _slowness(probe: Floats) -> Floats | None:
+    """Log of each probe, less what is usual after that model beside the others; None if it tells nothing.
+
+    A model that leaves cold caches or a lower clock behind slows the probes after it, always; that is its own doing,
+    and must not excuse its runs. What is usual is read off runs of the same round, most of which meet the machine in
+    the same state: over all runs, a slow spell that one model had a little more of would pass for it.
+    """
+    if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
+        return None
+    logs = np.log(probe)
+    beside = np.median(logs[:, :, :, np.newaxis] - logs[:, :, np.newaxis], axis=(0, 1, 4))
+    return logs - beside.mean(axis=1)[:, np.newaxis] if np.ptp(logs) > 0 else None
+
+
+def _explained(logs: Floats, kept: Flags, slowness: Floats) -> Floats | float:
+    """What a run takes on a machine that slow, as the mean over the models' own curves: the same for all of them.
+
+    A curve is a model's median run over its median probe in parts of equally many runs, straight in between.
+    """
+    curves = []
+    for model in range(logs.shape[2]):
+        counts = kept[:, :, model]
+        x, y = slowness[:, :, model][counts], logs[:, :, model][counts]
+        parts = min(PARTS, len(x) // FEWEST_PER_PART)
+        if parts < 2:
+            return 0.0
+        order = np.argsort(x, kind="stable")
+        pieces = np.array_split(order, parts)
+        nodes = [float(np.median(x[piece])) for piece in pieces]
+        curves.append(np.interp(slowness, nodes, [float(np.median(y[piece])) for piece in pieces]))
+    return np.asarray(np.mean(curves, axis=0), dtype=np.float64)

@@ -1,21 +1,24 @@
 """Task metrics as functions of row weights: `statistic(weights)` of shape (resamples, rows) gives (resamples,) values.
 
 A value is NaN where the weighted rows do not define it.
-"""
+
+
+Models as a task metric sees them: a statistic over rows, what it reads of each row, and what a row can cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.metric import Average
-from onnx_ops.statistics.resampling import Statistic, Weights
+from onnx_ops.domain.metric import Average, MetricDefinition
+from onnx_ops.statistics.intervals import Statistic, Weights
 
 Array: TypeAlias = npt.NDArray[Any]
-OwnMetric: TypeAlias = Callable[[Array, Array], float]
+CustomMetric: TypeAlias = Callable[[Array, Array], float]
 
 
 def mean(values: Array) -> Statistic:
@@ -123,7 +126,7 @@ def auc(positive: Array, scores: Array) -> Statistic:
     return statistic
 
 
-def own(function: OwnMetric, predictions: Array, labels: Array) -> Statistic:
+def custom(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
     """A person's own function on the rows that a resample has; undefined where it refuses them."""
 
     def value(weights: npt.NDArray[np.float64]) -> float:
@@ -155,3 +158,65 @@ def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
     """Whether the column of each row's label has one of its k highest scores; ties count against it."""
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricStatistic:
+    """One model's answers to the rows.
+
+    `reads` is what the metric takes from them, one entry a row. `step` is the most that one more row gone wrong could
+    cost; None for a metric without a range.
+    """
+
+    statistic: Statistic
+    reads: Array
+    step: float | None = None
+
+
+def build_metric_statistic(
+    definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
+) -> MetricStatistic:
+    """The side of one model; for the arguments see `scores.score`.
+
+    Raises:
+        ValueError: the definition is no score of these arguments.
+    """
+    match definition.name:
+        case "f1":
+            return _classes(definition, label, answers)
+        case "auc":
+            return _ranking(label, answers)
+        case "mae":
+            return MetricStatistic(statistic=mean(np.abs(label - answers)), reads=answers)
+        case "rmse":
+            return MetricStatistic(statistic=rmse(label - answers), reads=answers)
+        case "r2":
+            return MetricStatistic(statistic=r2(label, answers), reads=answers)
+        case "cosine":
+            return _shares(cosine_rows(answers, label))
+        case "token_agreement" if definition.ignore is not None:
+            return _shares(token_rows(answers, label, definition.ignore))
+        case None if function is not None:
+            return MetricStatistic(statistic=custom(function, answers, label), reads=answers)
+        case _:
+            raise ValueError(f"{definition.label} is no score of these arguments")
+
+
+def _classes(definition: MetricDefinition, label: Array, answers: Array) -> MetricStatistic:
+    average = definition.average or "macro"
+    # The positive class has a number even where no row is of it.
+    known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
+    true, said, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
+    settings = (true, said, len(known), average, positive)
+    return MetricStatistic(statistic=f1(*settings), reads=answers, step=f1_step(*settings))
+
+
+def _ranking(positive: Array, scores: Array) -> MetricStatistic:
+    """A row gone wrong scores at random: it loses to half of the rows of the other class."""
+    fewer = min(int(positive.sum()), int((~positive).sum()))
+    return MetricStatistic(statistic=auc(positive, scores), reads=scores, step=1 / (2 * max(1, fewer)))
+
+
+def _shares(values: Array) -> MetricStatistic:
+    """A row gone wrong has nothing in common with what it should be."""
+    return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

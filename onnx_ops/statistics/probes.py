@@ -1,8 +1,4 @@
-"""Probes: inputs made from real samples on which a wrong export shows itself. Deterministic.
-
-A group that is inside the domain holds rows that callers can send: there a difference refuses the export. The others
-(NaN where the data holds none, rows of a thousandfold size, no rows at all) only advise.
-"""
+"""Probes: input groups made from real samples on which a wrong export shows."""
 
 from __future__ import annotations
 
@@ -12,24 +8,148 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.statistics.input_domain import InputDomain
+from onnx_ops.domain.inputs import InputValues
 
 AnyArray = npt.NDArray[np.generic]
-Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.intp]
+Bools = npt.NDArray[np.bool_]
 Tensors = Mapping[str, AnyArray]
+
+MARGIN = 0.5
+"""By how much of its width a range of real numbers is widened at each end: rows are a sample of what callers send."""
+
+_MOST_CATEGORIES = 64
+_MOST_PLACES = 1 << 16
+
+Rows = npt.NDArray[np.intp]
 
 REAL = "real"
 """Name of the group that holds real samples as they are."""
 
-ENOUGH_ROWS = 32
+MIN_NOISE_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
 
 BATCH_SIZES = (1, 2, 3, 17, 64, 257)
 
-_RANGE_ROWS = 3 * ENOUGH_ROWS
+_RANGE_ROWS = 3 * MIN_NOISE_ROWS
 _FACTORS = {"x10": 10.0, "x1e3": 1e3, "x1e5": 1e5, "x1e-8": 1e-8, "negatives": -1.0}
+
+Axes = Mapping[str, Sequence[tuple[str, int]]]
+"""Places (input, axis) of each free axis by its symbol; axis 0, the batch, is not among them."""
+
+_GROUP_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputDomain:
+    """The values of one input by place, a place being an element of a row.
+
+    Args:
+        low, high: finite bounds, of a shape that broadcasts against a row.
+        whole: places that hold whole numbers only; same shape.
+        listed: places that take the values which were seen there, and no others; same shape.
+        categories: the only values there are, whatever the place; None where any between the bounds may come.
+        recombined: whether places vary independently of each other, so that any mixture of rows is a row.
+        missing: places at which NaN may come; same shape.
+    """
+
+    low: Floats
+    high: Floats
+    whole: Bools
+    listed: Bools
+    categories: AnyArray | None
+    recombined: bool
+    missing: Bools
+
+
+def learn_domains(
+    samples: Tensors,
+    declared: Mapping[str, InputValues] | None = None,
+    bounds: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, InputDomain]:
+    """The domain of each input.
+
+    Tables (2-D floats) have a range for each column; images, series and whole numbers of other ranks one for all
+    places. A range of real numbers is widened by half its width at each end, but not across zero; one of whole numbers
+    is not. Where a column of a table holds up to 64 different whole numbers these may be categories, so that no others
+    are in the domain.
+
+    Args:
+        samples: real rows by input, axis 0 is the batch.
+        declared: what the pipeline says of some inputs.
+        bounds: least and largest index that the graph takes of whole-number inputs that are indices.
+
+    Raises:
+        ValueError: there is no row, or texts are declared for an input of numbers.
+    """
+    if not min((len(array) for array in samples.values()), default=0):
+        raise ValueError("the domain is learnt from real samples, and there are none")
+    found = {}
+    for name, array in samples.items():
+        try:
+            found[name] = _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
+        except ValueError as error:
+            raise ValueError(f"input {name!r}: {error}") from error
+    return found
+
+
+def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
+    categories = None if declared.values is None else np.asarray(declared.values)
+    kind = array.dtype.kind
+    if kind not in "fiu":
+        nothing = np.zeros(())
+        return InputDomain(
+            low=nothing,
+            high=nothing,
+            whole=np.ones((), dtype=bool),
+            listed=np.ones((), dtype=bool),
+            categories=categories if kind in "USO" else None,
+            recombined=array.ndim == 2 and kind != "b",
+            missing=np.zeros((), dtype=bool),
+        )
+    if categories is not None and categories.dtype.kind not in "fiu":
+        raise ValueError(f"its values are numbers, and {declared.values} are declared")
+    values = array.astype(np.float64)
+    finite = np.isfinite(values)
+    by_place = array.ndim <= 2 and values[0].size <= _MOST_PLACES
+    axes = 0 if by_place else tuple(range(array.ndim))
+    known = finite.any(axis=axes)
+    low = np.where(known, np.where(finite, values, np.inf).min(axis=axes, initial=np.inf), 0.0)
+    high = np.where(known, np.where(finite, values, -np.inf).max(axis=axes, initial=-np.inf), 0.0)
+    whole: Bools = np.asarray(((values == np.round(values)) | ~finite).all(axis=axes))
+    room = np.where(whole, 0.0, (high - low) * MARGIN)
+    low = np.where(low >= 0, np.maximum(low - room, 0.0), low - room)
+    high = np.where(high <= 0, np.minimum(high + room, 0.0), high + room)
+    if bound is not None:
+        low, high = np.full_like(low, bound[0]), np.full_like(high, bound[1])
+    if declared.min is not None:
+        low = np.full_like(low, declared.min)
+    if declared.max is not None:
+        high = np.full_like(high, declared.max)
+    if categories is not None:
+        low, high = np.full_like(low, categories.min()), np.full_like(high, categories.max())
+    binary = kind in "iu" and bound is None and bool(np.isin(values, (0, 1)).all())
+    free = not binary and bound is None and declared.min is None and declared.max is None
+    missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
+    if declared.missing is not None:
+        missing = np.full_like(missing, declared.missing)
+    largest = np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max
+    return InputDomain(
+        low=np.clip(low, -float(largest), float(largest)),
+        high=np.clip(high, -float(largest), float(largest)),
+        whole=whole,
+        listed=whole & _few(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
+        categories=categories,
+        recombined=(array.ndim <= 2 and not binary) or bound is not None,
+        missing=missing,
+    )
+
+
+def _few(values: Floats) -> Bools:
+    """Columns that hold few different values."""
+    ordered = np.sort(values, axis=0)
+    different = 1 + (np.diff(ordered, axis=0) != 0).sum(axis=0)
+    return np.asarray((different <= _MOST_CATEGORIES) & (different < len(values) / 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +160,7 @@ class ProbeGroup:
     inside: bool = True
 
 
-def range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
+def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
     """96 rows within the domain: its ends and their mixtures, one place at an end, and values in between.
 
     Places that do not vary independently keep real rows. So do text and booleans, but that the columns of a table of
@@ -58,7 +178,7 @@ def range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensor
     return {name: _in_range(array, rows, domains[name], draw) for name, array in samples.items()}
 
 
-def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
+def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
     """Real rows in batches of 1, 2, 3, 17, 64 and 257, each starting where the one before ended.
 
     Raises:
@@ -74,7 +194,7 @@ def batch_inputs(samples: Tensors) -> dict[str, Tensors]:
     return groups
 
 
-def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
+def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
     """Real rows, rows within the domain, and 32 rows each of what lies outside of it.
 
     `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out;
@@ -93,8 +213,8 @@ def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty:
     found = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
     if kinds - set("b"):
-        found["range"] = ProbeGroup(inputs=range_inputs(samples, domains))
-    rows = _even_rows(samples, ENOUGH_ROWS)
+        found["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
+    rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
         for name, factor in _FACTORS.items():
             if all(_holds(array, factor) for array in samples.values()):
@@ -118,7 +238,7 @@ def probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty:
     return found
 
 
-def in_rows(samples: Tensors, count: int) -> Tensors:
+def take_rows(samples: Tensors, count: int) -> Tensors:
     """The first `count` rows; rows repeat if there are fewer."""
     chosen = np.arange(count) % _count(samples)
     return {name: array[chosen] for name, array in samples.items()}
@@ -222,3 +342,50 @@ def _holds(array: AnyArray, factor: float) -> bool:
     values = np.abs(array.astype(np.float64))
     largest = float(values[np.isfinite(values)].max(initial=0.0))
     return abs(factor) * largest < float(np.finfo(array.dtype.name).max)
+
+
+def choose_other_sizes(size: int) -> tuple[int, ...]:
+    """One, a smaller odd size, the next odd one above, and the double; never the size itself."""
+    smaller, larger = (size // 2) | 1, size + 1 + size % 2
+    return tuple(sorted({1, smaller, larger, 2 * size} - {size}))
+
+
+def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
+    """32 real rows at other sizes of each free axis, and of all of them at once, cut or repeated to fit.
+
+    A symbol that several inputs share gets one size in all of them. Groups of more than 64 MiB are left out.
+
+    Args:
+        samples: real inputs by name, axis 0 is the batch.
+        axes: where each symbol stands.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    rows = take_rows(samples, MIN_NOISE_ROWS)
+    present = {symbol: _size(rows, places) for symbol, places in axes.items() if places}
+    wanted = [{symbol: size} for symbol, known in present.items() for size in choose_other_sizes(known)]
+    if len(present) > 1:
+        ranked = {symbol: choose_other_sizes(known) for symbol, known in present.items()}
+        wanted += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
+        wanted.append({symbol: sizes[(place + 1) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
+    groups: dict[str, Tensors] = {}
+    for sizes in wanted:
+        made = _resized(rows, axes, sizes)
+        if sum(array.nbytes for array in made.values()) <= _GROUP_BYTES:
+            groups["lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())] = made
+    return groups
+
+
+def _size(rows: Tensors, places: Sequence[tuple[str, int]]) -> int:
+    name, axis = places[0]
+    return int(rows[name].shape[axis])
+
+
+def _resized(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> dict[str, AnyArray]:
+    found = dict(rows)
+    for symbol, size in sizes.items():
+        for name, axis in axes[symbol]:
+            here = found[name].shape[axis]
+            found[name] = np.take(found[name], np.arange(size) % here, axis=axis) if here else found[name]
+    return found

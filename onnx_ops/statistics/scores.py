@@ -18,12 +18,18 @@ import numpy as np
 
 from onnx_ops.domain.evidence import Interval, ScoreComparison
 from onnx_ops.domain.metric import MetricDefinition
-from onnx_ops.statistics.agreement import CONFIDENCE
 from onnx_ops.statistics.grouping import typical_size
-from onnx_ops.statistics.loss_ratios import UNSEEN_CHANGES, few_heavy, ratio_interval
-from onnx_ops.statistics.metrics import Array, OwnMetric
-from onnx_ops.statistics.resampling import RESAMPLES, Replicates, bca_interval, replicate
-from onnx_ops.statistics.sides import Side, side
+from onnx_ops.statistics.intervals import (
+    CONFIDENCE,
+    RESAMPLES,
+    UNSEEN_CHANGES,
+    Replicates,
+    bca_interval,
+    find_heavy_rows,
+    ratio_interval,
+    replicate,
+)
+from onnx_ops.statistics.metrics import Array, CustomMetric, MetricStatistic, build_metric_statistic
 
 _NAMED = 10
 """At most so many rows are named as those that carry an error."""
@@ -44,7 +50,7 @@ def score(
     answers: Mapping[str, Array],
     *,
     seed: int,
-    function: OwnMetric | None = None,
+    function: CustomMetric | None = None,
     resamples: int = RESAMPLES,
     group: Array | None = None,
 ) -> tuple[ScoreComparison, ...]:
@@ -82,7 +88,7 @@ def _at_most_equal(entry: ScoreComparison, reference: str) -> ScoreComparison:
     return replace(entry, against=reference, difference=difference)
 
 
-def refused(
+def make_unscored(
     definition: MetricDefinition,
     n: int = 0,
     *,
@@ -102,7 +108,7 @@ def _score(
     label: Array,
     answers: Mapping[str, Array],
     seed: int,
-    function: OwnMetric | None,
+    function: CustomMetric | None,
     resamples: int,
     group: Array | None,
 ) -> tuple[ScoreComparison, ...]:
@@ -133,13 +139,13 @@ def _bootstrapped(
     definition: MetricDefinition,
     label: Array,
     answers: Mapping[str, Array],
-    function: OwnMetric | None,
+    function: CustomMetric | None,
     units: Array,
     seed: int,
     resamples: int,
 ) -> dict[str, ScoreComparison]:
     size = typical_size(units)
-    sides = {name: side(definition, label, array, function) for name, array in answers.items()}
+    sides = {name: build_metric_statistic(definition, label, array, function) for name, array in answers.items()}
     sides = {name: replace(one, step=one.step and size * one.step) for name, one in sides.items()}
     replicates = replicate({name: one.statistic for name, one in sides.items()}, units, seed, resamples)
     mine = _alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
@@ -168,13 +174,13 @@ def _losses(
     mine = sums[CANDIDATE]
     if share.sum() <= 1e-12 * np.square(label).sum() and definition.name == "r2":
         return {
-            CANDIDATE: refused(
+            CANDIDATE: make_unscored(
                 definition, len(label), undefined="r2 is not defined on these rows: the labels are constant"
             )
         }
     if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
         why = "every row scores the same: no spread to estimate an interval from"
-        return {CANDIDATE: refused(definition, len(label), undefined=why)}
+        return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
 
     def value(name: str) -> Interval:
         alone = ratio_interval(sums[name], share, UNSEEN_ROWS)
@@ -187,8 +193,8 @@ def _losses(
         candidate=value(CANDIDATE),
         confidence=CONFIDENCE,
         method="Student's t of the losses, with rows of the worst kind seen that may be missing",
-        effective=few_heavy(mine)[0],
-        heavy=few_heavy(losses[CANDIDATE])[1][:_NAMED],
+        effective=find_heavy_rows(mine)[0],
+        heavy=find_heavy_rows(losses[CANDIDATE])[1][:_NAMED],
     )
     return {CANDIDATE: entry} | {
         name: _loss_change(
@@ -233,7 +239,7 @@ def _loss_change(
 def _no_change(definition: MetricDefinition, entry: ScoreComparison) -> ScoreComparison:
     name = entry.against
     why = f"no row scores otherwise than with {name}, or {name} is without error: no interval for the change"
-    return refused(definition, entry.n, against=name, undefined=why)
+    return make_unscored(definition, entry.n, against=name, undefined=why)
 
 
 def _rooted(definition: MetricDefinition, found: Interval) -> Interval:
@@ -248,7 +254,7 @@ def _mirrored(found: Interval) -> Interval:
 
 
 def _senseless(definition: MetricDefinition, n: int, name: str) -> ScoreComparison:
-    return refused(definition, n, against=name, undefined=f"{name} answers with NaN or infinity")
+    return make_unscored(definition, n, against=name, undefined=f"{name} answers with NaN or infinity")
 
 
 def _order(label: Array, answers: Mapping[str, Array]) -> Array:
@@ -259,40 +265,44 @@ def _order(label: Array, answers: Mapping[str, Array]) -> Array:
 
 
 def _problem(
-    definition: MetricDefinition, label: Array, candidate: Array, function: OwnMetric | None, groups: Array | None
+    definition: MetricDefinition, label: Array, candidate: Array, function: CustomMetric | None, groups: Array | None
 ) -> ScoreComparison | None:
     """Why the candidate cannot be scored at all."""
     n = len(label)
     if not _numbers(candidate):
         odd = int((~np.isfinite(candidate.reshape(n, -1))).any(axis=1).sum())
-        return refused(definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows")
+        return make_unscored(definition, n, broken=f"the model answers with NaN or infinity on {odd} of {n} rows")
     if not _numbers(label):
-        return refused(definition, n, failed="the labels hold NaN or infinity")
+        return make_unscored(definition, n, failed="the labels hold NaN or infinity")
     if n < FEW_ROWS:
-        return refused(definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}")
+        return make_unscored(definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}")
     if groups is not None and (count := int(groups.max()) + 1) < FEW_ROWS:
-        return refused(definition, n, undefined=f"{count} groups are too few for an interval, which needs {FEW_ROWS}")
+        return make_unscored(
+            definition, n, undefined=f"{count} groups are too few for an interval, which needs {FEW_ROWS}"
+        )
     if function is None:
         return None
     try:
         value = float(function(candidate, label))
     except Exception as error:  # a person's own code may raise anything
-        return refused(definition, n, failed=f"{definition.use} raised {type(error).__name__}: {error}")
-    return None if np.isfinite(value) else refused(definition, n, failed=f"{definition.use} gave {value}")
+        return make_unscored(definition, n, failed=f"{definition.use} raised {type(error).__name__}: {error}")
+    return None if np.isfinite(value) else make_unscored(definition, n, failed=f"{definition.use} gave {value}")
 
 
 def _numbers(array: Array) -> bool:
     return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
 
 
-def _alone(definition: MetricDefinition, one: Side, replicates: Replicates) -> ScoreComparison:
+def _alone(definition: MetricDefinition, one: MetricStatistic, replicates: Replicates) -> ScoreComparison:
     n = len(one.reads)
     found = bca_interval(replicates)
     if found is None:
         why = f"{definition.label} is not defined on these rows, or not on enough of their resamples"
-        return refused(definition, n, undefined=why)
+        return make_unscored(definition, n, undefined=why)
     if not replicates.spread and one.step is None:
-        return refused(definition, n, undefined="every row scores the same: no spread to estimate an interval from")
+        return make_unscored(
+            definition, n, undefined="every row scores the same: no spread to estimate an interval from"
+        )
     found = _widened(found, one.step)
     if one.step is not None:
         found = replace(found, high=min(found.high, 1.0))
@@ -306,7 +316,7 @@ def _against(
     definition: MetricDefinition,
     mine: ScoreComparison,
     name: str,
-    pair: tuple[Side, Side],
+    pair: tuple[MetricStatistic, MetricStatistic],
     replicates: tuple[Replicates, Replicates],
 ) -> ScoreComparison:
     better = definition.higher_is_better
@@ -320,7 +330,9 @@ def _against(
     )
 
 
-def _difference(pair: tuple[Side, Side], replicates: tuple[Replicates, Replicates]) -> Interval | None:
+def _difference(
+    pair: tuple[MetricStatistic, MetricStatistic], replicates: tuple[Replicates, Replicates]
+) -> Interval | None:
     """Candidate minus baseline."""
     mine, theirs = pair
     between = replicates[0].minus(replicates[1])
@@ -333,7 +345,7 @@ def _difference(pair: tuple[Side, Side], replicates: tuple[Replicates, Replicate
     return bca_interval(between) if between.spread else None
 
 
-def _ratio(pair: tuple[Side, Side], replicates: tuple[Replicates, Replicates]) -> Interval | None:
+def _ratio(pair: tuple[MetricStatistic, MetricStatistic], replicates: tuple[Replicates, Replicates]) -> Interval | None:
     """Candidate over baseline."""
     if replicates[1].observed <= 0:
         return None

@@ -11,8 +11,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 

@@ -14,11 +14,10 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import read_lineage
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import info, read_lineage
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 

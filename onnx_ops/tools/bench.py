@@ -1,26 +1,32 @@
-"""Bench: how fast one ONNX file is, without a pipeline."""
+"""Benchmark one ONNX file, or compare two, without a pipeline."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onnx_ops.domain.evidence import RuntimeFacts, throughput_figure
+import numpy as np
+
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts, throughput_figure
+from onnx_ops.domain.gate import ColdStartGate, Decision, Gate, LatencyGate, MemoryGate, ThroughputGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.measuring import Asked
+from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.structure import Advice
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.coverage import examine
-from onnx_ops.measure.load import throughput_alone
-from onnx_ops.measure.machine import fitting
-from onnx_ops.measure.starts import starts_alone
-from onnx_ops.measure.timing import QUANTILES, rows_of, time_alone
-from onnx_ops.onnx_graph.check import full_check, refusal
+from onnx_ops.measure.execution import inspect_execution, require_hardware
+from onnx_ops.measure.speed import compare_resources, measure_starts, measure_throughput
+from onnx_ops.measure.timing import QUANTILES, PairedBenchmark, RawSamples, compare_latency, count_rows, measure_latency
+from onnx_ops.onnx_graph.compatibility import full_check, refusal
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.latency import quantile_gate, quantile_limit
+from onnx_ops.statistics.judge import judge
+from onnx_ops.statistics.latency import compare_latency_quantile, compare_quantile
+from onnx_ops.tools.probing import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
@@ -31,9 +37,15 @@ PER_SECOND = "req/s"
 Tell = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
 
+A = "A"
+"""What the baseline is called in evidence."""
+
+REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory": 0.1}
+"""What B may lose by kind of gate, unless said otherwise: starts of processes vary more than runs do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class BenchmarkFigure:
     """A figure in `unit` with 95 % bounds (0 and None where there are none), and how many samples it rests on."""
 
     value: float
@@ -44,7 +56,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
+class SingleModelResult:
     """One model on one target.
 
     `figures` holds quantiles of single runs in one session, and where asked the median throughput of fresh sessions
@@ -54,14 +66,14 @@ class Alone:
     batch: int
     runs: int
     preempted: int
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, BenchmarkFigure]
     facts: RuntimeFacts
     hardware: HardwareFingerprint
     conditions: Mapping[str, str]
     advice: tuple[Advice, ...] = ()
 
 
-def bench(
+def benchmark(
     runtime: Runtime,
     target: Target,
     model: Path,
@@ -72,42 +84,42 @@ def bench(
     asked: Asked | None = None,
     seed: int = 0,
     tell: Tell = lambda _: None,
-) -> Alone:
+) -> SingleModelResult:
     """Time one model alone.
 
     Raises:
         UserError: the file is not a valid model, or too new for the target.
         MeasurementError: the model does not run there.
     """
-    facts = facts_of(runtime, target, model)
+    facts = read_runtime_facts(runtime, target, model)
     asked = asked or Asked()
     tell(f"{runs} runs of {model.name}")
-    latency, _ = time_alone(runtime, model, target, feed, runs=runs)
+    latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
     figures = {name: _quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
     for level in asked.throughput:
         tell(f"windows of {level} requests at once")
-        throughput, _ = throughput_alone(runtime, model, target, feed, level, seed)
+        throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         figures[throughput_figure(level)] = _median(throughput.per_second, PER_SECOND)
     if asked.starts:
         tell(f"fresh processes that load {model.name}")
-        starts, _ = starts_alone(runtime, model, target, feed, seed)
+        starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
         figures |= {name: _median(values, UNITS[name]) for name, values in samples.items() if values}
-    return Alone(
-        batch=rows_of(feed),
+    return SingleModelResult(
+        batch=count_rows(feed),
         runs=runs,
         preempted=latency.preempted,
         figures=figures,
         facts=facts,
         hardware=runtime.fingerprint(target),
         conditions=dict(conditions()),
-        advice=examine(runtime, model, model, target).advice,
+        advice=inspect_execution(runtime, model, model, target).advice,
     )
 
 
-def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
+def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
     """What really runs the model there; who is to blame if nothing does."""
-    fitting(runtime, target)
+    require_hardware(runtime, target)
     if reason := refusal(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
@@ -118,13 +130,165 @@ def facts_of(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
         raise
 
 
-def _median(values: Sequence[float], unit: str) -> Figure:
-    found = quantile_limit(values, 0.5, math.inf)
+def _median(values: Sequence[float], unit: str) -> BenchmarkFigure:
+    found = compare_quantile(values, 0.5, math.inf)
     high = found.high if math.isfinite(found.high) else None
-    return Figure(value=found.quantile, unit=unit, low=found.low, high=high, n=found.runs)
+    return BenchmarkFigure(value=found.quantile, unit=unit, low=found.low, high=high, n=found.runs)
 
 
-def _quantile(nanoseconds: Sequence[int], q: float) -> Figure:
-    found = quantile_gate(nanoseconds, q, math.inf)
+def _quantile(nanoseconds: Sequence[int], q: float) -> BenchmarkFigure:
+    found = compare_latency_quantile(nanoseconds, q, math.inf)
     high = found.high if math.isfinite(found.high) else None
-    return Figure(value=found.quantile, unit="s", low=found.low, high=high, n=found.runs)
+    return BenchmarkFigure(value=found.quantile, unit="s", low=found.low, high=high, n=found.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonResult:
+    """B against A. `medians` are those of A and B by figure, latency first, in the unit that `UNITS` has for it."""
+
+    batch: int
+    decision: Decision
+    evidence: Evidence
+    medians: Mapping[str, tuple[float, float]]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.decision.verdict
+
+
+def build_pair_gates(max_regression: float | None, *, concurrency: int | None, cold: bool) -> tuple[Gate, ...]:
+    """The gates that B must pass; one limit for all of them, or that of `REGRESSIONS` for each."""
+
+    def limit(kind: str) -> float:
+        return REGRESSIONS[kind] if max_regression is None else max_regression
+
+    gates: list[Gate] = [LatencyGate(max_regression=limit("latency"))]
+    if concurrency is not None:
+        gates.append(ThroughputGate(concurrency=concurrency, max_regression=limit("throughput")))
+    if cold:
+        gates += [
+            ColdStartGate(max_regression=limit("cold_start")),
+            MemoryGate(max_regression=limit("memory")),
+        ]
+    return tuple(gates)
+
+
+def benchmark_pair(
+    runtime: Runtime,
+    target: Target,
+    a: Path,
+    b: Path,
+    feed: Tensors,
+    *,
+    gates: Sequence[Gate],
+    conditions: Conditions,
+    seed: int = 0,
+    tell: Tell = lambda _: None,
+) -> ComparisonResult:
+    """Time B against A look by look, A against itself, and what the gates say about it.
+
+    Args:
+        runtime: runs both.
+        target: where.
+        a: the baseline.
+        b: the candidate.
+        feed: one request.
+        gates: a latency gate with `max_regression`, and further ones that ask for further measurements.
+        conditions: tells the state of the machine.
+        seed: of the order of runs.
+        tell: hears what is at work.
+
+    Raises:
+        UserError: a file is not a valid model, too new for the target, or the two take different inputs.
+        MeasurementError: a model does not run there, or not on the provider asked for.
+    """
+    shared_inputs(a, b)
+    _check_provider(read_runtime_facts(runtime, target, a), a)
+    facts = read_runtime_facts(runtime, target, b)
+    asked = asked_by(gates)
+    race = PairedBenchmark(
+        runtime=runtime,
+        target=target,
+        baseline=a,
+        candidate=b,
+        against=A,
+        feed=feed,
+        seed=seed,
+        tolerances=asked.tolerances,
+        tell=tell,
+    )
+    comparison, raw = compare_latency(race)
+    ratios, more = compare_resources(race, asked)
+    evidence = _evidence(runtime, target, b, facts, comparison, ratios, conditions())
+    evidence = replace(evidence, advice=inspect_execution(runtime, a, b, target).advice)
+    decision = judge(gates, evidence)
+    return ComparisonResult(
+        batch=count_rows(feed),
+        decision=decision,
+        evidence=evidence,
+        medians={LATENCY: _latencies(raw), **{r.figure: _medians(r.figure, more) for r in ratios}},
+    )
+
+
+def _evidence(
+    runtime: Runtime,
+    target: Target,
+    model: Path,
+    facts: RuntimeFacts,
+    comparison: LatencyComparison,
+    ratios: tuple[PairedRatios, ...],
+    conditions: Mapping[str, str],
+) -> Evidence:
+    """What a pipeline's judge asks for; without a release, the file's digest stands for it."""
+    digest = digest_file(model)
+    return Evidence(
+        pipeline="",
+        variant="B",
+        target=target.name,
+        quantized=False,
+        release=digest,
+        manifest=digest,
+        target_digest=target.digest(),
+        dedicated=target.dedicated,
+        size_bytes=info(model).size_bytes,
+        hardware=runtime.fingerprint(target),
+        conditions=dict(conditions),
+        runtime=facts,
+        baseline=A,
+        comparisons=(comparison,),
+        ratios=ratios,
+    )
+
+
+def _check_provider(facts: RuntimeFacts, model: Path) -> None:
+    first = facts.asked[0] if facts.asked else ""
+    elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
+    if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
+        raise MeasurementError(
+            f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
+        )
+
+
+def _latencies(raw: RawSamples) -> tuple[float, float]:
+    """Seconds of A and B over all blocks of all looks, without the runs that were preempted."""
+    looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
+    sides = []
+    for side in (0, -1):
+        ns, gone = (
+            np.concatenate([raw[f"{look}/{kind}"][:, :, side].ravel() for look in looks])
+            for kind in ("nanoseconds", "preempted")
+        )
+        sides.append(float(np.median(ns if gone.all() else ns[~gone])) / 1e9)
+    return sides[0], sides[1]
+
+
+def _medians(figure: str, raw: RawSamples) -> tuple[float, float]:
+    """Of A and B over all pairs, in the figure's unit."""
+    if figure in UNITS:
+        scale = 1e9 if UNITS[figure] == "s" else 1.0
+        a, _, b = np.median(raw[f"starts/{A}/{figure}"].astype(np.float64), axis=0) / scale
+        return float(a), float(b)
+    where = f"throughput/{figure.rpartition(' ')[2]}/{A}"
+    a, _, b = np.median(raw[f"{where}/nanoseconds"].astype(np.float64), axis=(0, 1)) / 1e9
+    requests = float(raw[f"{where}/requests"])
+    return requests / float(a), requests / float(b)

@@ -20,22 +20,20 @@ from onnx_ops.domain.gate import ParityGate, Verdict, combine
 from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.coverage import examine
-from onnx_ops.measure.group_answers import answers_of, refusal
-from onnx_ops.measure.machine import fitting
-from onnx_ops.measure.parity import mismatched
-from onnx_ops.onnx_graph.check import aborts_without_rows, ceiling, foreign, full_check, lacking
+from onnx_ops.measure.answers import explain_rejection, run_groups
+from onnx_ops.measure.execution import inspect_execution, require_hardware
+from onnx_ops.measure.parity import make_mismatch
+from onnx_ops.onnx_graph.compatibility import aborts_without_rows, ceiling, foreign, full_check, lacking
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.forest import has_trees, read_trees
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.ort_file import is_ort
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees, split_probes
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import measure, with_pooled_noise
+from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.probes import REAL
-from onnx_ops.statistics.trees import compare_trees
-from onnx_ops.tools.probing import Group, Samples, fixed_by, groups_of, shared_inputs
+from onnx_ops.statistics.tree_parity import compare_trees
+from onnx_ops.tools.probing import InputGroup, SampleRows, build_groups, find_fixed_sizes, shared_inputs
 
 REFERENCE = Target(
     name="reference",
@@ -51,13 +49,13 @@ _ENOUGH = 8
 KEYS, LENGTH = " (keys)", " (length)"
 """What stands beside the values of maps and sequences, as outputs of their own: a matrix has neither."""
 
-Answers = Mapping[str, Tensors | MeasurementError]
+JoinedAnswers = Mapping[str, Tensors | MeasurementError]
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class OutputDifference:
     """One output on one group of inputs.
 
     `error` is the largest |B - A|; where `labels` is set (integers, booleans, texts) the share of rows that differ.
@@ -78,7 +76,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parity:
+class ParityResult:
     """What B is to A. `notes` say what was not compared, and why.
 
     `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8,
@@ -87,7 +85,7 @@ class Parity:
 
     a: Digest
     b: Digest
-    differences: tuple[Difference, ...]
+    differences: tuple[OutputDifference, ...]
     notes: tuple[str, ...]
     trees: TreeStructure | None = None
     coverage: Int8Coverage | None = None
@@ -98,7 +96,7 @@ class Parity:
         return combine(d.verdict for d in self.differences)
 
     @property
-    def worst(self) -> Difference:
+    def worst(self) -> OutputDifference:
         """The first of those that are worst off."""
         return max(self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error))
 
@@ -118,12 +116,12 @@ def compare(
     target: Target,
     a: Path,
     b: Path,
-    samples: Samples,
+    samples: SampleRows,
     tell: Tell = lambda _: None,
     *,
     sizes: Collection[str] = (),
     exact: Runtime | None = None,
-) -> Parity:
+) -> ParityResult:
     """Parity of B, run on the target, against A.
 
     `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
@@ -134,14 +132,14 @@ def compare(
         MeasurementError: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
-    fitting(runtime, target)
+    require_hardware(runtime, target)
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
     _check_places(target, (a, reference), (b, target))
     bounds = input_bounds(a)
     empty = not any(map(aborts_without_rows, (a, b)))
     readable = [path for path in (a, b) if not is_ort(path) and has_trees(path)]
     splits = split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
-    groups = groups_of(samples, empty=empty, bounds=bounds, splits=splits)
+    groups = build_groups(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     exact = exact or runtime
     expected = _answers(exact, reference, a, groups)
@@ -154,16 +152,16 @@ def compare(
         right, answer = expected[group.name], found[group.name]
         measured_here: list[ParityMeasurement] = []
         if isinstance(right, MeasurementError):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({refusal(right)})")
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(right)})")
         elif isinstance(answer, MeasurementError):
             measured_here = [_refused(group.name, answer)]
         else:
             measured_here = _measured(group.name, right, answer)
         measured += [replace(m, inside=group.inside) for m in measured_here]
-    fixed = fixed_by(a, b)
+    fixed = find_fixed_sizes(a, b)
     if refused := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = f"B takes {', '.join(refused)} only, A takes any; to compare at that size alone: --dim"
-        measured.append(mismatched("*", "sizes", why))
+        measured.append(make_mismatch("*", "sizes", why))
     notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
     measured += _coarse(expected[REAL], found[REAL])
     if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
@@ -172,16 +170,16 @@ def compare(
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
     if trees is not None and trees.changed:
-        measured.append(mismatched("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
+        measured.append(make_mismatch("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
     order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
-    measured = sorted(with_pooled_noise(measured), key=lambda m: order.get(m.output, len(order)))
+    measured = sorted(pool_noise(measured), key=lambda m: order.get(m.output, len(order)))
     judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
     if not any(_tells_apart(_tensors(expected[group.name])) for group in groups if group.inside):
         differences += _untold(samples, _tensors(expected[REAL]))
     notes += _outside([difference for m, difference in judged if not m.inside])
-    examined = examine(runtime, a, b, target)
-    return Parity(
+    examined = inspect_execution(runtime, a, b, target)
+    return ParityResult(
         a=digest_file(a),
         b=digest_file(b),
         differences=differences,
@@ -203,10 +201,10 @@ def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
             raise UserError(reason, where=model.name, remedy=remedy)
 
 
-def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Group]) -> Answers:
+def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
     """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
     try:
-        answers = answers_of(runtime, target, model, {group.name: group.runs for group in groups})
+        answers = run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
         full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
@@ -255,7 +253,7 @@ def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def _check_repeats(runtime: Runtime, target: Target, a: Path, group: Group) -> None:
+def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup) -> None:
     """Twice in one session: a fresh session draws the same random numbers again."""
     first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
     for name, array in first.items():
@@ -286,9 +284,9 @@ def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMea
     found = []
     for name, expected in reference.items():
         if name in answer:
-            found.append(measure(group=group, output=name, onnx=answer[name], single=expected, double=None))
+            found.append(measure_output(group=group, output=name, onnx=answer[name], single=expected, double=None))
         elif not _in_other_form(name, expected, answer):
-            found.append(mismatched(name, group, "B lacks this output"))
+            found.append(make_mismatch(name, group, "B lacks this output"))
     return found
 
 
@@ -316,7 +314,7 @@ def _coarse(expected: Tensors | MeasurementError, found: Tensors | MeasurementEr
     both = [(name, a, _tensors(found).get(name)) for name, a in _tensors(expected).items()]
     told = "B's answers are float16 numbers, those of A are not"
     return [
-        mismatched(name, REAL, told)
+        make_mismatch(name, REAL, told)
         for name, a, b in both
         if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
     ]
@@ -328,7 +326,7 @@ def _tells_apart(answers: Tensors) -> bool:
     return not all(_same(array, array[:1].repeat(len(array), 0)) for array in told)
 
 
-def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
+def _untold(samples: SampleRows, answers: Tensors) -> tuple[OutputDifference, ...]:
     """What rows cannot show to which A gives one and the same answer."""
     count = len(samples)
     told = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
@@ -337,7 +335,7 @@ def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
         return ()
     reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
     return (
-        Difference(
+        OutputDifference(
             output="*",
             group=REAL,
             rows=count,
@@ -352,7 +350,7 @@ def _untold(samples: Samples, answers: Tensors) -> tuple[Difference, ...]:
     )
 
 
-def _outside(differences: Sequence[Difference]) -> list[str]:
+def _outside(differences: Sequence[OutputDifference]) -> list[str]:
     """One line on what differs where the rows are not like."""
     departed = [d for d in differences if d.verdict is not Verdict.PASS]
     if not departed:
@@ -362,10 +360,10 @@ def _outside(differences: Sequence[Difference]) -> list[str]:
 
 
 def _refused(group: str, error: MeasurementError) -> ParityMeasurement:
-    return mismatched("*", group, f"B refuses these inputs, A does not: {refusal(error)}")
+    return make_mismatch("*", group, f"B refuses these inputs, A does not: {explain_rejection(error)}")
 
 
-def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
+def _judged(m: ParityMeasurement, *, labels: bool) -> OutputDifference:
     factor = ParityGate().noise_factor
     limit = m.noise * factor
     good = not m.mismatch and m.ratio <= factor
@@ -375,7 +373,7 @@ def _judged(m: ParityMeasurement, *, labels: bool) -> Difference:
         reason = f"answers differ in {100 * m.error:.3g}% of {_rows(m)}, limit 0%"
     else:
         reason = f"error {m.error:.3g}, limit {limit:.3g}, {_rows(m)}"
-    return Difference(
+    return OutputDifference(
         output=m.output,
         group=m.group,
         rows=m.rows,

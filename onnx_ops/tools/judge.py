@@ -21,30 +21,35 @@ from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.structure import ActivationMeasurement, Advice
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.activations import measure_activations
-from onnx_ops.measure.answers import read_answers
-from onnx_ops.measure.coverage import examine
-from onnx_ops.measure.group_answers import answers_of
-from onnx_ops.measure.predictions import joined, read
-from onnx_ops.measure.scoring import Scorer, TaskMetrics, measure_metrics
-from onnx_ops.measure.weights import measure_weights
+from onnx_ops.measure.answers import read_answers, run_groups
+from onnx_ops.measure.execution import inspect_execution
+from onnx_ops.measure.predictions import join_predictions, read_prediction
+from onnx_ops.measure.quantization import measure_activations, measure_weights
+from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.onnx_graph.dequantization import write_unrounded, write_with_halves, write_with_weights
 from onnx_ops.onnx_graph.files import external_files, read_structure
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.kind import CandidateKind
-from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_halves, write_with_weights
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_kind import CandidateKind
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.metrics import OwnMetric
-from onnx_ops.statistics.parity import measure, with_pooled_noise
-from onnx_ops.statistics.rules.common import one_line
+from onnx_ops.statistics.metrics import CustomMetric
+from onnx_ops.statistics.parity import measure_output, pool_noise
+from onnx_ops.statistics.rules.common import join_lines
 from onnx_ops.statistics.scores import CANDIDATE
-from onnx_ops.tools.bench import Conditions, Tell, facts_of
-from onnx_ops.tools.bench_pair import A, Paired, bench_pair, pair_gates
-from onnx_ops.tools.compare import REFERENCE, Parity, compare
-from onnx_ops.tools.probing import Samples, groups_of
+from onnx_ops.tools.bench import (
+    A,
+    ComparisonResult,
+    Conditions,
+    Tell,
+    benchmark_pair,
+    build_pair_gates,
+    read_runtime_facts,
+)
+from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
+from onnx_ops.tools.probing import SampleRows, build_groups
 
 Part = Literal["parity", "latency"]
 
@@ -64,12 +69,12 @@ _MADE_UP = frozenset({"saturation", "clipping"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SweepPoint:
     """One point of the sweep: its name in results, the sizes of free dimensions, and the rows to feed."""
 
     name: str
     batch: int
-    samples: Samples
+    samples: SampleRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +90,13 @@ class JudgeRequest:
     candidate: Path
     kind: CandidateKind
     targets: Sequence[Target]
-    settings: Sequence[Setting]
+    settings: Sequence[SweepPoint]
     runtime: Callable[[str], Runtime]
     inside: Runtime
     conditions: Conditions
     metric: MetricGate
     dataset: Dataset | None = None
-    functions: Mapping[str, OwnMetric] = field(default_factory=dict)
+    functions: Mapping[str, CustomMetric] = field(default_factory=dict)
     max_regression: float | None = None
     concurrency: int | None = None
     cold: bool = False
@@ -114,7 +119,7 @@ class TargetJudgement:
 
     target: str
     decision: Decision
-    paired: tuple[Paired, ...] = ()
+    paired: tuple[ComparisonResult, ...] = ()
     advice: tuple[Advice, ...] = ()
     remedy: str = ""
 
@@ -156,12 +161,12 @@ def _on_target(
     request: JudgeRequest, target: Target, rounding: Sequence[GateResult], notes: dict[str, None]
 ) -> TargetJudgement:
     """A target on which something cannot be measured is an error of its own, and the others are judged all the same."""
-    results, paired = list(rounding), list[Paired]()
+    results, paired = list(rounding), list[ComparisonResult]()
     advice: tuple[Advice, ...] = ()
     remedy = ""
     try:
         runtime = request.runtime(target.runtime)
-        facts_of(runtime, target, request.candidate)
+        read_runtime_facts(runtime, target, request.candidate)
         if request.only != "latency":
             found, advice = _judge_answers(request, runtime, target, notes)
             results += found
@@ -174,20 +179,22 @@ def _on_target(
     except MeasurementError as error:
         why = f": {error.why}" if error.why else ""
         remedy = error.remedy
-        reason = one_line(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
+        reason = join_lines(f"{error.where}: {error.what}{why}" + (f". {remedy}" if remedy else ""))
         results.append(GateResult(gate="target", metric="", limit="", verdict=Verdict.ERROR, reason=reason))
     decision = Decision(variant=request.candidate.name, target=target.name, results=tuple(results))
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
 
 
-def _time(request: JudgeRequest, runtime: Runtime, target: Target, setting: Setting, *, first: bool) -> Paired:
-    return bench_pair(
+def _time(
+    request: JudgeRequest, runtime: Runtime, target: Target, setting: SweepPoint, *, first: bool
+) -> ComparisonResult:
+    return benchmark_pair(
         runtime,
         target,
         request.baseline,
         request.candidate,
         setting.samples.feed(setting.batch),
-        gates=pair_gates(request.max_regression, concurrency=request.concurrency, cold=request.cold and first),
+        gates=build_pair_gates(request.max_regression, concurrency=request.concurrency, cold=request.cold and first),
         conditions=request.conditions,
         seed=request.seed,
         tell=request.tell,
@@ -207,7 +214,7 @@ def _judge_answers(
     results: list[GateResult] = []
     advice: tuple[Advice, ...] = ()
     if request.kind.is_rounded:
-        examined = examine(runtime, request.baseline, request.candidate, target)
+        examined = inspect_execution(runtime, request.baseline, request.candidate, target)
         advice = examined.advice
         evidence = replace(_evidence(request, runtime, target), coverage=examined.coverage)
         results += [r for r in judge((ParityGate(),), evidence).results if r.metric == "int8 coverage"]
@@ -234,7 +241,7 @@ def _judge_answers(
     return results, advice
 
 
-def _shapes(settings: Sequence[Setting]) -> Iterator[Setting]:
+def _shapes(settings: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
     """The settings that differ in more than the batch, named without it."""
     seen = set()
     for setting in settings:
@@ -244,7 +251,7 @@ def _shapes(settings: Sequence[Setting]) -> Iterator[Setting]:
             yield replace(setting, name=name)
 
 
-def _parity_result(found: Parity, metric: str, setting: str = "") -> GateResult:
+def _parity_result(found: ParityResult, metric: str, setting: str = "") -> GateResult:
     name, limit = ", ".join(part for part in (metric, setting) if part), "≤ 1x tolerance"
     if not found.differences:
         why = "; ".join(found.notes) or "both models answer with nothing"
@@ -273,18 +280,18 @@ def _within_noise(
     the target's own graph optimisations do.
     """
     samples = request.settings[0].samples
-    groups = [g for g in groups_of(samples, empty=False, bounds=input_bounds(request.baseline)) if g.inside]
+    groups = [g for g in build_groups(samples, empty=False, bounds=input_bounds(request.baseline)) if g.inside]
     runs = {group.name: group.runs for group in groups}
     request.tell(f"running {request.candidate.name} on {len(groups)} groups of inputs")
     with Scratch() as folder:
-        right = answers_of(request.exact, REFERENCE, request.baseline, runs)
+        right = run_groups(request.exact, REFERENCE, request.baseline, runs)
         if of == "float16":
             rounded = folder / "halves.onnx"
             write_with_halves(request.baseline, rounded)
-            rough = answers_of(request.exact, REFERENCE, rounded, runs)
+            rough = run_groups(request.exact, REFERENCE, rounded, runs)
         else:
-            rough = answers_of(runtime, target, request.baseline, runs)
-        answers = answers_of(runtime, target, request.candidate, runs)
+            rough = run_groups(runtime, target, request.baseline, runs)
+        answers = run_groups(runtime, target, request.candidate, runs)
     measured: list[ParityMeasurement] = []
     for name in runs:
         three = right[name], rough[name], answers[name]
@@ -300,11 +307,11 @@ def _within_noise(
                 measured.append(_mismatch(output, name, "B lacks this output"))
                 continue
             epsilon = HALF if of == "float16" and expected.dtype.kind == "f" else 0.0
-            one = measure(
+            one = measure_output(
                 group=name, output=output, onnx=found[output], single=noisy[output], double=expected, epsilon=epsilon
             )
             measured.append(one)
-    evidence = replace(_evidence(request, runtime, target), quantized=False, parity=with_pooled_noise(measured))
+    evidence = replace(_evidence(request, runtime, target), quantized=False, parity=pool_noise(measured))
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     noise = "the noise of float16" if of == "float16" else "A's own noise"
     return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=_worded(result.reason, noise))
@@ -381,7 +388,7 @@ def _invariants(
         if result.gate != "parity" or result.metric == "export" or (not own and result.metric in _MADE_UP):
             continue
         if result.metric == "weights" and unread:
-            yield replace(result, reason=one_line(f"weights cannot be compared: {unread}"))
+            yield replace(result, reason=join_lines(f"weights cannot be compared: {unread}"))
         else:
             yield result
 
@@ -403,7 +410,7 @@ def _judge_function(request: JudgeRequest) -> GateResult:
                 metric="function",
                 limit="≤ 1x tolerance",
                 verdict=Verdict.INCONCLUSIVE,
-                reason=one_line(f"its rounding cannot be taken off: {error}"),
+                reason=join_lines(f"its rounding cannot be taken off: {error}"),
             )
     result = _parity_result(found, "function")
     told = "without its rounding, B computes " + (
@@ -443,7 +450,7 @@ def _metric_results(
 ) -> list[GateResult]:
     definition = gate.definition()
     request.tell(f"scoring {definition.label} on {len(dataset)} rows")
-    scorer = Scorer(
+    scorer = ScoringRequest(
         runtime=runtime,
         target=target,
         models={CANDIDATE: request.candidate, A: request.baseline},
@@ -467,8 +474,10 @@ def _judged(
 def _agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors) -> GateResult | None:
     """The share of answers that change, with A's own answers as labels; None where they are no classes."""
     try:
-        parts = read_answers(runtime, request.baseline, target, rows, lambda outputs: read(ACCURACY, outputs))
-        reading = joined(parts)
+        parts = read_answers(
+            runtime, request.baseline, target, rows, lambda outputs: read_prediction(ACCURACY, outputs)
+        )
+        reading = join_predictions(parts)
         label = (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
         gate = MetricGate(name="accuracy", max_drop=request.metric.max_drop or request.metric.max_increase)
         dataset = Dataset(inputs=rows, label=label)
@@ -504,7 +513,7 @@ def _evidence(request: JudgeRequest, runtime: Runtime, target: Target) -> Eviden
     )
 
 
-def metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
+def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
     """The limit on a metric: a drop in percentage points, or of an error a growth as a share of the baseline's."""
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)

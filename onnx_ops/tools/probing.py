@@ -13,10 +13,17 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.inputs import InputValues
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import InputBounds
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Tensors
-from onnx_ops.statistics.input_domain import learn_domains
-from onnx_ops.statistics.probes import ENOUGH_ROWS, REAL, ProbeGroup, batch_inputs, in_rows, probe_groups
+from onnx_ops.statistics.probes import (
+    MIN_NOISE_ROWS,
+    REAL,
+    ProbeGroup,
+    learn_domains,
+    make_batch_inputs,
+    make_probe_groups,
+    take_rows,
+)
 
 LENGTH = 8
 """What a symbolic dimension that is not the batch is made up as."""
@@ -43,7 +50,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class InputGroup:
     """Inputs of one kind, cut into runs. Outputs of the runs belong together along axis 0.
 
     `inside` says whether callers can send such inputs.
@@ -55,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class SampleRows:
     """Rows to feed a model with.
 
     `batch` is the number of rows that every run must have, or 0 if any will do. `fixed` inputs have no axis for rows
@@ -76,7 +83,7 @@ class Samples:
     @property
     def large(self) -> bool:
         """Whether groups of 32 such rows would take too much memory."""
-        return self.row_bytes * ENOUGH_ROWS > _SET_BYTES
+        return self.row_bytes * MIN_NOISE_ROWS > _SET_BYTES
 
     def chosen(self, rows: Any) -> Tensors:
         """The rows of those indices as one run."""
@@ -110,7 +117,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     return tuple(common)
 
 
-def fixed_by(a: Path, b: Path) -> dict[str, int]:
+def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
     """The sizes that B insists on of dimensions that A leaves free, by their names in A."""
     second = {spec.name: spec for spec in info(b).inputs}
     return {
@@ -145,14 +152,14 @@ def _listed(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{s.name} ({s.dtype} {' × '.join(map(str, s.shape))})" for s in specs) or "nothing"
 
 
-def made_up(
+def generate_samples(
     inputs: Sequence[TensorSpec],
     *,
     count: int,
     dims: Mapping[str, int],
     seed: int = 0,
     bounds: Mapping[str, InputBounds] | None = None,
-) -> Samples:
+) -> SampleRows:
     """Random rows: floats are standard normal, booleans 0 or 1, texts those that the model knows, and `a` or `b`.
 
     Integers that are indices reach every entry; others are most often masks, and 0 or 1. Inputs that begin with fixed
@@ -185,10 +192,10 @@ def made_up(
     known = {spec.name: told.get(spec.name, InputBounds()) for spec in inputs}
     rows = {s.name: _draw(draw, s, (count, *shapes[s.name]), known[s.name]) for s in rowed}
     fixed = {s.name: _draw(draw, s, shapes[s.name], known[s.name]) for s in inputs if s not in rowed}
-    return Samples(rows=rows, fixed=fixed, batch=batch)
+    return SampleRows(rows=rows, fixed=fixed, batch=batch)
 
 
-def brought(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: str, limit: int) -> Samples:
+def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: str, limit: int) -> SampleRows:
     """A person's own rows, checked against what the model takes; what else the file holds is left alone.
 
     Raises:
@@ -204,13 +211,13 @@ def brought(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: s
                 remedy="Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array).",
             )
         rows[spec.name] = _as_declared(spec, arrays[spec.name], where)[:limit]
-    return Samples(rows=rows, fixed={}, batch=_fixed_batch(inputs, {}))
+    return SampleRows(rows=rows, fixed={}, batch=_fixed_batch(inputs, {}))
 
 
-def input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield why a model cannot take these arrays as its inputs, each with the input's name, if it is about one.
 
-    Unlike `brought`, nothing is converted: a pipeline passes on what its data set holds.
+    Unlike `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
     """
     if missing := [spec.name for spec in inputs if spec.name not in arrays]:
         names = ", ".join(map(repr, missing))
@@ -248,13 +255,13 @@ def _shape_text(shape: Sequence[int]) -> str:
     return " × ".join(["rows", *map(str, shape[1:])])
 
 
-def groups_of(
-    samples: Samples,
+def build_groups(
+    samples: SampleRows,
     *,
     empty: bool = True,
     bounds: Mapping[str, InputBounds] | None = None,
     splits: Tensors | None = None,
-) -> tuple[Group, ...]:
+) -> tuple[InputGroup, ...]:
     """The rows as they are, rows made of them, and batches of several sizes where the model takes any.
 
     Large rows come without others, and in batches of 16 MiB at most. Whole numbers that are neither indices nor say
@@ -267,34 +274,35 @@ def groups_of(
         splits: rows next to the splits of trees.
     """
     if not samples.rows:
-        return (Group(name=REAL, runs=(samples.fixed,)),)
+        return (InputGroup(name=REAL, runs=(samples.fixed,)),)
     told = bounds or {}
     indices = {name: known.index for name, known in told.items() if known.index is not None}
     found = {REAL: ProbeGroup(inputs=samples.rows)}
     if not samples.large:
         missing = {name: InputValues(missing=True) for name, known in told.items() if known.missing}
         domains = learn_domains(samples.rows, missing, indices)
-        found = probe_groups(samples.rows, domains, empty=empty and not samples.batch)
+        found = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
         if splits is not None:
             found["splits"] = ProbeGroup(inputs=splits)
         free = [n for n, array in samples.rows.items() if array.dtype.kind in "iu" and n in told and n not in indices]
         if plain := [name for name in free if not told[name].size]:
             found["range:whole_numbers"] = ProbeGroup(inputs=_whole_numbers(samples.rows, plain))
     groups = [
-        Group(name=name, runs=tuple(_runs(probe.inputs, samples)), inside=probe.inside) for name, probe in found.items()
+        InputGroup(name=name, runs=tuple(_runs(probe.inputs, samples)), inside=probe.inside)
+        for name, probe in found.items()
     ]
     if not samples.batch:
-        for name, index in batch_inputs({"row": np.arange(len(samples))}).items():
+        for name, index in make_batch_inputs({"row": np.arange(len(samples))}).items():
             rows = index["row"].astype(np.intp)
             if len(rows) < 2 or len(rows) * samples.row_bytes <= _RUN_BYTES:
-                groups.append(Group(name=name, runs=(samples.chosen(rows),)))
+                groups.append(InputGroup(name=name, runs=(samples.chosen(rows),)))
     return tuple(groups)
 
 
 def _whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
     """Rows with whole numbers of every size and sign at those inputs."""
     draw = np.random.default_rng(1)
-    found = dict(in_rows(rows, 3 * ENOUGH_ROWS))
+    found = dict(take_rows(rows, 3 * MIN_NOISE_ROWS))
     for name in names:
         limits = np.iinfo(found[name].dtype.name)
         sizes = np.exp2(draw.uniform(0, min(_BITS, np.log2(float(limits.max))), found[name].shape))
@@ -303,7 +311,7 @@ def _whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
     return found
 
 
-def _runs(rows: Tensors, samples: Samples) -> Iterator[Tensors]:
+def _runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
     """The rows cut into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
     count = len(next(iter(rows.values())))
     if not count:

@@ -16,11 +16,11 @@ from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
-from onnx_ops.onnx_graph.check import foreign, lacking, refusal
+from onnx_ops.onnx_graph.compatibility import foreign, lacking, refusal
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.tools.bench import facts_of
+from onnx_ops.tools.bench import read_runtime_facts
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.operators import build_library, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
@@ -54,7 +54,7 @@ def test_it_is_the_same_function_as_the_one_of_onnx(model: Path, target: Target,
     for scale, verdict in ((2.0, Verdict.PASS), (2.1, Verdict.FAIL)):
         other = tmp_path / "function.onnx"
         write_softsign(other, scale=scale, as_function=True)
-        samples = made_up(shared_inputs(other, model), count=32, dims={})
+        samples = generate_samples(shared_inputs(other, model), count=32, dims={})
         assert compare(ShieldedRuntime(), target, other, model, samples).verdict is verdict
 
 
@@ -74,9 +74,9 @@ def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Pa
 def test_a_target_without_the_operator_is_told_the_nodes_before_any_work(model: Path, tmp_path: Path) -> None:
     said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
     with pytest.raises(UserError, match=said):
-        facts_of(OnnxRuntime(), CPU, model)
+        read_runtime_facts(OnnxRuntime(), CPU, model)
     with pytest.raises(UserError, match=said):
-        compare(OnnxRuntime(), CPU, model, model, made_up(shared_inputs(model), count=4, dims={}))
+        compare(OnnxRuntime(), CPU, model, model, generate_samples(shared_inputs(model), count=4, dims={}))
     write_softsign(tmp_path / "function.onnx", as_function=True)
     assert refusal(tmp_path / "function.onnx", CPU) == ""
     assert foreign(read_structure(tmp_path / "function.onnx")) == {}

@@ -19,7 +19,7 @@ from onnx_ops.serving import shared as slab
 from onnx_ops.serving.counts import counted
 from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
 from onnx_ops.serving.user_counts import UserCounts
-from onnx_ops.statistics.rollout import freeze
+from onnx_ops.statistics.rollout import fix_thresholds
 
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
@@ -77,7 +77,7 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
     server.answer(1, 200, 0.1, 10)
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
-    limits, slower = freeze(*found, {"latency_p50": 0.1, "latency_p99": 0.1})
+    limits, slower = fix_thresholds(*found, {"latency_p50": 0.1, "latency_p99": 0.1})
     assert limits is not None
     assert slower is not None
     (tally,) = server.source.read(CONFIG, {"v1": limits}).tallies.values()
@@ -161,7 +161,7 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
         server.answer(1, 200, 0.001 * 1.002**number)
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
-    limits, slower = freeze(*found, {**dict.fromkeys(QUANTILES, 0.3), **dict.fromkeys(PLACES, 0.1)})
+    limits, slower = fix_thresholds(*found, {**dict.fromkeys(QUANTILES, 0.3), **dict.fromkeys(PLACES, 0.1)})
     assert limits is not None
     assert slower is not None
     assert list(limits.places_s) == sorted(limits.places_s)

@@ -28,7 +28,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
-from onnx_ops.onnx_graph.operators import carry_libraries
+from onnx_ops.onnx_graph.compatibility import carry_libraries
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.testing.endpoints import state_of

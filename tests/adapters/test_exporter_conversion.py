@@ -16,16 +16,14 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.brought import brought_problems
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import read_lineage
-from onnx_ops.pipeline.stages.asking import ask_source
+from onnx_ops.measure.reference_outputs import collect_reference_outputs
+from onnx_ops.onnx_graph.compatibility import brought_problems, full_check
+from onnx_ops.onnx_graph.model_info import info, read_lineage
 from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.external import write_external
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
@@ -87,7 +85,7 @@ def test_a_file_goes_down_and_up_and_stays_the_same_function(
     assert (found.opsets[""], found.ir_version) == asked
     assert (found.inputs, found.outputs) == (info(source).inputs, info(source).outputs)
     assert read_lineage(path) == read_lineage(source)
-    samples = made_up(shared_inputs(source, path), count=16, dims={})
+    samples = generate_samples(shared_inputs(source, path), count=16, dims={})
     assert compare(ShieldedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
 
 
@@ -103,7 +101,7 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=28, ir_version=14)
     path = converted(source, section())
-    asked = ask_source(OnnxExporter(), source, path, rows(8))
+    asked = collect_reference_outputs(OnnxExporter(), source, path, rows(8))
     assert {"real", "batches:1"} <= {group.name for group in asked.groups}
     with pytest.raises(ValueError, match="refuses"):
         OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")

@@ -21,7 +21,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron

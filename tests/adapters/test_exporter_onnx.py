@@ -12,7 +12,7 @@ from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
-from onnx_ops.onnx_graph.brought import brought_notes
+from onnx_ops.onnx_graph.compatibility import brought_notes
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_perceptron

@@ -18,8 +18,8 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, UserError
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 

@@ -20,7 +20,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import Dataset, Tensors
 

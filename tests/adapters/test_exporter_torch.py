@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import images

@@ -16,7 +16,7 @@ from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.metrics import Metrics
 from onnx_ops.serving.shared import BOUNDS_S, STEPS, Shared, observe
-from onnx_ops.statistics.rollout import freeze
+from onnx_ops.statistics.rollout import fix_thresholds
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 
 CONFIG = EndpointConfig(
@@ -178,7 +178,7 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
     assert found is not None
     bounds, counts = found
     assert (len(counts), sum(counts)) == (len(bounds) + 1, 1000)
-    thresholds, _ = freeze(bounds, counts, {})
+    thresholds, _ = fix_thresholds(bounds, counts, {})
     assert thresholds is not None
     tally = source.read(CONFIG, {"v1": thresholds}).tallies["v1"]
     assert tally.over_p99 is not None

@@ -22,12 +22,12 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MissingPackageError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
 from onnx_ops.tools.compare import compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.forks import fork_context
 from tests.support.operators import write_softsign
 
@@ -104,7 +104,7 @@ def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer]
     assert f"7 nodes became {after}" in note
     assert "times the size" in note
     assert info(request.path).inputs == info(request.source).inputs
-    samples = made_up(shared_inputs(request.source, request.path), count=16, dims={"length": 3})
+    samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={"length": 3})
     assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
 
 
@@ -113,7 +113,7 @@ def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) 
     request = request_for(tmp_path / "model.onnx")
     write_convolution(request.source)
     tool().optimize(request)
-    samples = made_up(shared_inputs(request.source, request.path), count=16, dims={})
+    samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={})
     assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
 
 

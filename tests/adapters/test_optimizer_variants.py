@@ -20,8 +20,8 @@ from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite

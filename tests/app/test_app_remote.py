@@ -14,7 +14,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, OnnxOpsError
-from onnx_ops.pipeline.parts import REVISIONS
+from onnx_ops.pipeline.stage_settings import REVISIONS
 
 KEY = digest_bytes(b"key")
 REVISION = REVISIONS[StageKind.BENCHMARK]

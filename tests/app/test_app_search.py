@@ -17,7 +17,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.pipeline import RunResult, Silent
+from onnx_ops.pipeline import RunResult, SilentObserver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ register: {model: searched}
 """
 
 
-class Listening(Silent):
+class Listening(SilentObserver):
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
@@ -84,7 +84,7 @@ def project(tmp_path: Path) -> Project:
     return open_project(tmp_path)
 
 
-def run(project: Project, observer: Silent | None = None, *overrides: str) -> tuple[RunResult, Summary]:
+def run(project: Project, observer: SilentObserver | None = None, *overrides: str) -> tuple[RunResult, Summary]:
     prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
     result = execute(project, prepared, observer=observer)
     return result, summarise(prepared.pipeline, result, project.ports)

@@ -16,7 +16,7 @@ from onnx_ops import plugins
 from onnx_ops.app.project import Project, open_project, prepare
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.pipeline import InlineExecutor, Silent
+from onnx_ops.pipeline import InlineExecutor, SilentObserver
 from onnx_ops.pipeline import run as run_plan
 from onnx_ops.pipeline.stages import execute as perform_stage
 
@@ -138,7 +138,7 @@ class World:
         plan = prepare(self.project, self.root / "shop.yaml", until=StageKind.REGISTER).plan
         handler = replace(self.project.handler(), perform=perform, confirms=False)
         result = run_plan(
-            plan, handler=handler, executor=InlineExecutor(), observer=Silent(), clock=self.project.ports.clock
+            plan, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=self.project.ports.clock
         )
         assert not result.errors
         return set(result.executed())

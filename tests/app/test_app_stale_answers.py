@@ -13,7 +13,7 @@ import pytest
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.domain.artifact import MODEL_FILE
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.measure.files import MODEL, checkout
+from onnx_ops.measure.files import MODEL, checkout_files
 
 TORCH = """
 import torch
@@ -187,7 +187,7 @@ def run(project: Project, folder: str) -> tuple[set[str], np.ndarray]:
     assert not result.errors
     exported = result.outcomes["export"].manifest
     assert exported is not None
-    path = checkout(project.ports.store, exported, MODEL, root / folder) / MODEL_FILE
+    path = checkout_files(project.ports.store, exported, MODEL, root / folder) / MODEL_FILE
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,) = session.get_inputs()
     answer = session.run(None, {given.name: np.load(root / "data.npz")["x"]})[0]

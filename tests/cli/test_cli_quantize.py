@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.cli.main import app
 from onnx_ops.onnx_graph import files
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.support.operators import write_softsign
 

@@ -14,7 +14,7 @@ import pytest
 
 from onnx_ops import app
 from onnx_ops.domain.target import Target
-from onnx_ops.measure import load, starts
+from onnx_ops.measure import speed
 from tests.cli.tool_files import write_hostile, write_models
 from tests.measure.scripted import Scripted
 from tests.support.command import Result, run_command
@@ -144,8 +144,7 @@ class TestBench:
 
     @pytest.mark.nightly
     def test_load_and_fresh_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for kind in (load, starts):
-            monkeypatch.setattr(kind, "HEATS_ALONE", 1)
+        monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         arguments = ("--runs", "20", "--concurrency", "2", "--cold", "--json")
         found = command(folder, "bench", "good.onnx", *arguments).document()
         assert list(found["figures"]) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]

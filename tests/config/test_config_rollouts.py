@@ -12,7 +12,7 @@ from onnx_ops.domain.rollout import RolloutPolicy
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, Problem
-from onnx_ops.statistics.rollout.notes import notes
+from onnx_ops.statistics.rollout.judge import describe_policy
 from tests.support.golden import Golden
 
 PLAIN = "{steps: [10%, 100%]}"
@@ -173,8 +173,8 @@ def test_what_a_policy_takes_is_told(golden: Golden) -> None:
         guardrails=(Guardrail(name="latency_p50"),),
         shadow=ShadowTrial(),
     )
-    told = list(notes(policy, frozenset()))
+    told = list(describe_policy(policy, frozenset()))
     golden("reasons", "\n".join(told))
     assert len(told) == 4
-    assert list(notes(policy, frozenset({"exceedances"}))) == told[:3]
-    assert not list(notes(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))
+    assert list(describe_policy(policy, frozenset({"exceedances"}))) == told[:3]
+    assert not list(describe_policy(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))

@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import Budget
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.trying import Ground
+from onnx_ops.measure.search import SearchContext
 from onnx_ops.ports import Dataset, Ports, RaceSamples, RaceSchedule, RunSamples, Tensors
 
 LAYERS = ("first", "second", "third", "head")
@@ -123,7 +123,7 @@ def _time(path: Path, target: Target) -> float:
     return 1000.0 * len(LAYERS) - gain * integers - 100.0 * ("MatMulNBits" in names)
 
 
-def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bool = False) -> Ground:
+def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bool = False) -> SearchContext:
     """A ground below `folder`, which holds what `write_fragile` wrote to `source/model.onnx`."""
     settings = load_settings(folder, {})
     ports: Ports = connect(settings)
@@ -131,7 +131,7 @@ def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bo
     object.__setattr__(ports, "runtime", lambda _: steady)
     arrays = {name: dict(np.load(folder / f"source/{name}.npz")) for name in ("train", "tune")}
     tune = arrays["tune"]
-    return Ground(
+    return SearchContext(
         ports=ports,
         section=Quantize(name="best", method="auto", calibrate=Calibrate() if calibrated else None),
         source=folder / "source/model.onnx",

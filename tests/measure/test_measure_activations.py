@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.measure.activations import measure_activations
+from onnx_ops.measure.quantization import measure_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.pipeline.stages.quantize import _unseen
 from onnx_ops.ports import Dataset, OptimizeRequest

@@ -21,13 +21,11 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
-from onnx_ops.measure import divergence
-from onnx_ops.measure.divergence import Look, locate, worst_of
+from onnx_ops.measure import parity
 from onnx_ops.measure.files import TRAINED, put_folder
-from onnx_ops.measure.parity import measure_parity
-from onnx_ops.measure.reference import ReferenceGroup, put_reference
+from onnx_ops.measure.parity import FailedExport, find_worst, locate_divergence, measure_parity
+from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
 from onnx_ops.pipeline.stages import validate
-from onnx_ops.pipeline.stages.asking import ask_source
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.golden import Golden
@@ -57,15 +55,17 @@ class Source:
         self.path = folder / "model.onnx"
         request = ExportRequest(section=SECTION, samples=SAMPLES, path=self.path)
         TorchExporter().export(self.model, request)
-        self.reference: list[ReferenceGroup] = ask_source(TorchExporter(), self.model, self.path, SAMPLES).groups
+        self.reference: list[ReferenceGroup] = collect_reference_outputs(
+            TorchExporter(), self.model, self.path, SAMPLES
+        ).groups
         self.tracer: Tracer = TorchExporter().tracer(self.model, request)
 
     def worst(self, path: Path, target: Target = TARGET) -> ParityMeasurement | None:
-        return worst_of(measure_parity(OnnxRuntime(), path, target, self.reference))
+        return find_worst(measure_parity(OnnxRuntime(), path, target, self.reference))
 
     def located(self, path: Path, worst: ParityMeasurement, tracer: Tracer | None) -> Divergence:
-        look = Look(runtime=OnnxRuntime(), target=TARGET, model=path, reference=self.reference, worst=worst)
-        return locate(look, lambda _: tracer)
+        look = FailedExport(runtime=OnnxRuntime(), target=TARGET, model=path, reference=self.reference, worst=worst)
+        return locate_divergence(look, lambda _: tracer)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_an_operator_that_was_exchanged_is_named_with_its_module(source: Source,
 def test_a_long_graph_is_searched_in_parts(
     source: Source, tmp_path: Path, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(divergence, "SHOWN", shown)
+    monkeypatch.setattr(parity, "SHOWN", shown)
     path = faulty(source, tmp_path, "features.2.weight", "sign")
     worst = source.worst(path)
     assert worst is not None

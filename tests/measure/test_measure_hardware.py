@@ -14,9 +14,8 @@ from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.hardware import departure
-from onnx_ops.measure.parity import measure_parity
-from onnx_ops.measure.reference import ReferenceGroup
+from onnx_ops.measure.parity import find_hardware_divergence, measure_parity
+from onnx_ops.measure.reference_outputs import ReferenceGroup
 from onnx_ops.ports import Ports, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.testing.models import rows, write_perceptron
@@ -59,7 +58,7 @@ def proven(model: Path) -> list[ReferenceGroup]:
 def test_a_target_that_computes_alike_departs_nowhere(model: Path) -> None:
     reference, runtime = proven(model), OnnxRuntime()
     measured = measure_parity(runtime, model, ELSEWHERE, reference)
-    assert departure(PORTS, runtime, ELSEWHERE, model, reference, measured) is None
+    assert find_hardware_divergence(PORTS, runtime, ELSEWHERE, model, reference, measured) is None
 
 
 def test_the_node_that_is_computed_otherwise_is_named(model: Path) -> None:
@@ -68,7 +67,7 @@ def test_the_node_that_is_computed_otherwise_is_named(model: Path) -> None:
     for weight in weights:
         reference, runtime = proven(model), OddMachine(weight)
         measured = measure_parity(runtime, model, ELSEWHERE, reference)
-        found = departure(PORTS, runtime, ELSEWHERE, model, reference, measured)
+        found = find_hardware_divergence(PORTS, runtime, ELSEWHERE, model, reference, measured)
         assert found is not None
         culprit = next(node for node in graph.node if weight in node.input)
         assert found.node == (culprit.name or culprit.output[0]), (weight, found)

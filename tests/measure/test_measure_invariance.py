@@ -19,11 +19,10 @@ from onnx_ops.domain.evidence import BatchInvariance, Evidence
 from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize, SklearnData
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.invariance import measure_invariance
-from onnx_ops.measure.reference import ReferenceGroup
+from onnx_ops.measure.parity import measure_invariance
+from onnx_ops.measure.reference_outputs import ReferenceGroup
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, OptimizeRequest, Tensors
-from onnx_ops.statistics.rules.invariance import METRIC
-from onnx_ops.statistics.rules.parity import judge_parity
+from onnx_ops.statistics.rules.parity import METRIC, judge_parity
 from onnx_ops.testing.models import rows, write_perceptron
 
 TARGET = Target(name="cpu")

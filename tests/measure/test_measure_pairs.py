@@ -14,8 +14,8 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
 from onnx_ops.domain.metric import ACCURACY, MetricDefinition
-from onnx_ops.measure.files import pack
-from onnx_ops.measure.pairs import compare_rows, identity, rows_of
+from onnx_ops.measure.files import pack_arrays
+from onnx_ops.measure.paired_rows import compare_rows, digest_rows, extract_rows
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE, score
 from tests.reporting.test_reporting_html import evidence_of
@@ -32,8 +32,8 @@ def store(tmp_path: Path) -> ContentStore:
 
 
 def kept(store: ContentStore, definition: MetricDefinition, answers: Any, rows: Dataset = ROWS) -> Evidence:
-    arrays = {**rows_of(definition, rows.label, answers), **identity(rows)}
-    return evidence_of(raw=store.put_bytes(pack(arrays)))
+    arrays = {**extract_rows(definition, rows.label, answers), **digest_rows(rows)}
+    return evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
 
 
 def test_counts_of_rows_are_paired(store: ContentStore) -> None:
@@ -68,4 +68,4 @@ def test_what_was_not_kept_is_not_paired(store: ContentStore) -> None:
     mine = kept(store, RMSE, LABEL)
     assert compare_rows(store, mine, evidence_of()) == ()
     assert compare_rows(store, mine, evidence_of(raw=digest_bytes(b"elsewhere"))) == ()
-    assert rows_of(MetricDefinition(name="auc"), LABEL, LABEL) == {}
+    assert extract_rows(MetricDefinition(name="auc"), LABEL, LABEL) == {}

@@ -17,9 +17,17 @@ from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.answers import read_answers
-from onnx_ops.measure.labels import classes_of, column_labels, label_of, positive_of, positive_scores
-from onnx_ops.measure.predictions import Reading, joined, read
-from onnx_ops.measure.scoring import Scorer, TaskMetrics, measure_metrics
+from onnx_ops.measure.predictions import (
+    Prediction,
+    find_column_labels,
+    find_positive_label,
+    join_predictions,
+    prepare_label,
+    read_classes,
+    read_positive_scores,
+    read_prediction,
+)
+from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
@@ -43,7 +51,7 @@ def scores(model: Path) -> Any:
 
 def measured(models: Mapping[str, Path], label: Any, *definitions: MetricDefinition, **more: Any) -> TaskMetrics:
     dataset = Dataset(inputs=rows(ROWS), label=label)
-    scorer = Scorer(runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more)
+    scorer = ScoringRequest(runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more)
     return measure_metrics(scorer, definitions)
 
 
@@ -184,7 +192,7 @@ def test_answers_that_hold_nan_are_not_scored(model: Path, scores: Any) -> None:
     spoilt = scores.copy()
     spoilt[3, 1] = np.nan
     definitions = (ACCURACY, MetricDefinition(name="top_k", k=2))
-    readings = {definition.label: read(definition, {"scores": spoilt}) for definition in definitions}
+    readings = {definition.label: read_prediction(definition, {"scores": spoilt}) for definition in definitions}
     found = measured({CANDIDATE: model}, labels_of(scores), *definitions, known={CANDIDATE: readings})
     assert found.counts == ()
     assert [(entry.metric, bool(entry.broken), entry.candidate) for entry in found.scores] == [
@@ -198,54 +206,54 @@ class TestReading:
 
     def test_labels_come_before_scores(self) -> None:
         outputs: dict[str, np.ndarray[Any, Any]] = {"scores": self.SCORES, "label": self.LABELS}
-        assert read(ACCURACY, outputs).columns == 0
-        named = read(MetricDefinition(name="accuracy", output="scores"), outputs)
+        assert read_prediction(ACCURACY, outputs).columns == 0
+        named = read_prediction(MetricDefinition(name="accuracy", output="scores"), outputs)
         assert (named.columns, named.values.tolist()) == (3, [1, 0, 2])
 
     def test_a_score_of_nan_is_counted_and_never_a_class(self) -> None:
         scores = self.SCORES.copy()
         scores[1, 2] = np.nan
         for definition in (ACCURACY, MetricDefinition(name="top_k", k=1), MetricDefinition(name="auc")):
-            assert read(definition, {"scores": scores}).broken == 1
-        tokens = read(MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]})
+            assert read_prediction(definition, {"scores": scores}).broken == 1
+        tokens = read_prediction(MetricDefinition(name="token_agreement", ignore=0), {"logits": scores[:, None, :]})
         assert (tokens.broken, tokens.values.shape) == (1, (3, 1))
 
     def test_one_column_is_a_probability(self) -> None:
         label = np.array([1, 0, 1])
-        reading = read(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
-        assert classes_of(label, reading, ACCURACY).tolist() == [1, 0, 0]
+        reading = read_prediction(ACCURACY, {"p": np.array([[0.9], [0.2], [0.4]], dtype=np.float32)})
+        assert read_classes(label, reading, ACCURACY).tolist() == [1, 0, 0]
         with pytest.raises(UserError, match="between 0 and 1"):
-            classes_of(label, Reading(values=np.array([0.2, 3.0, -1.0]), columns=1), ACCURACY)
+            read_classes(label, Prediction(values=np.array([0.2, 3.0, -1.0]), columns=1), ACCURACY)
 
     def test_one_column_of_the_greater_label_is_turned_for_the_other(self) -> None:
-        label, reading = np.array(["no", "yes"]), Reading(values=np.array([0.2, 0.9]), columns=1)
-        assert positive_scores(label, "yes", reading, "").tolist() == [0.2, 0.9]
-        assert positive_scores(label, "no", reading, "").tolist() == [-0.2, -0.9]
+        label, reading = np.array(["no", "yes"]), Prediction(values=np.array([0.2, 0.9]), columns=1)
+        assert read_positive_scores(label, "yes", reading, "").tolist() == [0.2, 0.9]
+        assert read_positive_scores(label, "no", reading, "").tolist() == [-0.2, -0.9]
         with pytest.raises(UserError, match="no column"):
-            positive_scores(label, "maybe", reading, "")
+            read_positive_scores(label, "maybe", reading, "")
 
     def test_texts_of_a_model_are_labels(self) -> None:
-        reading = read(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
-        assert classes_of(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
+        reading = read_prediction(ACCURACY, {"label": np.array(["a", "b"], dtype=object)})
+        assert read_classes(np.array(["a", "c"]), reading, ACCURACY).tolist() == ["a", "b"]
         with pytest.raises(UserError, match="the labels are int64"):
-            classes_of(np.array([0, 1]), reading, ACCURACY)
+            read_classes(np.array([0, 1]), reading, ACCURACY)
 
     @pytest.mark.parametrize(
         ("label", "positive"), [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")]
     )
     def test_the_greater_label_is_positive(self, label: list[Any], positive: object) -> None:
-        assert positive_of(MetricDefinition(name="auc"), np.array(label)) == positive
+        assert find_positive_label(MetricDefinition(name="auc"), np.array(label)) == positive
 
     @given(st.lists(st.integers(0, 4), min_size=1), st.integers(5, 9))
     def test_whole_numbers_are_columns(self, label: list[int], count: int) -> None:
-        assert column_labels(np.array(label), count, "").tolist() == list(range(count))
+        assert find_column_labels(np.array(label), count, "").tolist() == list(range(count))
 
     def test_batches_of_other_shapes_do_not_fit_together(self) -> None:
         with pytest.raises(UserError, match="from batch to batch"):
-            joined([Reading(values=np.ones((2, 3))), Reading(values=np.ones((2, 4)))])
+            join_predictions([Prediction(values=np.ones((2, 3))), Prediction(values=np.ones((2, 4)))])
 
     def test_labels_of_one_column_and_whole_fractions(self) -> None:
-        found = label_of(ACCURACY, np.array([[1.0], [0.0]]))
+        found = prepare_label(ACCURACY, np.array([[1.0], [0.0]]))
         assert found is not None
         assert (found.dtype.kind, found.tolist()) == ("i", [1, 0])
 
@@ -281,7 +289,7 @@ class TestGroups:
 
 
 def grouped(model: Path, label: Any, definition: MetricDefinition = ACCURACY, **more: Any) -> TaskMetrics:
-    scorer = Scorer(
+    scorer = ScoringRequest(
         runtime=RUNTIME,
         target=TARGET,
         models={CANDIDATE: model, "fp32": model},

@@ -21,8 +21,7 @@ from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
-from onnx_ops.measure.search import search
-from onnx_ops.measure.trying import Ground
+from onnx_ops.measure.search import SearchContext, search
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
 PATIENCE_S = 60.0
@@ -100,7 +99,7 @@ def test_a_size_and_a_quantile_are_kept(fragile: Callable[[str], Path]) -> None:
     assert all(slot.trial is None for slot in found.slots)
 
 
-def for_two_targets(ground: Ground) -> Ground:
+def for_two_targets(ground: SearchContext) -> SearchContext:
     """The same for a target that int8 helps and one that it slows down, only one of which has VNNI."""
     machines = (Arithmetic(family="x86", saturates=False), Arithmetic(family="x86", saturates=True))
     return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)

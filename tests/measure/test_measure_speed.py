@@ -15,10 +15,18 @@ from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGat
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.load import FEWEST_EACH, FEWEST_WINDOWS, MOST_REQUESTS, MOST_WINDOWS, throughput_alone
-from onnx_ops.measure.speed import Contest, Speed, measure_speed
-from onnx_ops.measure.starts import starts_alone
-from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, schedule_of, time_alone
+from onnx_ops.measure.speed import (
+    FEWEST_EACH,
+    FEWEST_WINDOWS,
+    MOST_REQUESTS,
+    MOST_WINDOWS,
+    ComparisonSpec,
+    SpeedMeasurements,
+    measure_speed,
+    measure_starts,
+    measure_throughput,
+)
+from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_latency, plan_schedule
 from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
@@ -86,8 +94,8 @@ def models(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in costs}
 
 
-def measured(runtime: Scripted, models: dict[str, Path], asked: Asked, *rivals: str) -> Speed:
-    contest = Contest(
+def measured(runtime: Scripted, models: dict[str, Path], asked: Asked, *rivals: str) -> SpeedMeasurements:
+    contest = ComparisonSpec(
         runtime=cast("Runtime", runtime),
         target=CPU,
         candidate=models["candidate"],
@@ -175,7 +183,7 @@ def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict
 def test_windows_are_neither_too_few_nor_too_many(tmp_path: Path, typical_ns: float, concurrency: int) -> None:
     (tmp_path / "m").write_text("1", encoding="utf-8")
     runtime = Scripted(typical_ns=typical_ns)
-    throughput_alone(cast("Runtime", runtime), tmp_path / "m", CPU, rows(1), concurrency, 0)
+    measure_throughput(cast("Runtime", runtime), tmp_path / "m", CPU, rows(1), concurrency, 0)
     (schedule,) = runtime.asked
     assert FEWEST_EACH * concurrency <= schedule.requests <= max(FEWEST_EACH * concurrency, MOST_REQUESTS)
     assert FEWEST_WINDOWS <= schedule.windows <= MOST_WINDOWS
@@ -184,9 +192,9 @@ def test_windows_are_neither_too_few_nor_too_many(tmp_path: Path, typical_ns: fl
 def test_starts_that_took_no_time_are_no_measurement(tmp_path: Path) -> None:
     (tmp_path / "m").write_text("0", encoding="utf-8")
     with pytest.raises(MeasurementError, match="no measurable time"):
-        starts_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
+        measure_starts(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
     with pytest.raises(MeasurementError, match="no measurable time"):
-        throughput_alone(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
+        measure_throughput(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +208,7 @@ def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_wer
             preempted = np.isin(np.arange(4), lost)
             return RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=preempted)
 
-    latency, _ = time_alone(cast("Runtime", Preempted()), tmp_path / "m", CPU, rows(1))
+    latency, _ = measure_latency(cast("Runtime", Preempted()), tmp_path / "m", CPU, rows(1))
     assert (latency.runs, latency.preempted, latency.sorted_ns) == (4, len(lost), kept)
     assert latency.quantiles_ns["p50"] == np.median(kept)
 
@@ -225,7 +233,7 @@ def test_gates_say_what_is_measured_and_limits_how_long() -> None:
 
 
 def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
-    quick, slow, very_slow = (schedule_of(run_s) for run_s in (1e-4, 5e-3, 1.0))
+    quick, slow, very_slow = (plan_schedule(run_s) for run_s in (1e-4, 5e-3, 1.0))
     assert (quick.blocks, quick.runs) == (BLOCKS, RUNS)
     assert (slow.blocks, slow.runs) == (BLOCKS // 2, RUNS)
     assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)

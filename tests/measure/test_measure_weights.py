@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import WeightMeasurement
-from onnx_ops.measure.weights import measure_weights
+from onnx_ops.measure.quantization import measure_weights
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.testing.models import write_perceptron
 

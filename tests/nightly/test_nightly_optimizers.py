@@ -15,7 +15,7 @@ from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.errors import StageError, UserError
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite

@@ -15,7 +15,7 @@ from onnx_ops.adapters.exporters.huggingface import HuggingfaceExporter
 from onnx_ops.adapters.exporters.keras import KerasExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports import Dataset, Exporter, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 

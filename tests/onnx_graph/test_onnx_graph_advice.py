@@ -19,9 +19,8 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.recipes import Arithmetic, arithmetic
 from onnx_ops.domain.structure import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.advice import advise
-from onnx_ops.onnx_graph.coverage import int8_coverage
 from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 

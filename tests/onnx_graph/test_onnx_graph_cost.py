@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_ops.onnx_graph.cost import cost
+from onnx_ops.onnx_graph.model_summary import cost
 from onnx_ops.testing.models import CLASSES, FEATURES, HIDDEN, SIDE, write_convolution, write_perceptron
 from tests.support.external import write_external
 

@@ -14,8 +14,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.target import Target
-from onnx_ops.measure.coverage import examine
-from onnx_ops.onnx_graph.coverage import int8_coverage
+from onnx_ops.measure.execution import inspect_execution
+from onnx_ops.onnx_graph.int8_coverage import int8_coverage
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
@@ -35,7 +35,7 @@ def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, tmp_path:
     source = tmp_path / "model.onnx"
     write_perceptron(source)
     variant = quantized(source, method, rows(64), ("third",))
-    found = examine(OnnxRuntime(), source, variant, TARGET, ("third",)).coverage
+    found = inspect_execution(OnnxRuntime(), source, variant, TARGET, ("third",)).coverage
     assert found is not None
     assert found.int8 == ("first", "second")
     assert [(one.name, one.op_type, one.reason) for one in found.floats] == [("third", "Gemm", "excluded")]
@@ -45,7 +45,7 @@ def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, tmp_path:
 def test_convolutions_are_covered(tmp_path: Path) -> None:
     source = tmp_path / "model.onnx"
     write_convolution(source)
-    found = examine(OnnxRuntime(), source, quantized(source, "static", images(32)), TARGET).coverage
+    found = inspect_execution(OnnxRuntime(), source, quantized(source, "static", images(32)), TARGET).coverage
     assert found is not None
     assert found.int8 == ("first", "second")
 
@@ -54,7 +54,7 @@ def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(tmp_path: Pa
     """ONNX Runtime quantizes the weights of a Gemm between two QuantizeLinear pairs on its own."""
     source = tmp_path / "model.onnx"
     write_perceptron(source)
-    found = examine(
+    found = inspect_execution(
         OnnxRuntime(), source, quantized(source, "static", rows(64), ("second",)), TARGET, ["second"]
     ).coverage
     assert found is not None
@@ -65,7 +65,7 @@ def test_without_optimization_no_pair_is_fused(tmp_path: Path) -> None:
     source = tmp_path / "model.onnx"
     write_perceptron(source)
     plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
-    found = examine(OnnxRuntime(), source, quantized(source, "static", rows(64)), plain).coverage
+    found = inspect_execution(OnnxRuntime(), source, quantized(source, "static", rows(64)), plain).coverage
     assert found is not None
     assert found.int8 == ()
     assert all("not fused" in one.reason for one in found.floats)

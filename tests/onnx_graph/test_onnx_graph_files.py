@@ -17,11 +17,10 @@ from onnx_ops.domain.artifact import TensorSpec, digest_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
-from onnx_ops.onnx_graph.check import ceiling, full_check
+from onnx_ops.onnx_graph.compatibility import ceiling, full_check
 from onnx_ops.onnx_graph.files import external_files, read_model, read_structure, tensors, write_model
-from onnx_ops.onnx_graph.hygiene import flatten_biases, like_source, renumber
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import read_lineage, write_lineage
+from onnx_ops.onnx_graph.model_info import info, read_lineage, write_lineage
+from onnx_ops.onnx_graph.rewrites import flatten_biases, like_source, renumber
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
 from tests.support.external import write_external
 

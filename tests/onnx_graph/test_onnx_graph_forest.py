@@ -15,9 +15,9 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.forest import has_trees, read_trees
+from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.ports import ExportRequest
-from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.statistics.tree_parity import compare_trees
 from onnx_ops.testing.models import write_perceptron
 
 # Functions of the package `sklearn`, which takes long to import, and the names of data.

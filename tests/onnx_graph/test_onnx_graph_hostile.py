@@ -16,9 +16,9 @@ from onnx import AttributeProto, TensorProto, helper
 
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError
-from onnx_ops.onnx_graph.check import ceiling
+from onnx_ops.onnx_graph.compatibility import ceiling
 from onnx_ops.onnx_graph.files import graphs, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
 
@@ -255,7 +255,7 @@ def test_a_survey_reads_no_weights(tmp_path: Path) -> None:
     with (tmp_path / "w").open("r+b") as stream:
         stream.truncate(3 << 30)
     code = (
-        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.survey import survey;"
+        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import survey;"
         "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "before = peak(); found = survey(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import TensorProto, helper
 
-from onnx_ops.onnx_graph.inspect import count_operators
+from onnx_ops.onnx_graph.model_info import count_operators
 
 
 def test_count_operators_names_the_version_that_a_definition_is_of() -> None:

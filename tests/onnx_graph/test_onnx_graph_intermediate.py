@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import RefusedError
-from onnx_ops.onnx_graph.intermediate import LARGEST_NUMBER, SCOPES, computed_values, expose
+from onnx_ops.onnx_graph.instrumentation import LARGEST_NUMBER, SCOPES, computed_values, expose
 from onnx_ops.testing.models import rows, write_perceptron
 
 TARGET = Target(name="cpu")

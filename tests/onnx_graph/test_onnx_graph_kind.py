@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.testing.models import write_perceptron
 from tests.support.pairs import derive
 

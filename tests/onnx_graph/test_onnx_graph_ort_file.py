@@ -11,12 +11,12 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.files import read_model, read_structure
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.ort_format import is_ort
 from onnx_ops.testing.models import rows, write_perceptron
-from onnx_ops.tools.derive import check_places
+from onnx_ops.tools.quantize import check_paths
 
 _MAGIC_END = 8
 
@@ -57,7 +57,7 @@ def test_it_runs_under_any_name_and_no_variant_is_made_of_it(stored: Path, tmp_p
     ((answer,), (expected,)) = (runtime.run(p, target, (rows(4),)) for p in (path, stored.with_name("model.onnx")))
     np.testing.assert_allclose(np.float32(answer["scores"]), np.float32(expected["scores"]), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="cannot be rewritten"):
-        check_places(path, tmp_path / "variant.onnx")
+        check_paths(path, tmp_path / "variant.onnx")
 
 
 def test_a_damaged_file_is_refused_or_read_and_never_a_crash(stored: Path, tmp_path: Path) -> None:

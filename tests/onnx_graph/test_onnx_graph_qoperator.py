@@ -14,13 +14,12 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 from onnx_ops.adapters.optimizers.calibration import BatchReader
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.activations import AS_WRITTEN
-from onnx_ops.onnx_graph.activations import quantized_activations
+from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.hygiene import flatten_biases
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.qoperator import as_pairs
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.quantized_activations import as_pairs, quantized_activations
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
 

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import constants
-from onnx_ops.onnx_graph.simulate import activations, products, quantize_alone
+from onnx_ops.onnx_graph.instrumentation import activations, products, quantize_alone
 from onnx_ops.plugins import load
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.measure.search_parts import write_words

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.source import as_python
+from onnx_ops.onnx_graph.python_source import as_python
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from tests.support.external import write_external
 

@@ -14,7 +14,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.trees import split_probes
+from onnx_ops.onnx_graph.tree_ensembles import split_probes
 from onnx_ops.ports import Dataset, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron
 

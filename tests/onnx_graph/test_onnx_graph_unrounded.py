@@ -12,9 +12,9 @@ from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.activations import AS_WRITTEN
-from onnx_ops.onnx_graph.unrounded import write_unrounded, write_with_weights
-from onnx_ops.onnx_graph.weights import quantized_weights
+from onnx_ops.measure.quantization import AS_WRITTEN
+from onnx_ops.onnx_graph.dequantization import write_unrounded, write_with_weights
+from onnx_ops.onnx_graph.quantized_weights import quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.pairs import derive
 
@@ -100,7 +100,7 @@ def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> N
     from onnxruntime.quantization import QuantFormat, quantize_static
 
     from onnx_ops.adapters.optimizers.calibration import BatchReader
-    from onnx_ops.onnx_graph.inspect import info
+    from onnx_ops.onnx_graph.model_info import info
 
     source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
     write_perceptron(source)

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.weights import kept_weights, quantized_weights
-from onnx_ops.statistics.parity import weight_error
+from onnx_ops.onnx_graph.quantized_weights import kept_weights, quantized_weights
+from onnx_ops.statistics.parity import compute_weight_error
 from onnx_ops.testing.models import HIDDEN, write_perceptron
 from tests.measure.search_parts import write_words
 
@@ -145,7 +145,7 @@ def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
 
 
 def other_steps(source: Path, derived: Path) -> dict[str, float]:
-    return {w.name: weight_error(w.original, w.dequantized, w.scale) for w in kept_weights(source, derived)}
+    return {w.name: compute_weight_error(w.original, w.dequantized, w.scale) for w in kept_weights(source, derived)}
 
 
 def test_constants_left_in_float_are_held_against_their_originals(source: Path) -> None:
@@ -180,4 +180,4 @@ def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: P
     write_model(model, derived)
     (weight,) = quantized_weights(source, derived)
     assert weight.name == "table.w"
-    assert weight_error(weight.original, weight.dequantized, weight.scale) <= 0.51
+    assert compute_weight_error(weight.original, weight.dequantized, weight.scale) <= 0.51

@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.pipeline import RunResult, Silent, run
+from onnx_ops.pipeline import RunResult, SilentObserver, run
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun
@@ -119,7 +119,7 @@ def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
     @flow(name="fake", persist_result=False)
     def fake() -> None:
         ids.append(UUID(str(runtime.flow_run.id)))
-        results.append(run(PLAN, handler=handler, executor=executor, observer=Silent(), clock=SystemClock()))
+        results.append(run(PLAN, handler=handler, executor=executor, observer=SilentObserver(), clock=SystemClock()))
 
     ids: list[UUID] = []
     results: list[RunResult] = []

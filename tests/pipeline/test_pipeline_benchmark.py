@@ -15,7 +15,7 @@ from onnx_ops.domain.metric import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.pipeline.stages.benchmark import Bench, _metrics, with_default
+from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _metrics, add_default_metric
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from tests.cli.mistakes import write_regressor
@@ -38,7 +38,7 @@ RMSE = MetricDefinition(name="rmse")
 def test_labels_that_are_numbers_have_an_error_measured(
     label: Any, asked: tuple[MetricDefinition, ...], default: MetricDefinition | None
 ) -> None:
-    found, added = with_default(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
+    found, added = add_default_metric(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))
     assert added == default
     assert found == (asked if default is None else (*asked, default))
 
@@ -64,10 +64,10 @@ def test_a_variant_that_alone_answers_in_another_way_is_not_refused(tmp_path: Pa
     assert ("accuracy", True) in measured(bench, tmp_path, "accuracy")
 
 
-def bench_of(candidate: Path, export: Path, label: Any) -> Bench:
+def bench_of(candidate: Path, export: Path, label: Any) -> BenchmarkContext:
     dataset = Dataset(inputs=rows(len(label)), label=label)
     target = Target(name="cpu")
-    return Bench(
+    return BenchmarkContext(
         runtime=OnnxRuntime(),
         target=target,
         candidate=candidate,
@@ -78,7 +78,7 @@ def bench_of(candidate: Path, export: Path, label: Any) -> Bench:
     )
 
 
-def measured(bench: Bench, root: Path, *judged: str) -> list[tuple[str, bool]]:
+def measured(bench: BenchmarkContext, root: Path, *judged: str) -> list[tuple[str, bool]]:
     """Each metric of the candidate alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
     stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.errors import NotFoundError, UserError
-from onnx_ops.pipeline import code_digest, referred_modules, user_code
+from onnx_ops.pipeline import collect_user_code, find_referenced_modules
+from onnx_ops.pipeline.user_code import _developed
 
 SOURCES = {
     "model.py": "import helper\nfrom tools import shapes\nimport numpy\n\ndef train(): ...\n",
@@ -44,9 +45,9 @@ def project(tmp_path: Path) -> Path:
 
 def edited(project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()) -> bool:
     """Whether editing a file changes the digest."""
-    before = user_code((reference,), project, depends).digest()
+    before = collect_user_code((reference,), project, depends).digest()
     (project / name).write_text(SOURCES[name] + "\n# edited\n")
-    return user_code((reference,), project, depends).digest() != before
+    return collect_user_code((reference,), project, depends).digest() != before
 
 
 @pytest.mark.parametrize(
@@ -74,22 +75,22 @@ def test_a_folder_without_init_is_a_package_too_and_functions_may_import(project
 def test_declared_files_count(project: Path) -> None:
     assert edited(project, "data.txt", depends=("data.txt",))
     with pytest.raises(NotFoundError, match=r"missing\.txt"):
-        user_code(("model:train",), project, ("missing.txt",))
+        collect_user_code(("model:train",), project, ("missing.txt",))
 
 
 def test_a_checkout_of_this_product_below_the_root_does_not_count(project: Path) -> None:
     (project / "onnx_ops").mkdir()
     (project / "model.py").write_text("import onnx_ops\n\ndef train(): ...\n")
-    before = user_code(("model:train",), project)
+    before = collect_user_code(("model:train",), project)
     (project / "onnx_ops" / "__init__.py").write_text("# edited")
-    assert user_code(("model:train",), project) == before
+    assert collect_user_code(("model:train",), project) == before
 
 
 def test_a_package_wins_over_a_module_of_the_same_name(project: Path) -> None:
     (project / "tools.py").write_text("")
-    before = user_code(("model:train",), project)
+    before = collect_user_code(("model:train",), project)
     (project / "tools.py").write_text("# edited")
-    assert user_code(("model:train",), project) == before
+    assert collect_user_code(("model:train",), project) == before
 
 
 def test_the_function_is_no_part_of_it_and_neither_is_the_place(
@@ -99,26 +100,26 @@ def test_the_function_is_no_part_of_it_and_neither_is_the_place(
     for name, source in SOURCES.items():
         (other / name).parent.mkdir(parents=True, exist_ok=True)
         (other / name).write_text(source)
-    assert user_code(("model:train",), project) == user_code(("model:other",), other)
+    assert collect_user_code(("model:train",), project) == collect_user_code(("model:other",), other)
 
 
 @pytest.mark.parametrize("reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"])
 def test_a_module_that_is_not_there(project: Path, reference: str) -> None:
     with pytest.raises(NotFoundError):
-        user_code((reference,), project)
+        collect_user_code((reference,), project)
 
 
 @pytest.mark.parametrize("source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"])
 def test_what_is_not_python_is_the_users_error(project: Path, source: bytes) -> None:
     (project / "helper.py").write_bytes(source)
     with pytest.raises(UserError, match="not Python") as caught:
-        user_code(("model:train",), project)
+        collect_user_code(("model:train",), project)
     assert "helper.py" in caught.value.where
 
 
 def test_imports_may_go_in_circles(project: Path) -> None:
     (project / "helper.py").write_text("import model\n")
-    assert set(user_code(("model:train",), project).files) >= {"model.py", "helper.py"}
+    assert set(collect_user_code(("model:train",), project).files) >= {"model.py", "helper.py"}
 
 
 @pytest.fixture
@@ -140,13 +141,13 @@ def instance() -> object:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_names_its_classes(shop: Path, protocol: int) -> None:
     (shop / "model.pkl").write_bytes(pickle.dumps(instance(), protocol))
-    assert referred_modules(shop / "model.pkl", shop) == {"shop_nets.scaled", "numpy"}
+    assert find_referenced_modules(shop / "model.pkl", shop) == {"shop_nets.scaled", "numpy"}
 
 
 @pytest.mark.parametrize("compress", [0, 3, ("gzip", 3), ("bz2", 3), ("lzma", 3), ("xz", 3)], ids=str)
 def test_a_compressed_pickle_names_its_classes(shop: Path, compress: int | tuple[str, int]) -> None:
     joblib.dump(instance(), shop / "model.joblib", compress=compress)
-    assert referred_modules(shop / "model.joblib", shop) == {"shop_nets.scaled", "numpy"}
+    assert find_referenced_modules(shop / "model.joblib", shop) == {"shop_nets.scaled", "numpy"}
 
 
 def test_an_archive_and_a_document_name_their_classes(shop: Path) -> None:
@@ -157,7 +158,7 @@ def test_an_archive_and_a_document_name_their_classes(shop: Path) -> None:
     with zipfile.ZipFile(shop / "model.keras", "w") as archive:
         archive.writestr("config.json", document)
     for name in ("config.json", "model.pt", "model.keras"):
-        assert referred_modules(shop / name, shop) == {"shop_nets.scaled", "numpy"}
+        assert find_referenced_modules(shop / name, shop) == {"shop_nets.scaled", "numpy"}
 
 
 @given(before=st.binary(max_size=40), after=st.binary(max_size=40))
@@ -167,12 +168,12 @@ def test_a_name_is_found_whatever_stands_around_it(
     root = tmp_path_factory.mktemp("project")
     (root / "nets.py").touch()
     (root / "file").write_bytes(before + b"\x8c\x04nets" + after)
-    assert "nets" in referred_modules(root / "file", root)
+    assert "nets" in find_referenced_modules(root / "file", root)
 
 
 def test_an_empty_file_names_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert referred_modules(tmp_path / "file", tmp_path) == frozenset()
+    assert find_referenced_modules(tmp_path / "file", tmp_path) == frozenset()
 
 
 @pytest.fixture
@@ -184,24 +185,24 @@ def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     (folder / "shop_library" / "layers.py").write_text("class Layer: ...\n")
     (folder / "shop_alone.py").write_text("class Alone: ...\n")
     monkeypatch.syspath_prepend(str(folder))
-    code_digest._developed.cache_clear()
+    _developed.cache_clear()
     yield folder
     for name in ("shop_library", "shop_library.layers", "shop_alone"):
         sys.modules.pop(name, None)
-    code_digest._developed.cache_clear()
+    _developed.cache_clear()
 
 
 def test_package_under_development_is_followed_wherever_it_lies(project: Path, library: Path) -> None:
     (project / "helper.py").write_text("from shop_library import Layer\n")
-    files = set(user_code(("model:train",), project).files)
+    files = set(collect_user_code(("model:train",), project).files)
     assert {"shop_library/__init__.py", "shop_library/layers.py"} <= files
-    assert set(user_code(("shop_alone:train",), project).files) == {"shop_alone.py"}
+    assert set(collect_user_code(("shop_alone:train",), project).files) == {"shop_alone.py"}
 
 
 def test_pickle_names_classes_of_a_package_under_development(project: Path, library: Path) -> None:
     objects = [importlib.import_module("shop_library.layers").Layer(), importlib.import_module("shop_alone").Alone()]
     (project / "model.pkl").write_bytes(pickle.dumps(objects))
-    assert referred_modules(project / "model.pkl", project) == {"shop_library.layers", "shop_alone"}
+    assert find_referenced_modules(project / "model.pkl", project) == {"shop_library.layers", "shop_alone"}
 
 
 @pytest.mark.parametrize(
@@ -224,14 +225,14 @@ def test_relative_import_by_name_counts(project: Path) -> None:
 
 def test_installed_package_counts_with_its_version(project: Path) -> None:
     (project / "helper.py").write_text("import json, yaml, sklearn.linear_model, onnx_ops\n")
-    packages = user_code(("model:train",), project).packages
+    packages = collect_user_code(("model:train",), project).packages
     assert set(packages) == {"numpy", "PyYAML", "scikit-learn"}
     assert packages["numpy"] == np.__version__
-    assert user_code(("numpy.linalg:norm",), project).packages == {"numpy": np.__version__}
+    assert collect_user_code(("numpy.linalg:norm",), project).packages == {"numpy": np.__version__}
 
 
 def test_name_in_a_module_of_the_project_is_no_installed_package(project: Path) -> None:
     (project / "yaml").mkdir()
     (project / "yaml" / "reader.py").write_text("def read(): ...\n")
     (project / "helper.py").write_text("from yaml.reader import read\n")
-    assert set(user_code(("model:train",), project).packages) == {"numpy"}
+    assert set(collect_user_code(("model:train",), project).packages) == {"numpy"}

@@ -15,8 +15,8 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import StageError
-from onnx_ops.pipeline import InlineExecutor, RunResult, Silent, in_order, plan, run
-from onnx_ops.pipeline.crew import Crew
+from onnx_ops.pipeline import InlineExecutor, RunResult, SilentObserver, ordered_map, plan, run
+from onnx_ops.pipeline.run import DaemonThreadPool
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, TableProbe
 
@@ -61,7 +61,9 @@ class Busy:
 
 
 def go(handler: Busy, some: Plan, jobs: int) -> RunResult:
-    return run(some, handler=handler, executor=InlineExecutor(), observer=Silent(), clock=FakeClock(), jobs=jobs)
+    return run(
+        some, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock(), jobs=jobs
+    )
 
 
 def told(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
@@ -123,7 +125,7 @@ def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:
             last.set()
         return number
 
-    assert list(in_order(2, work, range(10))) == list(range(10))
+    assert list(ordered_map(2, work, range(10))) == list(range(10))
 
 
 def test_a_piece_of_work_that_raises_stops_no_other() -> None:
@@ -137,7 +139,7 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
 
         return run_it
 
-    with Crew[None](2) as crew:
+    with DaemonThreadPool[None](2) as crew:
         given_work = [crew.give(work(number)) for number in range(4)]
         with pytest.raises(ValueError, match="one"):
             given_work[1].result(PATIENCE_S)
@@ -145,4 +147,4 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
             given_work[number].result(PATIENCE_S)
     assert sorted(done) == [0, 2, 3]
     with pytest.raises(ValueError, match="a crew of 0"):
-        Crew[None](0)
+        DaemonThreadPool[None](0)

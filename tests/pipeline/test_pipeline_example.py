@@ -12,8 +12,8 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.domain.artifact import Manifest, ModelInfo, TensorSpec
 from onnx_ops.measure.files import put_document
-from onnx_ops.measure.reference import ReferenceGroup, put_reference
-from onnx_ops.pipeline.stages.example import request_example
+from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
+from onnx_ops.pipeline.stages.register import build_request_example
 from onnx_ops.ports import Store
 
 
@@ -39,17 +39,19 @@ ROWS = np.array([[1.5, 2], [3, 4], [5, 6]], np.float32)
 
 
 def test_one_row_of_a_free_batch(store: Store) -> None:
-    assert json.loads(request_example(exported(store, ROWS), store)) == {"inputs": {"x": [[1.5, 2]]}}
+    assert json.loads(build_request_example(exported(store, ROWS), store)) == {"inputs": {"x": [[1.5, 2]]}}
 
 
 def test_a_fixed_batch_gets_as_many_rows(store: Store) -> None:
-    assert json.loads(request_example(exported(store, ROWS, batch=2), store)) == {"inputs": {"x": [[1.5, 2], [3, 4]]}}
+    assert json.loads(build_request_example(exported(store, ROWS, batch=2), store)) == {
+        "inputs": {"x": [[1.5, 2], [3, 4]]}
+    }
 
 
 @pytest.mark.parametrize("array", [np.full((1, 2), np.nan, np.float32), np.zeros((1, 1 << 19), np.float32)])
 def test_what_json_cannot_say_or_nobody_would_read_is_left_out(store: Store, array: np.ndarray) -> None:
-    assert request_example(exported(store, array), store) == b""
+    assert build_request_example(exported(store, array), store) == b""
 
 
 def test_no_real_rows_no_example(store: Store) -> None:
-    assert request_example(exported(store, ROWS, group="edge"), store) == b""
+    assert build_request_example(exported(store, ROWS, group="edge"), store) == b""

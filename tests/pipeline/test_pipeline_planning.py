@@ -14,7 +14,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import Export, FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
 from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.pipeline import InlineExecutor, Silent, plan, run
+from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
@@ -27,7 +27,9 @@ def planned(pipeline: Pipeline = PIPELINE, probe: TableProbe | None = None, unti
 
 def keys(some: Plan) -> dict[str, Digest]:
     """The key of every stage of a run from scratch."""
-    result = run(some, handler=CountingHandler(), executor=InlineExecutor(), observer=Silent(), clock=FakeClock())
+    result = run(
+        some, handler=CountingHandler(), executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock()
+    )
     return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
 
 

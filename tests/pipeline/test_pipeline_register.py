@@ -22,8 +22,8 @@ from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
 from onnx_ops.domain.standing import Policy
 from onnx_ops.measure.files import put_document
-from onnx_ops.measure.reference import put_reference
-from onnx_ops.pipeline.stages.register import choices, execute
+from onnx_ops.measure.reference_outputs import put_reference
+from onnx_ops.pipeline.stages.register import choose_variants, execute
 from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
 
@@ -117,7 +117,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
 
 
 def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None:
-    found = choices({"cpu-1t": Policy(), "gpu": Policy()}, (decision_of("fp32"),))
+    found = choose_variants({"cpu-1t": Policy(), "gpu": Policy()}, (decision_of("fp32"),))
     assert [(c.target, c.variant, c.verdict) for c in found] == [
         ("cpu-1t", "fp32", Verdict.PASS),
         ("gpu", None, Verdict.ERROR),

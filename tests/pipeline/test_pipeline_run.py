@@ -22,7 +22,7 @@ from onnx_ops.errors import (
     StorageError,
     UserError,
 )
-from onnx_ops.pipeline import InlineExecutor, RunResult, Silent, plan, preview, run
+from onnx_ops.pipeline import InlineExecutor, RunResult, SilentObserver, plan, preview, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, Watching
 
@@ -31,7 +31,9 @@ OTHER_GATES = plan(replace(PIPELINE, gates=(SizeGate(max=5),)), TARGETS, TablePr
 
 
 def go(handler: CountingHandler, some: Plan = PLAN, fresh: Collection[StageKind] = ()) -> RunResult:
-    return run(some, handler=handler, executor=InlineExecutor(), observer=Silent(), clock=FakeClock(), fresh=fresh)
+    return run(
+        some, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock(), fresh=fresh
+    )
 
 
 def statuses(result: RunResult) -> set[StageStatus]:

@@ -8,7 +8,7 @@ from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import Calibrate, Pipeline, Plan, Quantize, StageKind
 from onnx_ops.domain.search import Budget, Tune
 from onnx_ops.domain.standing import Prefer
-from onnx_ops.pipeline import InlineExecutor, Silent, plan, run
+from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
 
@@ -21,7 +21,9 @@ def planned(pipeline: Pipeline = SEARCHED, probe: TableProbe | None = None) -> P
 
 
 def keys(some: Plan) -> dict[str, str]:
-    result = run(some, handler=CountingHandler(), executor=InlineExecutor(), observer=Silent(), clock=FakeClock())
+    result = run(
+        some, handler=CountingHandler(), executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock()
+    )
     return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
 
 

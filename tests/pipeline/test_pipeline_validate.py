@@ -13,9 +13,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.measure.hardware import REFERENCE_TARGET
-from onnx_ops.measure.parity import measure_parity
-from onnx_ops.measure.reference import ReferenceGroup, put_reference
+from onnx_ops.measure.parity import REFERENCE_TARGET, measure_parity
+from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
 from onnx_ops.pipeline.stages.validate import execute
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.testing.fakes import FakeWorld

@@ -13,7 +13,7 @@ from onnx_ops.domain.rollout_policy import Guardrail
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.trace import Trace, trace
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
-from onnx_ops.statistics.rollout.judge import EvidencePath, paths
+from onnx_ops.statistics.rollout.judge import EvidencePath, trace_guardrails
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import on_trial, serving
 
@@ -80,7 +80,7 @@ def test_the_evidence_is_a_picture_that_stands_alone() -> None:
     found = traced(scene)
     assert found is not None
     assert found.observations is not None
-    svg = evidence_svg(paths(found.observations, found.policy))
+    svg = evidence_svg(trace_guardrails(found.observations, found.policy))
     root = ET.fromstring(svg)  # noqa: S314 (we made it)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "errors" in svg

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.statistics.activations import Watched
 from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.quantization import ActivationStatistics
 
 
 def quantize(x: Any, step: float, zero: int) -> Any:
@@ -19,7 +19,7 @@ def quantize(x: Any, step: float, zero: int) -> Any:
 
 
 def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> Any:
-    watched = Watched(tensor="a", step=step, low=-zero * step, high=(255 - zero) * step)
+    watched = ActivationStatistics(tensor="a", step=step, low=-zero * step, high=(255 - zero) * step)
     half = len(x) // 2
     for part in (slice(0, half), slice(half, None)):
         watched.see(x[part], read[part], None if original is None else original[part])
@@ -84,7 +84,7 @@ def test_a_range_fits_where_one_of_its_ends_does() -> None:
     assert look(x, x, step=0.02, zero=128).stretch == pytest.approx(1, abs=0.01)
     assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
     assert look(0 * x, 0 * x, step=0.02, zero=128).stretch is None
-    watched = Watched(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
+    watched = ActivationStatistics(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
     watched.see(x / 100, x / 100, None)
     assert watched.measured().stretch is None
 
@@ -93,7 +93,7 @@ def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
     x = np.linspace(-3, 9, 400, dtype=np.float32)
     step = 6 / 255
     read = quantize(x, step, 0)
-    watched = Watched(tensor="conv", step=step, low=0.0, high=6.0)
+    watched = ActivationStatistics(tensor="conv", step=step, low=0.0, high=6.0)
     watched.see(x, read, x, np.clip(x, 0, 6))
     found = watched.measured()
     assert (found.clipping, found.saturated) == (0, 0)

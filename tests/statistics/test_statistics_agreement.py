@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.statistics.agreement import clopper_pearson, sample_advice, tango_interval
-from onnx_ops.statistics.rules.limit import Limit
+from onnx_ops.statistics.intervals import advise_sample_size, clopper_pearson, tango_interval
+from onnx_ops.statistics.rules.metric import MetricLimit
 
 
 @st.composite
@@ -61,7 +61,7 @@ class TestTango:
 @functools.cache
 def verdict(n: int, b: int, c: int, max_drop: float) -> Verdict:
     _, low, high = tango_interval(n, b, c)
-    return Limit(kind="max_drop", value=max_drop, plain=False).verdict(low, high)
+    return MetricLimit(kind="max_drop", value=max_drop, plain=False).verdict(low, high)
 
 
 def rates(n: int, drop: float, discordant: float, max_drop: float, trials: int = 20_000) -> dict[Verdict, float]:
@@ -121,11 +121,11 @@ class TestClopperPearson:
             clopper_pearson(*bad)
 
     def test_three_way_verdict(self) -> None:
-        limit = Limit(kind="min", value=0.95, plain=False)
+        limit = MetricLimit(kind="min", value=0.95, plain=False)
         found = [limit.verdict(*clopper_pearson(right, 1000)[1:]) for right in (980, 950, 900)]
         assert found == [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
 
 
 def test_advice_for_few_samples_only() -> None:
-    assert sample_advice(499) == "below 500 samples expect inconclusive"
-    assert sample_advice(500) == ""
+    assert advise_sample_size(499) == "below 500 samples expect inconclusive"
+    assert advise_sample_size(500) == ""

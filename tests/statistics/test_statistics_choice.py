@@ -22,8 +22,8 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.standing import Policy, Preference, Standing
-from onnx_ops.statistics.choice import choose, prospects
-from onnx_ops.statistics.standing import standing
+from onnx_ops.statistics.choice import choose, estimate_prospects
+from onnx_ops.statistics.judge import compute_ranking_metrics
 from tests.support.golden import Golden
 
 
@@ -100,11 +100,15 @@ class TestFamily:
             gate="metric", metric="accuracy vs fp32", limit="", verdict=Verdict.PASS, reason="", estimate=0.0,
             low=-0.005, high=0.005, bound=-0.01, n=1000, p_value=0.001,
         )  # fmt: skip
-        good, wrongly, caught = prospects(result, 1) or (0, 0, 0)
+        good, wrongly, caught = estimate_prospects(result, 1) or (0, 0, 0)
         assert good == caught == pytest.approx(0.95, abs=0.001)
         assert wrongly < 1e-5
-        assert (prospects(result, 6) or (1,))[0] < good
-        assert prospects(replace(result, p_value=None), 1) is prospects(replace(result, metric="accuracy"), 1) is None
+        assert (estimate_prospects(result, 6) or (1,))[0] < good
+        assert (
+            estimate_prospects(replace(result, p_value=None), 1)
+            is estimate_prospects(replace(result, metric="accuracy"), 1)
+            is None
+        )
 
 
 def test_a_failing_variant_is_not_chosen_however_fast() -> None:
@@ -323,7 +327,7 @@ def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
         preempted=0,
     )
     counts = PairedCounts(metric="accuracy", against="fp32", n=100, both=90, only_baseline=4, only_candidate=1)
-    found = standing(
+    found = compute_ranking_metrics(
         [MetricGate(max_drop=0.1)],
         evidence(
             "int8",
@@ -345,7 +349,7 @@ def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
 def test_a_growing_error_is_a_change_for_the_worse() -> None:
     growth = Interval(estimate=1.2, low=1.1, high=1.3)
     score = ScoreComparison(metric="rmse", against="fp32", n=100, ratio=growth)
-    found = standing([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
+    found = compute_ranking_metrics([MetricGate(name="rmse", max_increase=0.5)], evidence("int8", scores=(score,)))
     assert found.change is not None
     assert (found.change.low, found.change.high) == pytest.approx((-0.3, -0.1))
-    assert standing([], evidence("fp32")).change == Interval(estimate=0.0, low=0.0, high=0.0)
+    assert compute_ranking_metrics([], evidence("fp32")).change == Interval(estimate=0.0, low=0.0, high=0.0)

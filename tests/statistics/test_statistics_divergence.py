@@ -11,8 +11,15 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.statistics.divergence import FACTOR, departed, first_departure, spread, telling_rows, worst_row
-from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.parity import (
+    DIVERGENCE_FACTOR,
+    LARGEST,
+    find_first_divergence,
+    find_worst_row,
+    is_divergent,
+    pick_evenly,
+    select_rows,
+)
 from onnx_ops.statistics.rules.parity import judge_parity
 from tests.support.golden import Golden
 
@@ -23,41 +30,41 @@ SINGLE = {name: array.astype(np.float32) for name, array in DOUBLE.items()}
 
 def test_an_export_that_only_rounds_departs_nowhere() -> None:
     rounded = {name: np.nextafter(array, np.float32(9)) for name, array in SINGLE.items()}
-    assert first_departure(NAMES, rounded, SINGLE, DOUBLE) is None
-    assert first_departure(NAMES, SINGLE, SINGLE) is None
+    assert find_first_divergence(NAMES, rounded, SINGLE, DOUBLE) is None
+    assert find_first_divergence(NAMES, SINGLE, SINGLE) is None
 
 
 @pytest.mark.parametrize("double", [DOUBLE, None])
 @given(first=st.integers(0, 3))
 def test_the_first_in_the_order_given_is_named(double: dict[str, object] | None, first: int) -> None:
     wrong = {name: array + np.float32(0.5 * (i >= first)) for i, (name, array) in enumerate(SINGLE.items())}
-    found = first_departure(NAMES, wrong, SINGLE, double)  # type: ignore[arg-type]
+    found = find_first_divergence(NAMES, wrong, SINGLE, double)  # type: ignore[arg-type]
     assert found is not None
     assert found.value == NAMES[first]
-    assert found.ratio > FACTOR
+    assert found.ratio > DIVERGENCE_FACTOR
 
 
 def test_a_shape_or_a_nan_is_as_far_as_can_be() -> None:
     for wrong in (SINGLE["b"].T, np.full((32, 6), np.nan, dtype=np.float32)):
-        found = first_departure(NAMES, SINGLE | {"b": wrong}, SINGLE, DOUBLE)
+        found = find_first_divergence(NAMES, SINGLE | {"b": wrong}, SINGLE, DOUBLE)
         assert found is not None
         assert (found.value, found.ratio) == ("b", LARGEST)
 
 
 def test_ties_and_values_of_one_side_are_passed_over() -> None:
     flags = {"a": SINGLE["a"] > 0}
-    assert first_departure(["a", "e"], {"a": ~flags["a"], "e": SINGLE["a"]}, flags) is None
+    assert find_first_divergence(["a", "e"], {"a": ~flags["a"], "e": SINGLE["a"]}, flags) is None
 
 
 def test_what_is_no_number_has_departed() -> None:
     measured = ParityMeasurement(output="y", group="real", rows=1, error=0.0, noise=0.0, ratio=float("nan"))
-    assert departed(measured)
+    assert is_divergent(measured)
 
 
 @given(count=st.integers(0, 300), limit=st.integers(1, 64))
 def test_names_are_spread_in_order_and_end_with_the_last(count: int, limit: int) -> None:
     names = [str(index) for index in range(count)]
-    chosen = spread(names, limit)
+    chosen = pick_evenly(names, limit)
     assert chosen == sorted(set(chosen), key=int)
     assert len(chosen) == min(count, limit)
     assert chosen[-1:] == names[-1:]
@@ -68,14 +75,14 @@ def test_the_worst_row_is_among_the_few_that_are_looked_at(count: int, worst: in
     reference = np.zeros((count, 3), dtype=np.float32)
     onnx = reference.copy()
     onnx[worst % count, 1] = 7.0
-    chosen = telling_rows(onnx, reference)
+    chosen = select_rows(onnx, reference)
     assert worst % count in chosen
     assert len(chosen) <= 32
     assert set(chosen) <= set(range(count))
 
 
 def test_rows_of_another_shape_are_taken_evenly() -> None:
-    assert len(telling_rows(np.zeros((3, 4)), np.zeros((100, 4)))) == 31
+    assert len(select_rows(np.zeros((3, 4)), np.zeros((100, 4)))) == 31
 
 
 def reason(divergence: Divergence | None, ratio: float = 5000.0, quantized: bool = False) -> str:
@@ -122,6 +129,6 @@ def test_an_export_that_passes_and_one_never_looked_at_name_no_node() -> None:
 
 def test_the_worst_row_is_the_farthest_and_nan_on_one_side_comes_first() -> None:
     reference = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, np.inf]])
-    assert worst_row(np.array([[1.0, 2.5], [3.0, np.nan], [5.1, np.inf]]), reference) == 0
-    assert worst_row(np.array([[1.0, 9.0], [3.0, 1.0], [5.0, np.inf]]), reference) == 1
-    assert worst_row(np.array(["a", "b"]), np.array(["a", "c"])) == 1
+    assert find_worst_row(np.array([[1.0, 2.5], [3.0, np.nan], [5.1, np.inf]]), reference) == 0
+    assert find_worst_row(np.array([[1.0, 9.0], [3.0, 1.0], [5.0, np.inf]]), reference) == 1
+    assert find_worst_row(np.array(["a", "b"]), np.array(["a", "c"])) == 1

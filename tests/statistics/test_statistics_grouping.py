@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.evidence import PairedCounts
-from onnx_ops.statistics.agreement import change_interval, change_p_value, value_interval, value_p_value
-from onnx_ops.statistics.grouping import design_effect, effect_of_sums, group_columns, group_numbers, grouping_signs
+from onnx_ops.statistics.grouping import (
+    compute_design_effect,
+    compute_effect_of_sums,
+    detect_grouping,
+    find_group_columns,
+    number_groups,
+)
+from onnx_ops.statistics.intervals import change_interval, change_p_value, value_interval, value_p_value
 
 
 def drawn(groups: int, rows: int, rho: float, lost: float, seed: int) -> Any:
@@ -32,8 +38,8 @@ def counts(change: Any, group: Any) -> PairedCounts:
         only_baseline=int((change < 0).sum()),
         only_candidate=int((change > 0).sum()),
         groups=len(np.unique(group)),
-        change_effect=design_effect(change, group),
-        value_effect=design_effect((change >= 0).astype(float), group),
+        change_effect=compute_design_effect(change, group),
+        value_effect=compute_design_effect((change >= 0).astype(float), group),
     )
 
 
@@ -45,7 +51,7 @@ class TestNumbers:
          np.array(["2026-02-01", "2026-01-01", "2026-02-01"], "M8[D]")],
     )  # fmt: skip
     def test_any_type_has_numbers_by_value(self, array: Any) -> None:
-        found = group_numbers(array)
+        found = number_groups(array)
         assert found is not None
         assert found.tolist() == [1, 0, 1]
 
@@ -55,7 +61,7 @@ class TestNumbers:
          np.array(["2026-01-01", "NaT"], "M8[D]")],
     )  # fmt: skip
     def test_missing_groups_and_several_values_a_row_have_none(self, array: Any) -> None:
-        assert group_numbers(array) is None
+        assert number_groups(array) is None
 
     def test_columns_are_those_whose_values_repeat(self) -> None:
         arrays = {
@@ -65,20 +71,20 @@ class TestNumbers:
             "weight": np.linspace(0, 1, 60),
             "image": np.ones((60, 8)),
         }
-        assert set(group_columns(arrays)) == {"patient"}
+        assert set(find_group_columns(arrays)) == {"patient"}
 
 
 class TestDesignEffect:
     def test_independent_rows_in_many_small_groups_cost_little(self) -> None:
-        assert design_effect(drawn(1000, 2, 0.0, 0.02, 0), np.arange(2000) // 2) < 1.2
+        assert compute_design_effect(drawn(1000, 2, 0.0, 0.02, 0), np.arange(2000) // 2) < 1.2
 
     def test_rows_that_change_as_one_count_as_one(self) -> None:
         group = np.arange(4000) // 20
-        assert 18 < design_effect(drawn(200, 20, 1.0, 0.2, 0), group) < 24
+        assert 18 < compute_design_effect(drawn(200, 20, 1.0, 0.2, 0), group) < 24
 
     def test_rows_none_of_which_changed_count_as_groups(self) -> None:
         group = np.arange(400) // 20
-        assert design_effect(np.zeros(400), group) > 20
+        assert compute_design_effect(np.zeros(400), group) > 20
 
     def test_one_group_is_one_row(self) -> None:
         change = drawn(1, 50, 0.0, 0.2, 0)
@@ -107,24 +113,26 @@ class TestDesignEffect:
     def test_many_sets_at_once_are_as_each_of_them(self) -> None:
         rng = np.random.default_rng(0)
         changes = rng.choice([-1.0, 0.0, 1.0], (3, 200, 4), p=[0.05, 0.92, 0.03])
-        found = effect_of_sums(changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2)))
-        assert found == pytest.approx([design_effect(change.ravel(), np.arange(800) // 4) for change in changes])
+        found = compute_effect_of_sums(changes.sum(axis=2), np.full((3, 200), 4), np.square(changes).sum(axis=(1, 2)))
+        assert found == pytest.approx(
+            [compute_design_effect(change.ravel(), np.arange(800) // 4) for change in changes]
+        )
 
     def test_few_groups_with_a_change_tell_less_than_many(self) -> None:
         few, many = np.zeros(4000), np.zeros(4000)
         few[:25], many[:1000] = -1, -1
-        assert 1.05 < design_effect(few, np.arange(4000)) < 1.1
-        assert design_effect(many, np.arange(4000)) < 1.01
+        assert 1.05 < compute_design_effect(few, np.arange(4000)) < 1.1
+        assert compute_design_effect(many, np.arange(4000)) < 1.01
 
 
 class TestSigns:
     def test_independent_rows_seldom_alarm(self) -> None:
         """2 % are promised; more than six of a hundred are seen in one of two hundred tests like this."""
-        alarms = [grouping_signs({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed) for seed in range(100)]
+        alarms = [detect_grouping({}, {}, [drawn(300, 1, 0.0, 0.05, seed)], None, seed) for seed in range(100)]
         assert sum(map(bool, alarms)) <= 6
 
     def test_rows_that_change_together_alarm(self) -> None:
-        found = grouping_signs({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
+        found = detect_grouping({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
         assert any("neighbouring" in sign for sign in found)
 
     def test_weak_runs_alarm_where_the_inputs_of_neighbours_are_alike(self) -> None:
@@ -133,7 +141,7 @@ class TestSigns:
         inputs = {"x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))}
         shuffled = {"x": inputs["x"][rng.permutation(500)]}
         alike, unlike = (
-            sum(bool(grouping_signs(read, {}, [change], None, seed)) for seed, change in enumerate(changes))
+            sum(bool(detect_grouping(read, {}, [change], None, seed)) for seed, change in enumerate(changes))
             for read in (inputs, shuffled)
         )
         assert alike >= 1.3 * unlike
@@ -142,31 +150,31 @@ class TestSigns:
         rng = np.random.default_rng(1)
         inputs = {"age": np.sort(rng.random(500)), "height": rng.random(500)}
         signals = [[drawn(500, 1, 0.0, 0.05, seed)] for seed in range(40)]
-        assert sum(bool(grouping_signs(inputs, {}, signal, None, n)) for n, signal in enumerate(signals)) <= 4
+        assert sum(bool(detect_grouping(inputs, {}, signal, None, n)) for n, signal in enumerate(signals)) <= 4
 
     def test_shuffled_groups_are_found_by_their_column_alone(self) -> None:
         order = np.random.default_rng(0).permutation(1000)
         change, ward = drawn(100, 10, 0.5, 0.05, 0)[order], (np.arange(1000) // 10)[order]
-        assert not grouping_signs({}, {}, [change], None, 0)
-        (sign,) = grouping_signs({}, {"ward": ward}, [change], None, 0)
+        assert not detect_grouping({}, {}, [change], None, 0)
+        (sign,) = detect_grouping({}, {"ward": ward}, [change], None, 0)
         assert "'ward'" in sign
 
     def test_a_column_of_ids_is_told_though_its_rows_differ(self) -> None:
         change = drawn(1000, 1, 0.0, 0.05, 3)
         numbers = np.random.default_rng(0).integers(0, 200, 1000)
-        assert not grouping_signs({}, {"age": numbers}, [change], None, 0)
-        assert grouping_signs({}, {"patient_id": numbers}, [change], None, 0)
+        assert not detect_grouping({}, {"age": numbers}, [change], None, 0)
+        assert detect_grouping({}, {"patient_id": numbers}, [change], None, 0)
 
     def test_rows_sorted_by_class_are_no_alarm(self) -> None:
         rng = np.random.default_rng(0)
         label = np.repeat(np.arange(5), 200)
         right = (rng.random(1000) < np.array([0.99, 0.6, 0.95, 0.8, 0.9])[label]).astype(float)
-        assert not grouping_signs({}, {}, [right], label, 0)
-        assert grouping_signs({}, {}, [right], None, 0)
+        assert not detect_grouping({}, {}, [right], label, 0)
+        assert detect_grouping({}, {}, [right], None, 0)
 
     def test_copied_rows_are_told_where_rows_are_measured(self) -> None:
         rng = np.random.default_rng(0)
         signal = rng.random(400)
         measured, few = rng.random((100, 3))[np.arange(400) // 4], rng.integers(0, 3, (400, 2)).astype(np.float32)
-        assert "repeat" in grouping_signs({"x": measured}, {}, [signal], None, 0)[0]
-        assert not grouping_signs({"x": few}, {}, [signal], None, 0)
+        assert "repeat" in detect_grouping({"x": measured}, {}, [signal], None, 0)[0]
+        assert not detect_grouping({"x": few}, {}, [signal], None, 0)

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.statistics.jitter import COPIES, JITTER, envelope, jittered, joined, measure_jumping
 from onnx_ops.statistics.parity import LARGEST
+from onnx_ops.statistics.tree_parity import (
+    COPIES,
+    JITTER,
+    compute_envelope,
+    jitter_rows,
+    join_envelopes,
+    measure_within_envelope,
+)
 
 EXACT = np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]])
 BOUNDS = np.stack([EXACT, EXACT])
@@ -19,14 +26,14 @@ BOUNDS[0, 1], BOUNDS[1, 1] = (0.3, 0.4), (0.6, 0.7)
 
 def floats(onnx: Any, bounds: Any = BOUNDS, exact: Any = EXACT) -> Any:
     answer = np.asarray(onnx, dtype=np.float32)
-    return measure_jumping(
+    return measure_within_envelope(
         group="real", output="p", onnx=answer, single=exact.astype(np.float32), double=exact, bounds=bounds
     )
 
 
 def labels(onnx: Any, bounds: Any) -> Any:
     exact = np.array([1, 2, 3])
-    return measure_jumping(
+    return measure_within_envelope(
         group="real", output="l", onnx=np.asarray(onnx), single=exact, double=exact, bounds=np.asarray(bounds)
     )
 
@@ -34,7 +41,7 @@ def labels(onnx: Any, bounds: Any) -> Any:
 @given(st.integers(0, 2**31), st.integers(1, 5))
 def test_copies_differ_by_rounding_only(seed: int, count: int) -> None:
     x = np.random.default_rng(seed).normal(0, 10, (count, 3)).astype(np.float32)
-    many = jittered({"x": x, "token": np.arange(count)}, seed=seed)
+    many = jitter_rows({"x": x, "token": np.arange(count)}, seed=seed)
     assert many["x"].shape == (COPIES * count, 3)
     assert many["x"].dtype == np.float32
     spread = np.abs(many["x"].reshape(COPIES, count, 3).astype(np.float64) / x - 1)
@@ -46,13 +53,13 @@ def test_copies_differ_by_rounding_only(seed: int, count: int) -> None:
 def test_the_envelope_spans_floats_and_lists_labels() -> None:
     answers = [{"p": np.array([[1.0], [5.0]]), "l": np.array(["a", "b"])}]
     answers += [{"p": np.array([[3.0], [4.0]]), "l": np.array(["c", "b"])}]
-    found = envelope([*answers, answers[0]])
+    found = compute_envelope([*answers, answers[0]])
     np.testing.assert_array_equal(found["p"], [[[1.0], [4.0]], [[3.0], [5.0]]])
     assert [set(found["l"][:, row]) for row in range(2)] == [{"a", "c"}, {"b"}]
 
 
 def test_parts_of_the_rows_join_to_the_whole() -> None:
-    found = joined([{"l": np.array([[1, 2], [3, 2]])}, {"l": np.array([[7]])}])
+    found = join_envelopes([{"l": np.array([[1, 2], [3, 2]])}, {"l": np.array([[7]])}])
     np.testing.assert_array_equal(found["l"], [[1, 2, 7], [3, 2, 7]])
 
 
@@ -79,7 +86,7 @@ def test_a_jump_of_the_source_in_float32_is_no_noise() -> None:
     """Else one row that flips would hide every fault of its group."""
     single = EXACT.copy()
     single[1] = 0.6, 0.4
-    found = measure_jumping(
+    found = measure_within_envelope(
         group="real",
         output="p",
         onnx=(EXACT + np.array([[0.1], [0], [0]])).astype(np.float32),

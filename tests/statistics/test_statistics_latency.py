@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.gate import Verdict
-from onnx_ops.statistics.blocks import block_logs
 from onnx_ops.statistics.latency import (
     ALPHA,
     DRIFT,
     LOOKS,
     compare,
+    compare_latency_quantile,
+    compute_block_logs,
+    compute_samples_needed,
+    estimate_pairs_needed,
+    explain_withheld_verdict,
+    find_trend,
+    get_next_look,
     hodges_lehmann,
-    needs_more,
-    next_look,
-    pairs_needed,
-    quantile_gate,
     run_interval,
-    samples_needed,
     session_interval,
-    trend,
-    withheld,
+    should_continue,
 )
 from tests.support.suite import Sweep
 
@@ -52,7 +52,7 @@ def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> L
     slow = rng.random(shape) < PREEMPTED_SHARE
     nanoseconds[slow] *= PREEMPTED_COST
     nanoseconds[:, :, 2] *= ratio
-    return block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], BLOCKS, 3)
+    return compute_block_logs(nanoseconds, slow & (rng.random(shape) < flagged)).reshape(trials, LOOKS[-1], BLOCKS, 3)
 
 
 def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
@@ -60,10 +60,10 @@ def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
     own, itself = ((logs[..., model] - logs[..., 0]).tolist() for model in (2, 1))
     pairs = 0
     while True:
-        pairs = next_look(pairs)
-        if not needs_more(own[:pairs], itself[:pairs], [tolerance]):
+        pairs = get_next_look(pairs)
+        if not should_continue(own[:pairs], itself[:pairs], [tolerance]):
             break
-    if withheld(own[:pairs], itself[:pairs], tolerance) is not None:
+    if explain_withheld_verdict(own[:pairs], itself[:pairs], tolerance) is not None:
         return Verdict.INCONCLUSIVE, pairs
     return compare(own[:pairs], tolerance=tolerance).verdict, pairs
 
@@ -196,7 +196,7 @@ class TestUnsteadyHost:
             times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)
             times[:, :, 2] *= ratio
             probe = 2e3 * np.exp(rng.normal(0, PROBE_SD, shape) + math.log(SLOW_SPELL) * slow)
-            looks.append(block_logs(times, np.zeros(shape), probe if probed else None))
+            looks.append(compute_block_logs(times, np.zeros(shape), probe if probed else None))
         return np.concatenate(looks)
 
     def test_the_probe_saves_most_of_the_work(self) -> None:
@@ -292,7 +292,7 @@ class TestRun:
     @pytest.mark.parametrize("change", [-0.07, 0.0, 0.07])
     def test_a_trend_of_one_side_is_told(self, change: float) -> None:
         noise = np.random.default_rng(2).normal(0, 0.005, 40)
-        found = trend([[float(x)] for x in noise + np.linspace(0, change, 40)])
+        found = find_trend([[float(x)] for x in noise + np.linspace(0, change, 40)])
         assert (found is None) == (change == 0)
         assert found is None or found == pytest.approx(change, rel=0.2)
 
@@ -303,7 +303,7 @@ class TestRun:
             values = draw.normal(0, 0.01, 40)
             for i in range(1, 40):
                 values[i] += 0.5 * values[i - 1]
-            seen += trend([[float(x)] for x in values]) is not None
+            seen += find_trend([[float(x)] for x in values]) is not None
         assert seen <= 12
 
 
@@ -311,60 +311,60 @@ class TestPairsNeeded:
     def test_a_quarter_of_the_distance_takes_sixteen_times_the_pairs(self) -> None:
         noise = np.random.default_rng(4).normal(0, 0.03, 40)
         noise -= np.median((noise[:, None] + noise) / 2)
-        far, near = (pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
+        far, near = (estimate_pairs_needed([[float(x + shift)] for x in noise], 0.0) for shift in (0.008, 0.002))
         assert far is not None
         assert near is not None
         assert near == pytest.approx(16 * far, rel=0.35)
 
     def test_no_number_of_pairs_tells_what_is_at_the_limit(self) -> None:
-        assert pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
+        assert estimate_pairs_needed([[0.01], [-0.01]] * 20, 0.0) is None
 
     def test_it_is_never_fewer_than_those_of_a_run(self) -> None:
-        assert pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
+        assert estimate_pairs_needed([[0.01], [0.011], [0.009], [0.01], [0.01]], 0.05) == LOOKS[-1]
 
 
 class TestWithheld:
     SHIFTED = ([[0.03], [0.031], [0.029]] * 14)[:40]
 
     def test_a_biased_host_withholds_what_its_bias_could_explain(self) -> None:
-        assert "biased host" in str(withheld([[0.03]] * 40, self.SHIFTED, 0.05))
-        assert "biased host" in str(withheld([[0.06]] * 40, self.SHIFTED, 0.05))
+        assert "biased host" in str(explain_withheld_verdict([[0.03]] * 40, self.SHIFTED, 0.05))
+        assert "biased host" in str(explain_withheld_verdict([[0.06]] * 40, self.SHIFTED, 0.05))
 
     @pytest.mark.parametrize("log_ratio", [-2.0, 0.0, 2.0])
     def test_a_biased_host_tells_what_its_bias_cannot_explain(self, log_ratio: float) -> None:
-        assert withheld([[log_ratio]] * 40, self.SHIFTED, 0.05) is None
+        assert explain_withheld_verdict([[log_ratio]] * 40, self.SHIFTED, 0.05) is None
 
     def test_a_noisy_self_test_withholds_nothing_that_every_interval_supports(self) -> None:
-        assert withheld([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
+        assert explain_withheld_verdict([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
 
     @given(st.floats(-3, 3))
     def test_an_unmeasured_host_withholds_everything(self, log_ratio: float) -> None:
-        assert withheld([[log_ratio]] * 5, [], 0.05) is not None
-        assert withheld([[log_ratio]] * 5, [[0.0]], 0.05) is not None
+        assert explain_withheld_verdict([[log_ratio]] * 5, [], 0.05) is not None
+        assert explain_withheld_verdict([[log_ratio]] * 5, [[0.0]], 0.05) is not None
 
 
 class TestLooks:
     def test_each_look_follows_the_one_before(self) -> None:
-        assert [next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 40, 40]
+        assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 40, 40]
 
     def test_stops_when_everything_is_decided(self) -> None:
         quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
-        assert not needs_more([[-0.3]] * 5, quiet, [0.05, 0.0])
+        assert not should_continue([[-0.3]] * 5, quiet, [0.05, 0.0])
 
     def test_goes_on_for_the_limit_that_is_not(self) -> None:
         quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
-        assert not needs_more(quiet, quiet, [0.05])
-        assert needs_more(quiet, quiet, [0.05, 0.0])
+        assert not should_continue(quiet, quiet, [0.05])
+        assert should_continue(quiet, quiet, [0.05, 0.0])
 
     def test_goes_on_while_the_host_is_biased(self) -> None:
-        assert needs_more([[0.0]] * 5, [[0.03]] * 5, [0.05])
+        assert should_continue([[0.0]] * 5, [[0.03]] * 5, [0.05])
 
     def test_stops_where_no_bias_of_the_host_could_matter(self) -> None:
-        assert not needs_more([[2.0]] * 5, NOISY, [0.05])
+        assert not should_continue([[2.0]] * 5, NOISY, [0.05])
 
     def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
-        assert needs_more([[-0.3]] * 7, [[0.0]] * 7, [0.05])
-        assert not needs_more([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
+        assert should_continue([[-0.3]] * 7, [[0.0]] * 7, [0.05])
+        assert not should_continue([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
 
 
 class TestQuantileGate:
@@ -373,26 +373,26 @@ class TestQuantileGate:
     )
     def test_runs_needed_are_the_published_ones(self, confidence: float, expected: tuple[int, ...]) -> None:
         """The early-stopping counts of MLPerf LoadGen at the 99th percentile for 0, 1 and 2 slow runs."""
-        found = tuple(samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
+        found = tuple(compute_samples_needed(0.99, exceeding=k, confidence=confidence) for k in range(3))
         assert found == expected
 
     def test_passes_with_exactly_as_many_runs_as_needed(self) -> None:
         quick = [1_000_000] * 299
-        assert quantile_gate(quick, 0.99, 0.002).verdict is Verdict.PASS
-        assert quantile_gate(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+        assert compare_latency_quantile(quick, 0.99, 0.002).verdict is Verdict.PASS
+        assert compare_latency_quantile(quick[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
         one_slow = [1_000_000] * 472 + [9_000_000]
-        assert quantile_gate(one_slow, 0.99, 0.002).verdict is Verdict.PASS
-        assert quantile_gate(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
+        assert compare_latency_quantile(one_slow, 0.99, 0.002).verdict is Verdict.PASS
+        assert compare_latency_quantile(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
 
     def test_too_few_runs_never_fail_either(self) -> None:
-        found = quantile_gate([9_000_000] * 100, 0.99, 0.002)
+        found = compare_latency_quantile([9_000_000] * 100, 0.99, 0.002)
         assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
 
     def test_slow_models_fail(self) -> None:
-        assert quantile_gate([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
+        assert compare_latency_quantile([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
 
     def test_nothing_measured(self) -> None:
-        found = quantile_gate([], 0.5, 1.0)
+        found = compare_latency_quantile([], 0.5, 1.0)
         assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
@@ -402,14 +402,16 @@ class TestQuantileGate:
         rng = np.random.default_rng(11)
         limit_s = float(np.exp(stats.norm.ppf(q) * 0.5)) / 1e3
         runs = 1e6 * np.exp(rng.normal(0, 0.5, (2000, 800)))
-        verdicts = [quantile_gate(row, q, limit_s).verdict for row in runs]
+        verdicts = [compare_latency_quantile(row, q, limit_s).verdict for row in runs]
         for wrong in (Verdict.PASS, Verdict.FAIL):
             assert verdicts.count(wrong) / len(verdicts) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
     @given(st.lists(st.integers(1, 10_000), min_size=5, max_size=400), st.sampled_from([0.5, 0.9, 0.99]))
     def test_verdicts_follow_from_the_bounds(self, runs: list[int], q: float) -> None:
         limits = sorted({*runs, 0, 20_000})
-        verdicts = [quantile_gate(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)]
+        verdicts = [
+            compare_latency_quantile(runs, q, limit / 1e9).verdict for limit in itertools.islice(limits, 0, None, 7)
+        ]
         order = [Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS]
         ranks = [order.index(v) for v in verdicts]
         assert ranks == sorted(ranks)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.statistics.loss_ratios import UNSEEN_CHANGES, few_heavy, ratio_interval
+from onnx_ops.statistics.intervals import UNSEEN_CHANGES, find_heavy_rows, ratio_interval
 
 LIMIT = 1.05
 
@@ -65,10 +65,10 @@ def test_where_nothing_bounds_a_ratio_its_end_is_far() -> None:
 def test_few_heavy_rows_are_named_the_worst_first() -> None:
     losses = np.ones(100)
     losses[[7, 40]] = 300, 200
-    effective, heavy = few_heavy(losses)
+    effective, heavy = find_heavy_rows(losses)
     assert heavy == (7,)
     assert effective == pytest.approx(598**2 / (300**2 + 200**2 + 98))
-    assert few_heavy(np.zeros(4)) == (4.0, ())
+    assert find_heavy_rows(np.zeros(4)) == (4.0, ())
 
 
 def test_unseen_rows_widen_it_by_the_worst_one_seen() -> None:

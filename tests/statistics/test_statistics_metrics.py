@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.metric import Average
 from onnx_ops.statistics import metrics
-from onnx_ops.statistics.resampling import bca_interval, replicate
+from onnx_ops.statistics.intervals import bca_interval, replicate
 
 few = settings(max_examples=25, deadline=None)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.errors import MeasurementError
-from onnx_ops.statistics.parity import LARGEST, measure, weight_error, with_pooled_noise
+from onnx_ops.statistics.parity import LARGEST, compute_weight_error, measure_output, pool_noise
 
 LIMIT = ParityGate().noise_factor
 Array = npt.NDArray[Any]
@@ -41,7 +41,7 @@ def run(weights: list[Array], x: Array, dtype: Any, *, reverse: bool = False) ->
 
 
 def measured(onnx: Array, single: Array | None, double: Array | None) -> ParityMeasurement:
-    return measure(group="real", output="y", onnx=onnx, single=single, double=double)
+    return measure_output(group="real", output="y", onnx=onnx, single=single, double=double)
 
 
 class TestFloats:
@@ -176,7 +176,7 @@ class TestPooledNoise:
     SMALL = ParityMeasurement(output="y", group="batches:1", rows=1, error=5e-7, noise=1e-8, ratio=50.0)
 
     def test_small_batches_take_the_noise_of_real_rows(self) -> None:
-        found = with_pooled_noise([self.SMALL, self.REAL])
+        found = pool_noise([self.SMALL, self.REAL])
         assert found == (replace(self.SMALL, noise=1e-6, ratio=0.5), self.REAL)
 
     @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ class TestPooledNoise:
     )
     def test_nothing_else_does(self, change: dict[str, Any]) -> None:
         kept = replace(self.SMALL, **change)
-        assert with_pooled_noise([kept, self.REAL])[0] == kept
+        assert pool_noise([kept, self.REAL])[0] == kept
 
 
 class TestWeights:
@@ -192,18 +192,18 @@ class TestWeights:
         rng = np.random.default_rng(0)
         weight = rng.normal(size=(16, 8)).astype(np.float32)
         scale = np.abs(weight).max(axis=0, keepdims=True) / 127
-        assert 0.4 < weight_error(weight, np.round(weight / scale) * scale, scale) <= 0.5001
+        assert 0.4 < compute_weight_error(weight, np.round(weight / scale) * scale, scale) <= 0.5001
 
     def test_a_zero_point_off_by_one_is_seen(self) -> None:
         weight = np.linspace(-1, 1, 100)
-        assert weight_error(weight, (np.round(weight / 0.01) + 1) * 0.01, 0.01) > 0.99
+        assert compute_weight_error(weight, (np.round(weight / 0.01) + 1) * 0.01, 0.01) > 0.99
 
     def test_what_is_not_finite_is_as_large_as_can_be(self) -> None:
-        assert weight_error([np.nan], [0.0], 1.0) == LARGEST
-        assert weight_error([1.0], [0.0], 0.0) == LARGEST
-        assert weight_error([1.0, 0.0], [1.0, 0.0], 0.0) == 0
-        assert weight_error([], [], 1.0) == 0
+        assert compute_weight_error([np.nan], [0.0], 1.0) == LARGEST
+        assert compute_weight_error([1.0], [0.0], 0.0) == LARGEST
+        assert compute_weight_error([1.0, 0.0], [1.0, 0.0], 0.0) == 0
+        assert compute_weight_error([], [], 1.0) == 0
 
     def test_shapes_must_fit(self) -> None:
         with pytest.raises(ValueError, match="shape"):
-            weight_error(np.ones((2, 3)), np.ones((3, 2)), 1.0)
+            compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), 1.0)

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from onnx_ops.domain.inputs import InputValues
-from onnx_ops.statistics.input_domain import InputDomain, learn_domains
-from onnx_ops.statistics.probes import ProbeGroup, batch_inputs, in_rows, probe_groups, range_inputs
+from onnx_ops.statistics.probes import (
+    InputDomain,
+    ProbeGroup,
+    learn_domains,
+    make_batch_inputs,
+    make_probe_groups,
+    make_range_inputs,
+    take_rows,
+)
 
 IMAGES = np.random.default_rng(0).uniform(0, 16, (100, 8, 8)).astype(np.float32)
 TOKENS = np.random.default_rng(1).integers(3, 50, (100, 12))
@@ -24,7 +31,7 @@ BEYOND = {f"beyond_range:{name}" for name in ("x10", "x1e3", "x1e5", "x1e-8", "n
 
 
 def groups_of(samples: dict[str, npt.NDArray[Any]], **declared: InputValues) -> dict[str, ProbeGroup]:
-    return probe_groups(samples, learn_domains(samples, declared), empty=True)
+    return make_probe_groups(samples, learn_domains(samples, declared), empty=True)
 
 
 def table(*columns: Any) -> dict[str, npt.NDArray[Any]]:
@@ -51,7 +58,7 @@ def test_every_group_has_all_inputs_with_their_types() -> None:
 
 
 def test_rows_within_the_range_reach_its_ends_and_do_not_leave_it() -> None:
-    made: dict[str, npt.NDArray[Any]] = {**range_inputs(SAMPLES, learn_domains(SAMPLES))}
+    made: dict[str, npt.NDArray[Any]] = {**make_range_inputs(SAMPLES, learn_domains(SAMPLES))}
     image = made["image"].astype(np.float64)
     assert image.min() == 0  # never below what no row is below of
     assert 16 < image.max() <= 24 + 1e-3
@@ -65,14 +72,14 @@ def test_rows_within_the_range_reach_its_ends_and_do_not_leave_it() -> None:
 
 def test_an_index_reaches_every_entry_of_its_table() -> None:
     samples = {"tokens": TOKENS}
-    made = range_inputs(samples, learn_domains(samples, bounds={"tokens": (0, 299)}))["tokens"]
+    made = make_range_inputs(samples, learn_domains(samples, bounds={"tokens": (0, 299)}))["tokens"]
     assert set(made.reshape(-1).tolist()) == set(range(300))
 
 
 def test_columns_of_a_table_keep_to_their_own_ranges() -> None:
     draw = np.random.default_rng(0)
     samples = table(draw.uniform(-1, 1, 200), draw.uniform(1e4, 2e4, 200), draw.integers(0, 3, 200))
-    made: npt.NDArray[Any] = range_inputs(samples, learn_domains(samples))["x"]
+    made: npt.NDArray[Any] = make_range_inputs(samples, learn_domains(samples))["x"]
     assert np.abs(made[:, 0].astype(np.float64)).max() <= 2
     assert made[:, 1].min() >= 4_000
     assert set(made[:, 2].tolist()) == {0, 1, 2}
@@ -80,7 +87,7 @@ def test_columns_of_a_table_keep_to_their_own_ranges() -> None:
 
 def test_whole_numbers_stay_whole_and_categories_are_those_seen() -> None:
     samples = table(np.tile([1, 5, 9], 40), np.arange(120) * 10)
-    made = range_inputs(samples, learn_domains(samples))["x"]
+    made = make_range_inputs(samples, learn_domains(samples))["x"]
     assert set(made[:, 0].tolist()) == {1, 5, 9}
     assert np.array_equal(made, np.round(made.astype(np.float64)))
     assert set(made[:, 1].tolist()) - set(samples["x"][:, 1].tolist())
@@ -88,15 +95,15 @@ def test_whole_numbers_stay_whole_and_categories_are_those_seen() -> None:
 
 def test_what_is_declared_outranks_what_was_seen() -> None:
     samples = table(np.linspace(0, 1, 50), np.linspace(0, 1, 50))
-    made = range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))["x"]
+    made = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(min=-7, max=3)}))["x"]
     assert (made.min(), made.max()) == (-7, 3)
-    chosen = range_inputs(samples, learn_domains(samples, {"x": InputValues(values=(2.0, 4.0))}))["x"]
+    chosen = make_range_inputs(samples, learn_domains(samples, {"x": InputValues(values=(2.0, 4.0))}))["x"]
     assert set(chosen.reshape(-1).tolist()) == {2, 4}
 
 
 def test_masks_are_real_rows_or_their_ends() -> None:
     mask = (np.arange(6) < np.random.default_rng(0).integers(2, 7, (60, 1))).astype(np.int64)
-    made = range_inputs({"mask": mask}, learn_domains({"mask": mask}))["mask"]
+    made = make_range_inputs({"mask": mask}, learn_domains({"mask": mask}))["mask"]
     assert {tuple(row) for row in made.tolist()} <= {tuple(row) for row in mask.tolist()}
 
 
@@ -149,7 +156,7 @@ def test_texts_beyond_the_rows_are_empty_or_unseen_unless_their_categories_are_d
 
 
 def test_nothing_to_distort_gives_no_groups() -> None:
-    assert set(probe_groups({"m": MASK}, learn_domains({"m": MASK}), empty=False)) == {"real"}
+    assert set(make_probe_groups({"m": MASK}, learn_domains({"m": MASK}), empty=False)) == {"real"}
     assert set(groups_of({"tokens": TOKENS})) == {"real", "range", "empty_batch"}
 
 
@@ -161,7 +168,7 @@ def test_nothing_to_distort_gives_no_groups() -> None:
 )
 def test_any_rows_give_rows_within_their_domain(array: npt.NDArray[Any]) -> None:
     domain = learn_domains({"x": array})["x"]
-    made = range_inputs({"x": array}, {"x": domain})["x"]
+    made = make_range_inputs({"x": array}, {"x": domain})["x"]
     assert made.shape == (96, *array.shape[1:])
     assert made.dtype == array.dtype
     assert within(made, domain)
@@ -175,12 +182,12 @@ def test_odd_samples_are_no_obstacle(array: npt.NDArray[Any]) -> None:
 
 
 def test_rows_repeat_up_to_the_number_asked_for() -> None:
-    np.testing.assert_array_equal(in_rows({"x": np.arange(3)}, 5)["x"], [0, 1, 2, 0, 1])
-    assert len(in_rows({"x": np.arange(3)}, 0)["x"]) == 0
+    np.testing.assert_array_equal(take_rows({"x": np.arange(3)}, 5)["x"], [0, 1, 2, 0, 1])
+    assert len(take_rows({"x": np.arange(3)}, 0)["x"]) == 0
 
 
 def test_batches_hold_real_rows() -> None:
-    groups = batch_inputs(SAMPLES)
+    groups = make_batch_inputs(SAMPLES)
     assert [len(tensors["image"]) for tensors in groups.values()] == [1, 2, 3, 17, 64, 257]
     real = {row.tobytes(): i for i, row in enumerate(IMAGES)}
     for name, tensors in groups.items():
@@ -201,4 +208,4 @@ def test_no_samples_no_probes() -> None:
     with pytest.raises(ValueError, match="there are none"):
         learn_domains(empty)
     with pytest.raises(ValueError, match="there are none"):
-        batch_inputs(empty)
+        make_batch_inputs(empty)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.domain.rollout_observed import Interval, Quantiles, Tally
-from onnx_ops.statistics.rollout import clean_requests, freeze, quantiles, share, slo
+from onnx_ops.statistics.rollout import compute_clean_requests, fix_thresholds, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout.likelihood import log_likelihood
+from onnx_ops.statistics.rollout.evidence import compute_log_likelihood
 
 
 @st.composite
@@ -37,7 +37,7 @@ def test_the_likelihood_is_that_of_the_noncentral_hypergeometric_law(row: tuple[
     canary, n, stable, m = row
     law = (n + m, canary + stable, n)
     expected = nchypergeom_fisher.logpmf(canary, *law, odds) - nchypergeom_fisher.logpmf(canary, *law, 1.0)
-    assert math.isclose(float(log_likelihood(row, [odds])[0]), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    assert math.isclose(float(compute_log_likelihood(row, [odds])[0]), float(expected), rel_tol=1e-6, abs_tol=1e-6)
 
 
 @quickly
@@ -50,8 +50,10 @@ def test_the_evidence_is_one_on_average_at_the_limit_and_less_below(
     canary, n, stable, m = row
     events = canary + stable
     ks = np.arange(max(0, events - m), min(n, events) + 1)
-    logs = log_likelihood(np.stack([ks, 0 * ks + n, events - ks, 0 * ks + m], axis=-1), ev.alternatives(tolerated))
-    values = 10 ** ev.log10_evidence(logs)
+    logs = compute_log_likelihood(
+        np.stack([ks, 0 * ks + n, events - ks, 0 * ks + m], axis=-1), ev.make_alternatives(tolerated)
+    )
+    values = 10 ** ev.compute_log10_evidence(logs)
     at_limit = nchypergeom_fisher.pmf(ks, n + m, events, n, tolerated)
     below = nchypergeom_fisher.pmf(ks, n + m, events, n, max(0.05, tolerated * under))
     assert math.isclose(float(values @ at_limit), 1.0, rel_tol=1e-6)
@@ -68,29 +70,29 @@ def test_one_more_event_on_the_candidate_never_lowers_the_evidence(
     if events == requests:
         return
     worse = [*table[:at], (events + 1, requests, *stable), *table[at + 1 :]]
-    assert ev.evidence(worse, tolerated) >= ev.evidence(table, tolerated) - 1e-9
+    assert ev.measure_evidence(worse, tolerated) >= ev.measure_evidence(table, tolerated) - 1e-9
 
 
 @quickly
 @given(table=tables, seed=st.integers(0, 99))
 def test_the_order_of_intervals_does_not_matter(table: list[tuple[int, int, int, int]], seed: int) -> None:
     shuffled = np.random.default_rng(seed).permutation(np.array(table))
-    assert close(ev.evidence(shuffled, 1.0), ev.evidence(table, 1.0))
-    assert close(float(ev.evidence_path(table, 1.0)[-1]), ev.evidence(table, 1.0))
-    assert np.allclose(ev.odds_ratio_bounds(shuffled), ev.odds_ratio_bounds(table))
+    assert close(ev.measure_evidence(shuffled, 1.0), ev.measure_evidence(table, 1.0))
+    assert close(float(ev.trace_evidence(table, 1.0)[-1]), ev.measure_evidence(table, 1.0))
+    assert np.allclose(ev.bound_odds_ratio(shuffled), ev.bound_odds_ratio(table))
 
 
 def test_merged_intervals_give_other_evidence_and_drift_only_hurts_those_that_were_merged() -> None:
     """Both versions fail more in the second interval, in which the candidate has more of the traffic."""
     drifted = [(1, 100, 9, 900), (40, 400, 60, 600)]
     merged = [tuple(int(n) for n in np.sum(drifted, axis=0))]
-    assert ev.evidence(drifted, 1.0) < 0 < ev.evidence(merged, 1.0)
+    assert ev.measure_evidence(drifted, 1.0) < 0 < ev.measure_evidence(merged, 1.0)
 
 
 @pytest.mark.parametrize("table", [[], [(0, 0, 0, 0)], [(5, 5, 0, 0)], [(0, 9, 0, 90)], [(9, 9, 90, 90)]])
 def test_nothing_to_compare_is_no_evidence(table: list[tuple[int, ...]]) -> None:
-    assert close(ev.evidence(table, 1.0), 0)
-    low, high = ev.odds_ratio_bounds(table)
+    assert close(ev.measure_evidence(table, 1.0), 0)
+    low, high = ev.bound_odds_ratio(table)
     assert low == 0.01
     assert high == pytest.approx(100.0)
 
@@ -98,14 +100,14 @@ def test_nothing_to_compare_is_no_evidence(table: list[tuple[int, ...]]) -> None
 @pytest.mark.parametrize("row", [(2, 1, 0, 5), (-1, 1, 0, 5), (0, 1, 6, 5)])
 def test_what_is_no_count_is_refused(row: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="events"):
-        log_likelihood(row, [2.0])
+        compute_log_likelihood(row, [2.0])
 
 
 def test_large_counts_stay_exact_and_small() -> None:
     """A million requests in one interval, beside many small ones."""
     table = [(600, 100_000, 4500, 900_000), *[(1, 20, 2, 180)] * 3000]
-    assert ev.evidence(table[:1], 1.0) > 1
-    assert close(ev.evidence(table, 1.0), ev.evidence(table[::-1], 1.0))
+    assert ev.measure_evidence(table[:1], 1.0) > 1
+    assert close(ev.measure_evidence(table, 1.0), ev.measure_evidence(table[::-1], 1.0))
 
 
 def test_the_bounds_of_the_odds_ratio_hold_what_is_true() -> None:
@@ -113,7 +115,7 @@ def test_the_bounds_of_the_odds_ratio_hold_what_is_true() -> None:
     missed = 0
     for _ in range(100):
         table = [(random.binomial(50, 0.2), 50, random.binomial(50, 0.1), 50) for _ in range(10)]
-        low, high = ev.odds_ratio_bounds(table)
+        low, high = ev.bound_odds_ratio(table)
         missed += not low <= 2.25 <= high
     assert missed <= 5
 
@@ -121,55 +123,55 @@ def test_the_bounds_of_the_odds_ratio_hold_what_is_true() -> None:
 def test_a_split_test_is_even_handed() -> None:
     table = [(60, 200, 30, 200)] * 3
     mirrored = [(c, d, a, b) for a, b, c, d in table]
-    better, higher, lower = ev.split_test(table, higher_is_better=True)
-    worse, swapped_higher, swapped_lower = ev.split_test(mirrored, higher_is_better=True)
+    better, higher, lower = ev.run_split_test(table, higher_is_better=True)
+    worse, swapped_higher, swapped_lower = ev.run_split_test(mirrored, higher_is_better=True)
     assert (better, worse) == ("better", "worse")
     assert close(higher, swapped_lower)
     assert close(lower, swapped_higher)
-    assert ev.split_test(table, higher_is_better=False)[0] == "worse"
-    assert ev.split_test([], higher_is_better=True)[0] == "undecided"
+    assert ev.run_split_test(table, higher_is_better=False)[0] == "worse"
+    assert ev.run_split_test([], higher_is_better=True)[0] == "undecided"
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.02, 0.3])
 def test_clean_requests_is_the_first_number_that_shows_the_rate(rate: float) -> None:
-    needed = clean_requests(rate)
-    assert slo.certified(0, needed, rate)
-    assert not slo.certified(0, needed - 1, rate)
-    assert not slo.certified(1, needed, rate)
-    assert slo.upper_bound(0, needed) < rate <= slo.upper_bound(0, needed - 1)
+    needed = compute_clean_requests(rate)
+    assert ev.is_rate_certified(0, needed, rate)
+    assert not ev.is_rate_certified(0, needed - 1, rate)
+    assert not ev.is_rate_certified(1, needed, rate)
+    assert ev.bound_error_rate(0, needed) < rate <= ev.bound_error_rate(0, needed - 1)
 
 
 @quickly
 @given(errors=st.integers(0, 50), good=st.integers(0, 2000), rate=st.floats(0.001, 0.5))
 def test_a_rate_is_shown_where_the_upper_bound_is_below_it(errors: int, good: int, rate: float) -> None:
-    bound = slo.upper_bound(errors, errors + good)
+    bound = ev.bound_error_rate(errors, errors + good)
     if abs(bound - rate) > 1e-6:
-        assert bool(slo.certified(errors, errors + good, rate)) == (bound < rate)
-    assert not slo.certified(0, 0, rate)
+        assert bool(ev.is_rate_certified(errors, errors + good, rate)) == (bound < rate)
+    assert not ev.is_rate_certified(0, 0, rate)
 
 
 def test_a_rate_outside_of_0_and_1_is_refused() -> None:
     for rate in (0.0, 1.0, float("nan")):
         with pytest.raises(ValueError, match="rate"):
-            clean_requests(rate)
+            compute_clean_requests(rate)
 
 
 def test_too_many_wrong_answers_are_evidence() -> None:
-    assert slo.above(0, 0, 0.01) == 0
-    assert slo.above(1, 100, 0.01) < 1
-    assert slo.above(10, 100, 0.01) > 3
+    assert ev.compute_evidence_above(0, 0, 0.01) == 0
+    assert ev.compute_evidence_above(1, 100, 0.01) < 1
+    assert ev.compute_evidence_above(10, 100, 0.01) > 3
 
 
 @quickly
 @given(n=st.integers(0, 10_000), percent=st.integers(1, 99))
 def test_the_right_split_is_no_mismatch(n: int, percent: int) -> None:
-    assert float(share.mismatch(round(n * percent / 100), n, percent)) <= 0.01
+    assert float(guardrails.compute_mismatch_evidence(round(n * percent / 100), n, percent)) <= 0.01
 
 
 def test_a_wrong_split_is_a_mismatch() -> None:
-    assert share.mismatch(200, 1000, 10) > share.MISMATCH_LIMIT
-    assert share.mismatch(0, 1000, 10) > share.MISMATCH_LIMIT
-    assert share.mismatch(105, 1000, 10) < 0
+    assert guardrails.compute_mismatch_evidence(200, 1000, 10) > guardrails.MISMATCH_LIMIT
+    assert guardrails.compute_mismatch_evidence(0, 1000, 10) > guardrails.MISMATCH_LIMIT
+    assert guardrails.compute_mismatch_evidence(105, 1000, 10) < 0
 
 
 @pytest.mark.parametrize(
@@ -185,19 +187,19 @@ def test_a_wrong_split_is_a_mismatch() -> None:
     ],
 )
 def test_gross_failure(canary: tuple[int, int], stable: tuple[int, int], gross: bool) -> None:
-    assert share.grossly_failing(canary, stable) is gross
+    assert guardrails.is_grossly_failing(canary, stable) is gross
 
 
 def test_thresholds_are_the_bounds_nearest_to_the_percentiles() -> None:
     bounds = (0.001, 0.002, 0.004, 0.008)
-    found, slower = freeze(bounds, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
+    found, slower = fix_thresholds(bounds, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
     assert found is not None
     assert (found.p50_s, found.p99_s, found.requests) == (0.002, 0.008, 1000)
     assert slower is not None
     assert (slower.p50_s, slower.p99_s, slower.requests) == (0.004, 0.008, 1000)
-    assert freeze(bounds, (100, 50, 20, 10, 8), {}) == (None, None)
+    assert fix_thresholds(bounds, (100, 50, 20, 10, 8), {}) == (None, None)
     with pytest.raises(ValueError, match="counts"):
-        freeze(bounds, (300, 250), {})
+        fix_thresholds(bounds, (300, 250), {})
 
 
 def slower(times: float, requests: int = 100) -> Interval:
@@ -211,13 +213,15 @@ def slower(times: float, requests: int = 100) -> Interval:
 
 
 def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
-    assert quantiles.signs([slower(1.05)] * 5, "latency_p50") == (0, 5)
-    assert quantiles.signs([slower(1.2)] * 5, "latency_p50") == (5, 5)
-    assert quantiles.signs([slower(1.2)] * 5, "latency_p99") == (0, 0)
-    assert quantiles.signs([slower(float("nan"), 300)] * 5, "latency_p99") == (5, 5)
-    assert quantiles.signs([Interval(step=0)], "latency_p50") == (0, 0)
-    assert quantiles.sign_evidence(9, 9) > ev.limit(3) > quantiles.sign_evidence(7, 7)
-    assert quantiles.sign_evidence(0, 0) == pytest.approx(0)
+    assert guardrails.count_slower_intervals([slower(1.05)] * 5, "latency_p50") == (0, 5)
+    assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p50") == (5, 5)
+    assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p99") == (0, 0)
+    assert guardrails.count_slower_intervals([slower(float("nan"), 300)] * 5, "latency_p99") == (5, 5)
+    assert guardrails.count_slower_intervals([Interval(step=0)], "latency_p50") == (0, 0)
+    assert (
+        guardrails.compute_sign_evidence(9, 9) > ev.compute_evidence_limit(3) > guardrails.compute_sign_evidence(7, 7)
+    )
+    assert guardrails.compute_sign_evidence(0, 0) == pytest.approx(0)
 
 
 @pytest.mark.parametrize(
@@ -234,4 +238,4 @@ def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
 def test_what_the_stable_version_takes_the_candidate_must_take(
     canary: tuple[int, int], stable: tuple[int, int], refuses: bool
 ) -> None:
-    assert share.refusing(canary, stable) is refuses
+    assert guardrails.is_refusing(canary, stable) is refuses

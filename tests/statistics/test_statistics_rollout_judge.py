@@ -14,8 +14,8 @@ from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wa
 from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import PLACES, Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import decide, judge
-from onnx_ops.statistics.rollout.cold import cold_start
-from onnx_ops.statistics.rollout.judge import limit_of, paths, rows_of
+from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
+from onnx_ops.statistics.rollout.judge import compute_firing_limit, count_events, trace_guardrails
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 CANARY = RolloutPolicy(steps=(0.1, 0.5, 1.0), guardrails=RAILS, min_requests=(300,), step_timeout=3600.0)
@@ -56,7 +56,7 @@ def seen(*intervals: Interval, step: int = 0) -> Observations:
 
 def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
     one = Interval(step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42))
-    rows = {rail.name: rows_of(rail.name, [one]) for rail in CANARY.guardrails}
+    rows = {rail.name: count_events(rail.name, [one]) for rail in CANARY.guardrails}
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
@@ -178,7 +178,7 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
     acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
     (guard,) = judge(seen(*[told(bulge)] * 10), policy).guards
-    (path,) = paths(seen(*[told(bulge)] * 10), policy)
+    (path,) = trace_guardrails(seen(*[told(bulge)] * 10), policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
     assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
     waits(due(seen(healthy()), policy), WaitKind.WATCHING)
@@ -320,7 +320,7 @@ def test_the_plot_ends_where_the_judgement_is() -> None:
     bad = replace(healthy(), canary=counted(errors=2))
     observations = seen(healthy(), bad, healthy())
     judged = judge(observations, CANARY)
-    for path, guard in zip(paths(observations, CANARY), judged.guards, strict=True):
+    for path, guard in zip(trace_guardrails(observations, CANARY), judged.guards, strict=True):
         assert path.name == guard.name
         assert path.requests == (50, 100, 150)
         assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
@@ -395,5 +395,7 @@ def test_equal_cold_starts_seldom_fire() -> None:
     fired = 0
     for loads in np.exp(0.3 * random.standard_t(2, (600, 16))):
         mine, theirs = loads[:8] * 1.1, loads[8:]
-        fired += cold_start(Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), limit_of(CANARY)).fired
+        fired += evaluate_cold_start(
+            Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), compute_firing_limit(CANARY)
+        ).fired
     assert fired <= 600 / 60 + 8

@@ -22,7 +22,7 @@ from onnx_ops.domain.structure import (
 )
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.parity import measure
+from onnx_ops.statistics.parity import measure_output
 from tests.support.golden import Golden
 
 D = Digest("sha256:" + "0" * 64)
@@ -154,7 +154,9 @@ def test_rows_that_jitter_explains_are_counted_in_the_reason(golden: Golden) -> 
 )
 def test_without_a_source_in_float64_the_tolerance_is_told(dtype: str, off: float, good: bool) -> None:
     reference = np.linspace(1, 2, 64, dtype=np.float32)
-    found = measure(group="real", output="y", onnx=(reference * (1 + off)).astype(dtype), single=reference, double=None)
+    found = measure_output(
+        group="real", output="y", onnx=(reference * (1 + off)).astype(dtype), single=reference, double=None
+    )
     rtol = "0.005" if dtype == "float16" else "0.001"
     assert found.tolerance.startswith(f"rtol {rtol} + atol")
     result = certain(replace(FLOAT, parity=(found,)), "outputs")
@@ -166,10 +168,12 @@ def test_without_a_source_in_float64_the_tolerance_is_told(dtype: str, off: floa
 def test_bfloat16_has_the_coarsest_tolerance() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     reference = np.linspace(1, 2, 64, dtype=np.float32)
-    found = measure(group="real", output="y", onnx=reference.astype(ml_dtypes.bfloat16), single=reference, double=None)
+    found = measure_output(
+        group="real", output="y", onnx=reference.astype(ml_dtypes.bfloat16), single=reference, double=None
+    )
     assert found.tolerance.startswith("rtol 0.03")
     assert 0 < found.ratio <= 10
-    exact = measure(
+    exact = measure_output(
         group="real",
         output="y",
         onnx=reference.astype(ml_dtypes.bfloat16),

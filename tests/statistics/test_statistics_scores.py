@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from onnx_ops.domain.evidence import ScoreComparison
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.metric import MetricDefinition
-from onnx_ops.statistics.rules.limit import Limit
+from onnx_ops.statistics.metrics import build_metric_statistic
+from onnx_ops.statistics.rules.metric import MetricLimit
 from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, score
-from onnx_ops.statistics.sides import side
 
 F1 = MetricDefinition(name="f1", average="macro")
 BINARY = MetricDefinition(name="f1", average="binary")
@@ -76,10 +76,10 @@ def compared(definition: MetricDefinition, rows: Rows, seed: int = 0, resamples:
 
 def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) -> Verdict:
     if entry.ratio is not None:
-        limit = Limit(kind="max_increase", value=growth, plain=True)
+        limit = MetricLimit(kind="max_increase", value=growth, plain=True)
         return limit.verdict(entry.ratio.low - 1, entry.ratio.high - 1)
     assert entry.difference is not None
-    return Limit(kind="max_drop", value=drop, plain=False).verdict(entry.difference.low, entry.difference.high)
+    return MetricLimit(kind="max_drop", value=drop, plain=False).verdict(entry.difference.low, entry.difference.high)
 
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
@@ -92,7 +92,9 @@ def test_a_true_change_equal_to_the_limit_seldom_passes(
 
     rng = np.random.default_rng([rows, trials])
     label, *models = draw(400_000, rng)
-    base, candidate = (side(definition, label, said).statistic(np.ones((1, len(label))))[0] for said in models)
+    base, candidate = (
+        build_metric_statistic(definition, label, said).statistic(np.ones((1, len(label))))[0] for said in models
+    )
     passed = 0
     for trial in range(trials):
         entry = compared(definition, draw(rows, rng), seed=trial)

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.search import ROLES, Budget, Recipe, Sensitivity, Trial
-from onnx_ops.statistics.front import assign, front
 from onnx_ops.statistics.search import (
-    Build,
-    Known,
-    Probe,
-    Stop,
-    eligible,
-    fits,
-    next_action,
-    purchases,
-    ranking,
-    speed,
+    BuildTrial,
+    ProbeNode,
+    SearchState,
+    StopSearch,
+    assign_roles,
+    choose_next_step,
+    compute_pareto_front,
+    compute_time_ratio,
+    is_eligible,
+    keeps_metric,
+    list_node_contributions,
+    rank_nodes,
 )
 from tests.support.golden import Golden
 
@@ -49,7 +50,7 @@ class Landscape:
             for name, nodes in self.loss.items()
         )
 
-    def trial(self, action: Build) -> Trial:
+    def trial(self, action: BuildTrial) -> Trial:
         if action.recipe in self.broken:
             return Trial(recipe=action.recipe, excluded=action.excluded, failure="the library failed", seconds=1.0)
         lost = sum(loss for node, loss in self.loss[action.recipe].items() if node not in action.excluded)
@@ -65,29 +66,31 @@ class Landscape:
             seconds=1.0,
         )
 
-    def probe(self, action: Probe) -> Sensitivity:
+    def probe(self, action: ProbeNode) -> Sensitivity:
         error = self.loss[action.recipe][action.node]
         return Sensitivity(recipe=action.recipe, node=action.node, error=error, seconds=0.1)
 
 
-def start(landscape: Landscape, budget: Budget) -> Known:
-    return Known(recipes=landscape.recipes(), budget=budget, export_bytes=SIZE)
+def start(landscape: Landscape, budget: Budget) -> SearchState:
+    return SearchState(recipes=landscape.recipes(), budget=budget, export_bytes=SIZE)
 
 
-def step(landscape: Landscape, known: Known) -> Known | Stop:
-    action = next_action(known)
-    if isinstance(action, Stop):
+def step(landscape: Landscape, known: SearchState) -> SearchState | StopSearch:
+    action = choose_next_step(known)
+    if isinstance(action, StopSearch):
         return action
-    if isinstance(action, Build):
+    if isinstance(action, BuildTrial):
         return replace(known, trials=(*known.trials, landscape.trial(action)))
     return replace(known, sensitivities=(*known.sensitivities, landscape.probe(action)))
 
 
-def searched(landscape: Landscape, budget: Budget | None = None, known: Known | None = None) -> tuple[Known, str]:
+def searched(
+    landscape: Landscape, budget: Budget | None = None, known: SearchState | None = None
+) -> tuple[SearchState, str]:
     known = known or start(landscape, budget or Budget(metric_drop=0.01))
     for _ in range(1000):
         after = step(landscape, known)
-        if isinstance(after, Stop):
+        if isinstance(after, StopSearch):
             return known, after.reason
         known = after
     raise AssertionError("it does not end")
@@ -110,7 +113,7 @@ def test_the_one_fragile_node_is_found_with_few_builds() -> None:
     known, _ = searched(Landscape({"dynamic": nodes(*losses)}, {"dynamic": 0.42}))
     assert known.trials[-1].excluded == ("n17",)
     assert len(known.trials) == 2
-    (bought,) = purchases(known)
+    (bought,) = list_node_contributions(known)
     assert (bought.node, bought.kept) == ("n17", True)
     assert bought.metric == pytest.approx(0.3)
     assert bought.time["cpu"] == pytest.approx(0.44 / 0.42)
@@ -119,22 +122,22 @@ def test_the_one_fragile_node_is_found_with_few_builds() -> None:
 class Misleading(Landscape):
     """The error of the outputs puts nodes first that cost no metric."""
 
-    def probe(self, action: Probe) -> Sensitivity:
+    def probe(self, action: ProbeNode) -> Sensitivity:
         return Sensitivity(recipe=action.recipe, node=action.node, error=-float(action.node[1:]))
 
 
 def test_nodes_that_buy_nothing_are_given_back() -> None:
     known, _ = searched(Misleading({"static": nodes(0.0, 0.0, 0.5, 0.0, 0.0, 0.0)}, {"static": 0.4}))
-    best = min((t for t in known.trials if fits(t, known.budget)), key=speed)
+    best = min((t for t in known.trials if keeps_metric(t, known.budget)), key=compute_time_ratio)
     assert best.excluded == ("n2",)
-    assert {one.node: one.kept for one in purchases(known)} == {"n1": False, "n0": False, "n2": True}
+    assert {one.node: one.kept for one in list_node_contributions(known)} == {"n1": False, "n0": False, "n2": True}
 
 
 def test_a_recipe_that_is_slower_than_float_is_not_repaired() -> None:
     """As S8S8 is on x86: half of its operators stay in float, and the conversions come on top."""
     known, _ = searched(Landscape({"s8s8": nodes(0.2, 0.1)}, {"s8s8": 1.18}))
     assert len(known.trials) == 1
-    assert [slot.trial for slot in assign(known, "int8", ("fast",))] == [None]
+    assert [slot.trial for slot in assign_roles(known, "int8", ("fast",))] == [None]
 
 
 def test_a_slower_recipe_is_not_repaired_once_a_faster_one_keeps_the_budget() -> None:
@@ -151,34 +154,34 @@ def test_exclusions_that_cost_what_int8_gained_are_not_pursued() -> None:
 
 def test_a_library_that_fails_is_told_and_left_alone(golden: Golden) -> None:
     known, _ = searched(Landscape({"static": nodes(0.2)}, {"static": 0.4}, broken=frozenset({"static"})))
-    (slot,) = assign(known, "int8", ("fast",))
+    (slot,) = assign_roles(known, "int8", ("fast",))
     golden("reasons", slot.reason)
 
 
 def test_a_step_that_would_take_too_long_is_passed_over_for_one_that_would_not() -> None:
     recipes = tuple(Recipe(name=name, method=name, nodes=("a", "b")) for name in ("dear", "cheap"))
     tried = Trial(recipe="dear", drop=0.5, ratios={"t": RATIO}, seconds=50.0)
-    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
-    action = next_action(known)
-    assert isinstance(action, Build)
+    known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    action = choose_next_step(known)
+    assert isinstance(action, BuildTrial)
     assert action.recipe == "cheap"
     slow = Sensitivity(recipe="dear", node="a", error=0.1, seconds=9.0)
     cheap = replace(tried, recipe="cheap", drop=0.4, seconds=0.5)
     known = replace(known, trials=(tried, cheap), sensitivities=(slow,))
-    assert next_action(known) == Probe(recipe="cheap", node="a")
+    assert choose_next_step(known) == ProbeNode(recipe="cheap", node="a")
 
 
 def test_a_search_that_ran_out_of_time_says_so_and_blames_nothing_else() -> None:
     recipes = tuple(Recipe(name=name, method=name) for name in ("first", "second"))
     tried = Trial(recipe="first", drop=0.5, ratios={"t": RATIO}, seconds=70.0)
-    known = Known(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
-    stop = next_action(known)
-    assert isinstance(stop, Stop)
+    known = SearchState(recipes=recipes, budget=Budget(max_minutes=1.0), export_bytes=SIZE, trials=(tried,))
+    stop = choose_next_step(known)
+    assert isinstance(stop, StopSearch)
     assert stop.timed_out
     assert "second" in stop.reason
-    (slot,) = assign(known, "best", ("fast",), unfinished=stop.reason)
+    (slot,) = assign_roles(known, "best", ("fast",), unfinished=stop.reason)
     assert "not everything was tried" in slot.reason
-    assert not Stop(reason="every recipe was tried").timed_out
+    assert not StopSearch(reason="every recipe was tried").timed_out
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_what_is_for_size_comes_after_the_repairs() -> None:
     loss = {LATE: nodes(0.0), "static": nodes(0.2, 0.0, 0.0)}
     known, _ = searched(Landscape(loss, {LATE: 1.5, "static": 0.4}, sizes={LATE: 150}))
     assert [(t.recipe, t.excluded) for t in known.trials] == [("static", ()), ("static", ("n0",)), (LATE, ())]
-    assert [slot.trial for slot in assign(known, "int8", ("fast", "small"))] == [1, 2]
+    assert [slot.trial for slot in assign_roles(known, "int8", ("fast", "small"))] == [1, 2]
 
 
 losses = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02, 0.3]), min_size=1, max_size=12)
@@ -234,10 +237,10 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape,
     known = start(landscape, whole.budget)
     for _ in range(at):
         after = step(landscape, known)
-        if isinstance(after, Stop):
+        if isinstance(after, StopSearch):
             break
         known = after
-    again = Known(
+    again = SearchState(
         recipes=known.recipes,
         budget=known.budget,
         export_bytes=SIZE,
@@ -250,16 +253,16 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not(landscape: Landscape,
 @given(landscapes)
 def test_the_front_keeps_the_budget_and_nothing_beats_it(landscape: Landscape) -> None:
     known, _ = searched(landscape)
-    for n in front(known):
+    for n in compute_pareto_front(known):
         trial = known.trials[n]
-        assert eligible(trial, known.budget)
+        assert is_eligible(trial, known.budget)
         for other in known.trials:
-            if not eligible(other, known.budget):
+            if not is_eligible(other, known.budget):
                 continue
             better = (
                 max(0.0, other.drop or 0.0) < max(0.0, trial.drop or 0.0)
                 and other.size_bytes < trial.size_bytes
-                and speed(other) < speed(trial)
+                and compute_time_ratio(other) < compute_time_ratio(trial)
             )
             assert not better
 
@@ -269,7 +272,7 @@ def test_a_repaired_recipe_has_no_node_that_could_be_given_back(landscape: Lands
     """With losses that add up: without any one of the nodes it keeps, the budget is broken."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
-        kept = [t for t in known.trials if t.recipe == recipe.name and t.excluded and fits(t, known.budget)]
+        kept = [t for t in known.trials if t.recipe == recipe.name and t.excluded and keeps_metric(t, known.budget)]
         if kept and landscape.noise == 0.0 and landscape.price > 0.0:
             least = min(kept, key=lambda t: len(t.excluded))
             for node in least.excluded:
@@ -281,15 +284,17 @@ def test_a_repaired_recipe_has_no_node_that_could_be_given_back(landscape: Lands
 @given(landscapes)
 def test_each_role_is_on_the_front_or_says_why_not(landscape: Landscape) -> None:
     known, _ = searched(landscape)
-    slots = assign(known, "int8", ROLES)
+    slots = assign_roles(known, "int8", ROLES)
     assert [slot.role for slot in slots] == list(ROLES)
     given_ = [slot.trial for slot in slots if slot.trial is not None]
     assert len(given_) == len(set(given_))
-    assert set(given_) <= set(front(known))
+    assert set(given_) <= set(compute_pareto_front(known))
     assert all((slot.trial is None) == bool(slot.reason) for slot in slots)
     fast = next(slot for slot in slots if slot.role == "fast")
     if fast.trial is not None:
-        assert speed(known.trials[fast.trial]) == min(speed(known.trials[n]) for n in front(known))
+        assert compute_time_ratio(known.trials[fast.trial]) == min(
+            compute_time_ratio(known.trials[n]) for n in compute_pareto_front(known)
+        )
 
 
 @given(landscapes)
@@ -297,8 +302,11 @@ def test_the_order_of_trials_changes_no_figure_of_the_front(landscape: Landscape
     known, _ = searched(landscape)
     turned = replace(known, trials=tuple(reversed(known.trials)))
 
-    def figures(some: Known) -> set[tuple[float, int, float]]:
-        return {(max(0.0, t.drop or 0.0), t.size_bytes, speed(t)) for t in (some.trials[n] for n in front(some))}
+    def figures(some: SearchState) -> set[tuple[float, int, float]]:
+        return {
+            (max(0.0, t.drop or 0.0), t.size_bytes, compute_time_ratio(t))
+            for t in (some.trials[n] for n in compute_pareto_front(some))
+        }
 
     assert figures(known) == figures(turned)
 
@@ -308,16 +316,16 @@ def test_roles_are_different_things(golden: Golden) -> None:
         ratio = Interval(estimate=time, low=time, high=time)
         return Trial(recipe="r", excluded=(str(time),), drop=drop, size_bytes=size, ratios={"cpu": ratio})
 
-    known = Known(
+    known = SearchState(
         recipes=(),
         budget=Budget(metric_drop=0.01),
         export_bytes=SIZE,
         trials=(trial(0.009, 0.4, 300), trial(0.0, 0.6, 400), trial(0.005, 0.9, 150), trial(0.009, 0.8, 500)),
     )
-    assert front(known) == (0, 1, 2)
-    assert [slot.trial for slot in assign(known, "int8", ROLES)] == [0, 2, 1]
-    assert [slot.trial for slot in assign(known, "int8", ("exact", "fast"))] == [1, 0]
-    same = assign(replace(known, trials=known.trials[:1]), "int8", ROLES)
+    assert compute_pareto_front(known) == (0, 1, 2)
+    assert [slot.trial for slot in assign_roles(known, "int8", ROLES)] == [0, 2, 1]
+    assert [slot.trial for slot in assign_roles(known, "int8", ("exact", "fast"))] == [1, 0]
+    same = assign_roles(replace(known, trials=known.trials[:1]), "int8", ROLES)
     assert [slot.trial for slot in same] == [0, None, None]
     golden("reasons", same[1].reason)
 
@@ -325,11 +333,11 @@ def test_roles_are_different_things(golden: Golden) -> None:
 def test_sizes_and_quantiles_are_budgets_too() -> None:
     ratio = Interval(estimate=0.5, low=0.4, high=0.6)
     trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": ratio}, p99={"cpu": 0.004})
-    assert eligible(trial, Budget(size=300, p99=0.005))
-    assert not eligible(trial, Budget(size=299))
-    assert not eligible(trial, Budget(p99=0.003))
-    assert not eligible(replace(trial, p99={}), Budget(p99=0.005))
-    assert math.isinf(speed(replace(trial, failure="it broke")))
+    assert is_eligible(trial, Budget(size=300, p99=0.005))
+    assert not is_eligible(trial, Budget(size=299))
+    assert not is_eligible(trial, Budget(p99=0.003))
+    assert not is_eligible(replace(trial, p99={}), Budget(p99=0.005))
+    assert math.isinf(compute_time_ratio(replace(trial, failure="it broke")))
 
 
 def test_nodes_that_cannot_be_probed_count_as_the_worst() -> None:
@@ -339,5 +347,5 @@ def test_nodes_that_cannot_be_probed_count_as_the_worst() -> None:
         Sensitivity(recipe="static", node="b", error=2.0),
         Sensitivity(recipe="static", node="c", failure="it does not run"),
     )
-    known = Known(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=tuple(found))
-    assert ranking(known, recipe) == ("c", "b", "a")
+    known = SearchState(recipes=(recipe,), budget=Budget(), export_bytes=SIZE, sensitivities=tuple(found))
+    assert rank_nodes(known, recipe) == ("c", "b", "a")

@@ -21,7 +21,7 @@ from onnx_ops.domain.gate import (
 )
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.latency import quantile_limit
+from onnx_ops.statistics.latency import compare_quantile
 
 D = Digest("sha256:" + "0" * 64)
 CPU = "CPUExecutionProvider"
@@ -225,6 +225,6 @@ def test_gates_without_a_limit_prove_nothing() -> None:
 
 
 def test_bounds_of_a_median_are_order_statistics_in_any_unit() -> None:
-    found = quantile_limit([5, 1, 4, 2, 3], 0.5, 5)
+    found = compare_quantile([5, 1, 4, 2, 3], 0.5, 5)
     assert (found.quantile, found.low, found.high, found.verdict) == (3, 1, 5, Verdict.PASS)
-    assert quantile_limit([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"
+    assert compare_quantile([1, 2, 3, 4], 0.5, 100).verdict is Verdict.INCONCLUSIVE, "four samples bound no median"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.ports import Tree
-from onnx_ops.statistics.trees import SHOWN, compare_trees
+from onnx_ops.statistics.tree_parity import SHOWN, compare_trees
 from tests.support.golden import Golden
 
 TREE = Tree(

@@ -124,8 +124,7 @@ def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tup
 
 def look(model: Path) -> Outcome:
     """What `inspect` makes of a file."""
-    from onnx_ops.onnx_graph.cost import cost
-    from onnx_ops.onnx_graph.survey import survey
+    from onnx_ops.onnx_graph.model_summary import cost, survey
 
     def run() -> tuple[str, str]:
         found = survey(model)
@@ -140,10 +139,10 @@ def hold_against_itself(model: Path) -> Outcome:
     from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
     from onnx_ops.config.builtin import BUILTIN
     from onnx_ops.tools.compare import compare
-    from onnx_ops.tools.probing import made_up, shared_inputs
+    from onnx_ops.tools.probing import generate_samples, shared_inputs
 
     def run() -> tuple[str, str]:
-        samples = made_up(shared_inputs(model, model), count=4, dims={})
+        samples = generate_samples(shared_inputs(model, model), count=4, dims={})
         found = compare(ShieldedRuntime(), BUILTIN["cpu-1t"], model, model, samples)
         return found.verdict.value, found.reason
 

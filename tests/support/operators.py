@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import CustomOps
-from onnx_ops.onnx_graph.operators import carry_libraries
+from onnx_ops.onnx_graph.compatibility import carry_libraries
 
 DOMAIN = "acme.ops"
 

@@ -17,12 +17,12 @@ from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
-from onnx_ops.tools.compare import Parity, compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.compare import ParityResult, compare
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 
-def compared(a: Path, b: Path) -> Parity:
-    samples = made_up(shared_inputs(a, b), count=64, dims={})
+def compared(a: Path, b: Path) -> ParityResult:
+    samples = generate_samples(shared_inputs(a, b), count=64, dims={})
     return compare(OnnxRuntime(), BUILTIN["cpu-1t"], a, b, samples)
 
 

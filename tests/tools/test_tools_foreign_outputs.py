@@ -14,10 +14,10 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.gate import Verdict
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.brought import drop_zipmaps
+from onnx_ops.onnx_graph.compatibility import drop_zipmaps
 from onnx_ops.testing.models import write_perceptron
-from onnx_ops.tools.compare import Parity, compare
-from onnx_ops.tools.probing import made_up, shared_inputs
+from onnx_ops.tools.compare import ParityResult, compare
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.zipmap import zipped
 
 _HEAD = '<ir_version: 9, opset_import: ["" : 18]>'
@@ -39,8 +39,8 @@ def write(path: Path, text: str, **constants: Any) -> Path:
     return path
 
 
-def compared(a: Path, b: Path) -> Parity:
-    samples = made_up(shared_inputs(a, b), count=16, dims={})
+def compared(a: Path, b: Path) -> ParityResult:
+    samples = generate_samples(shared_inputs(a, b), count=16, dims={})
     return compare(OnnxRuntime(), BUILTIN["cpu-1t"], a, b, samples)
 
 

@@ -17,11 +17,11 @@ from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.kind import read_candidate_kind
+from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
-from onnx_ops.tools.judge import Judgement, JudgeRequest, Setting, judge_candidate, metric_gate
-from onnx_ops.tools.probing import brought, made_up, shared_inputs
+from onnx_ops.tools.judge import Judgement, JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
+from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
 from tests.support.pairs import derive
 
@@ -48,20 +48,20 @@ def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Datas
 def judged(source: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any) -> Judgement:
     inputs = shared_inputs(source, candidate)
     samples = (
-        made_up(inputs, count=64, dims={}, bounds=input_bounds(source))
+        generate_samples(inputs, count=64, dims={}, bounds=input_bounds(source))
         if dataset is None
-        else brought(inputs, dataset.inputs, where="rows", limit=64)
+        else check_samples(inputs, dataset.inputs, where="rows", limit=64)
     )
     request = JudgeRequest(
         baseline=source,
         candidate=candidate,
         kind=read_candidate_kind(source, candidate),
         targets=(CPU,),
-        settings=(Setting(name="", batch=1, samples=samples),),
+        settings=(SweepPoint(name="", batch=1, samples=samples),),
         runtime=lambda _: OnnxRuntime(),
         inside=OnnxRuntime(),
         conditions=dict,
-        metric=metric_gate(None, 0.01, lower_is_better=False),
+        metric=build_metric_gate(None, 0.01, lower_is_better=False),
         dataset=dataset,
         only="parity",
     )
@@ -106,7 +106,7 @@ def without_relu(path: Path) -> Path:
 def test_sound_variant_passes_by_the_rules_of_its_kind(
     source: Path, method: str, options: dict[str, int], metrics: set[str]
 ) -> None:
-    lenient = metric_gate(None, 0.05, lower_is_better=False)  # its scores are near to one another
+    lenient = build_metric_gate(None, 0.05, lower_is_better=False)  # its scores are near to one another
     found = judged(source, derive(source, method, options), dataset_of(source), metric=lenient)
     assert found.verdict is Verdict.PASS, found.targets[0].decision.reason
     assert set(results_of(found)) - {"int8 coverage"} == metrics
@@ -178,12 +178,12 @@ def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(so
 def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
     slow = source.with_name("slow.onnx")
     slow.write_bytes(source.read_bytes())
-    samples = made_up(shared_inputs(source), count=64, dims={})
+    samples = generate_samples(shared_inputs(source), count=64, dims={})
     found = judged(
         source,
         slow,
         runtime=lambda _: Scripted({source: 1.0, slow: 1.2}),
-        settings=tuple(Setting(name=f"batch {size}", batch=size, samples=samples) for size in (1, 8)),
+        settings=tuple(SweepPoint(name=f"batch {size}", batch=size, samples=samples) for size in (1, 8)),
         only="latency",
     )
     results = results_of(found)
@@ -193,7 +193,7 @@ def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
 
 
 def test_metric_gate_takes_the_limit_that_fits_the_metric() -> None:
-    assert metric_gate("f1", 0.01, lower_is_better=False).max_drop == 0.01
-    assert metric_gate("rmse", 0.01, lower_is_better=False).max_increase == 0.01
-    assert metric_gate("m:f", 0.01, lower_is_better=True).max_increase == 0.01
-    assert metric_gate("m:f", 0.01, lower_is_better=False).higher_is_better is True
+    assert build_metric_gate("f1", 0.01, lower_is_better=False).max_drop == 0.01
+    assert build_metric_gate("rmse", 0.01, lower_is_better=False).max_increase == 0.01
+    assert build_metric_gate("m:f", 0.01, lower_is_better=True).max_increase == 0.01
+    assert build_metric_gate("m:f", 0.01, lower_is_better=False).higher_is_better is True

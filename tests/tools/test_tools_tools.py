@@ -21,16 +21,15 @@ from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
 from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.measuring import Asked, asked_by
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure import load, starts
+from onnx_ops.measure import speed
 from onnx_ops.onnx_graph.input_bounds import input_bounds
 from onnx_ops.statistics.latency import LOOKS
 from onnx_ops.statistics.probes import BATCH_SIZES
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
-from onnx_ops.tools.bench import bench
-from onnx_ops.tools.bench_pair import bench_pair, pair_gates
-from onnx_ops.tools.compare import Parity, compare
-from onnx_ops.tools.probing import brought, groups_of, made_up, shared_inputs
+from onnx_ops.tools.bench import benchmark, benchmark_pair, build_pair_gates
+from onnx_ops.tools.compare import ParityResult, compare
+from onnx_ops.tools.probing import build_groups, check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
 from tests.support.golden import Golden
 
@@ -71,8 +70,8 @@ def graph(path: Path, nodes: Sequence[onnx.NodeProto], inputs: dict[str, Any], o
     return path
 
 
-def compared(a: Path, b: Path, **keywords: Any) -> Parity:
-    samples = made_up(
+def compared(a: Path, b: Path, **keywords: Any) -> ParityResult:
+    samples = generate_samples(
         shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}), bounds=input_bounds(a)
     )
     return compare(RUNTIME, CPU, a, b, samples, sizes=keywords.get("sizes", ()))
@@ -95,7 +94,7 @@ class TestTargets:
 
 class TestProbing:
     def test_random_rows_are_the_same_every_time_and_fit_the_model(self, model: Path) -> None:
-        first, second = (made_up(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2))
+        first, second = (generate_samples(shared_inputs(model), count=10, dims={}, seed=3) for _ in range(2))
         np.testing.assert_array_equal(first.rows["x"], second.rows["x"])
         assert first.rows["x"].shape == (10, FEATURES)
         assert first.rows["x"].dtype == np.float32
@@ -103,8 +102,8 @@ class TestProbing:
     def test_a_fixed_batch_is_kept_in_every_run(self, tmp_path: Path) -> None:
         path = tmp_path / "fixed.onnx"
         write_perceptron(path, batch=5)
-        samples = made_up(shared_inputs(path), count=32, dims={})
-        found = groups_of(samples)
+        samples = generate_samples(shared_inputs(path), count=32, dims={})
+        found = build_groups(samples)
         assert {len(feed["x"]) for group in found for feed in group.runs} == {5}
         assert {group.name for group in found} >= {"real", "range", "beyond_range:x1e5", "missing", "infinite"}
         assert len(samples.feed(1)["x"]) == 5
@@ -123,49 +122,51 @@ class TestProbing:
 
     def test_other_symbolic_dimensions_have_the_size_asked_for(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
-        assert made_up([spec], count=2, dims={"height": 20}).rows["x"].shape == (2, 3, 20, 8)
+        assert generate_samples([spec], count=2, dims={"height": 20}).rows["x"].shape == (2, 3, 20, 8)
         with pytest.raises(UserError, match="Named ones: batch, height"):
-            made_up([spec], count=2, dims={"hieght": 20})
+            generate_samples([spec], count=2, dims={"hieght": 20})
 
     @pytest.mark.parametrize("dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"])
     def test_every_type_of_tensor_can_be_made_up_and_probed(self, dtype: str) -> None:
-        samples = made_up([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
-        kinds = {feed["x"].dtype for group in groups_of(samples) for feed in group.runs}
+        samples = generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={})
+        kinds = {feed["x"].dtype for group in build_groups(samples) for feed in group.runs}
         assert {kind.str[:2] if kind.kind == "U" else kind.str for kind in kinds} == {
             "<U" if dtype == "string" else samples.rows["x"].dtype.str
         }
-        assert {array.shape[1] for group in groups_of(samples) for feed in group.runs for array in feed.values()} == {2}
+        assert {
+            array.shape[1] for group in build_groups(samples) for feed in group.runs for array in feed.values()
+        } == {2}
 
     @pytest.mark.parametrize("dtype", ["undefined", "float8e4m3fn", "complex64", "object", "nonsense"])
     def test_another_type_is_refused(self, dtype: str) -> None:
         with pytest.raises(UserError, match="is of type"):
-            made_up([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
+            generate_samples([TensorSpec(name="x", dtype=dtype, shape=("n",))], count=4, dims={})
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "map", "optional", "sequence"])
     def test_an_input_that_numpy_has_no_array_for_is_refused_with_its_own_remedy(self, dtype: str) -> None:
         with pytest.raises(UserError, match=f"is of type {dtype}") as caught:
-            made_up([TensorSpec(name="x", dtype=dtype, shape=())], count=4, dims={})
+            generate_samples([TensorSpec(name="x", dtype=dtype, shape=())], count=4, dims={})
         assert caught.value.remedy.partition(" ")[0] in ("Export", "NumPy")
 
     def test_sizes_that_no_machine_holds_are_refused(self) -> None:
         with pytest.raises(UserError, match="one row of the model's inputs takes"):
-            made_up([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})
+            generate_samples([TensorSpec(name="x", dtype="float32", shape=("n", 1 << 40, 1 << 40))], count=4, dims={})
 
     def test_large_rows_are_fewer_in_small_runs_and_without_edges(self) -> None:
-        samples = made_up([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
-        found = groups_of(samples)
+        samples = generate_samples([TensorSpec(name="x", dtype="uint8", shape=("n", 1 << 22))], count=500, dims={})
+        found = build_groups(samples)
         assert (len(samples), samples.large) == (16, True)
         assert [group.name for group in found] == ["real", "batches:1", "batches:2", "batches:3"]
         assert max(len(feed["x"]) for group in found for feed in group.runs) == 4
 
     def test_inputs_that_begin_with_different_fixed_dimensions_are_drawn_whole(self) -> None:
         specs = [TensorSpec(name=name, dtype="float32", shape=(size, 2)) for name, size in (("x", 1), ("h", 4))]
-        samples = made_up(specs, count=3, dims={})
-        (group,) = groups_of(samples)
+        samples = generate_samples(specs, count=3, dims={})
+        (group,) = build_groups(samples)
         (run,) = group.runs
         assert {name: array.shape for name, array in run.items()} == {"x": (1, 2), "h": (4, 2)}
         with pytest.raises(UserError, match="different dimensions"):
-            brought(specs, run, where="rows.npz", limit=3)
+            check_samples(specs, run, where="rows.npz", limit=3)
 
     @pytest.mark.parametrize(
         ("arrays", "told"),
@@ -179,10 +180,10 @@ class TestProbing:
     )
     def test_rows_that_do_not_fit_are_refused(self, model: Path, arrays: dict[str, Any], told: str) -> None:
         with pytest.raises(UserError, match=told):
-            brought(shared_inputs(model), arrays, where="rows.npz", limit=10)
+            check_samples(shared_inputs(model), arrays, where="rows.npz", limit=10)
 
     def test_rows_of_another_precision_are_cast_and_what_else_is_there_is_left_alone(self, model: Path) -> None:
-        found = brought(
+        found = check_samples(
             shared_inputs(model), {"x": np.zeros((40, FEATURES)), "y": np.zeros(40)}, where="rows.npz", limit=10
         )
         assert found.rows["x"].dtype == np.float32
@@ -341,7 +342,7 @@ class TestCompare:
 
 class TestBench:
     def test_alone_every_figure_has_its_n(self, model: Path) -> None:
-        found = bench(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
+        found = benchmark(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
         assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))
         assert list(found.figures) == ["p50", "p90", "p99"]
         assert 0 < found.figures["p50"].low <= found.figures["p50"].value
@@ -351,16 +352,15 @@ class TestBench:
     def test_load_and_fresh_processes_are_measured_where_asked(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for kind in (load, starts):
-            monkeypatch.setattr(kind, "HEATS_ALONE", 1)
+        monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         asked = Asked(throughput=(2,), starts=True)
-        found = bench(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        found = benchmark(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
         for name in ("concurrency 2", "load", "first", "peak"):
             assert found.figures[name].value > 0
 
     def test_each_figure_has_its_unit_its_number_and_an_interval(self, model: Path) -> None:
         asked = Asked(throughput=(2,), starts=True)
-        found = bench(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        found = benchmark(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
         assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
         assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
         for name in ("concurrency 2", "load", "first", "peak"):
@@ -372,7 +372,7 @@ class TestBench:
     @pytest.mark.parametrize(("slower", "verdict"), [(1.0, Verdict.PASS), (0.5, Verdict.PASS), (1.2, Verdict.FAIL)])
     def test_the_verdict_follows_the_times(self, model: Path, slower: float, verdict: Verdict) -> None:
         other = changed(model, "other.onnx", "third.bias", np.zeros_like)
-        found = bench_pair(
+        found = benchmark_pair(
             Scripted({model: 1.0, other: slower}), CPU, model, other, rows(1), gates=FIVE, conditions=dict
         )
         assert found.verdict is verdict
@@ -389,8 +389,8 @@ class TestBench:
     def test_every_figure_has_its_own_limit_and_the_worst_verdict_counts(self, model: Path) -> None:
         other = changed(model, "other.onnx", "third.bias", np.zeros_like)
         runtime = Scripted({model: 1.0, other: 1.15})
-        gates = pair_gates(None, concurrency=4, cold=True)
-        found = bench_pair(runtime, CPU, model, other, rows(1), gates=gates, conditions=dict)
+        gates = build_pair_gates(None, concurrency=4, cold=True)
+        found = benchmark_pair(runtime, CPU, model, other, rows(1), gates=gates, conditions=dict)
         assert [(r.metric, r.bound) for r in found.decision.results] == [
             ("ratio vs A", 1.05),
             ("concurrency 4 vs A", 1.05),
@@ -408,13 +408,13 @@ class TestBench:
         assert found.verdict is Verdict.FAIL
         a, b = found.medians["concurrency 4"]
         assert b / a == pytest.approx(1 / 1.15, rel=0.02), "requests per second fall as the time per request grows"
-        assert asked_by(pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
+        assert asked_by(build_pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
             ("cold_start", "latency", "memory", "throughput"), (0.3,)
         )
 
     def test_a_noisy_machine_is_inconclusive_after_all_looks(self, model: Path) -> None:
         told: list[str] = []
-        found = bench_pair(
+        found = benchmark_pair(
             Scripted({model: 1.0}, noise=0.4),
             CPU,
             model,
@@ -432,11 +432,11 @@ class TestBench:
     def test_a_silent_fallback_is_an_error(self, model: Path) -> None:
         runtime = Scripted({model: 1.0}, used=("OtherProvider",))
         with pytest.raises(MeasurementError, match="CPUExecutionProvider was asked for, OtherProvider ran"):
-            bench_pair(runtime, CPU, model, model, rows(1), gates=FIVE, conditions=dict)
+            benchmark_pair(runtime, CPU, model, model, rows(1), gates=FIVE, conditions=dict)
 
     def test_a_model_too_new_for_the_target_is_refused(self, model: Path) -> None:
         with pytest.raises(UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"):
-            bench(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
+            benchmark(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
 
 
 def evidence(measured: tuple[ParityMeasurement, ...]) -> Evidence:

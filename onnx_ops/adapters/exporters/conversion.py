@@ -7,10 +7,10 @@ from pathlib import Path
 from onnx_ops.adapters.isolation.shield import Fallen, shielded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.check import full_check
+from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.hygiene import like_source
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import like_source
 
 
 def convert(source: Path, result: Path, section: Export) -> None:

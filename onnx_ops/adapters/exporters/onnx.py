@@ -13,11 +13,9 @@ from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.brought import CONVERT, drop_zipmaps, newer, no_tensors, remedy
-from onnx_ops.onnx_graph.check import ceiling
+from onnx_ops.onnx_graph.compatibility import CONVERT, ceiling, check_libraries, drop_zipmaps, newer, no_tensors, remedy
 from onnx_ops.onnx_graph.files import copy_model, model_file, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.operators import check_libraries
+from onnx_ops.onnx_graph.model_info import info
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 

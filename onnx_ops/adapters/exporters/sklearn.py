@@ -16,7 +16,7 @@ from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_o
 from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.hygiene import renumber
+from onnx_ops.onnx_graph.rewrites import renumber
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tree
 

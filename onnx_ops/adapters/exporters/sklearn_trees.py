@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.onnx_graph.forest import ENSEMBLES, preorder
+from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, preorder
 from onnx_ops.ports.export import Tree
 
 _FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")

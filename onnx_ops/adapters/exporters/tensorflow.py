@@ -21,7 +21,7 @@ from onnx_ops.adapters.exporters.naming import (
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.hygiene import renumber
+from onnx_ops.onnx_graph.rewrites import renumber
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 

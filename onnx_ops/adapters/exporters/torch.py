@@ -18,9 +18,9 @@ from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_v
 from onnx_ops.adapters.exporters.section import check_section
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
-from onnx_ops.measure.user_code import load_function
 from onnx_ops.onnx_graph.files import graphs, nodes, write_model
-from onnx_ops.onnx_graph.hygiene import DEFAULT_DOMAINS
+from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
+from onnx_ops.pipeline.user_code import load_function
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 

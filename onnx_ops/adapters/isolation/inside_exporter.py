@@ -15,7 +15,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.isolation.inside import serve
 from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.measure.user_code import call_training
+from onnx_ops.pipeline.user_code import call_training
 from onnx_ops.ports.data import Dataset
 from onnx_ops.ports.export import Exporter, ExportRequest
 

@@ -12,9 +12,8 @@ from typing import Any
 from onnx_ops.adapters.optimizers.library import quiet, told
 from onnx_ops.adapters.optimizers.options import SIZES, Kind, one_of, read_options, whole
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.hygiene import like_source
+from onnx_ops.onnx_graph.rewrites import follow, like_source
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 

@@ -10,10 +10,9 @@ from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
-from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
-from onnx_ops.onnx_graph.hygiene import like_source
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import follow, like_source
 from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF = 1, 10

@@ -14,7 +14,7 @@ from typing import Any
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import OnnxOpsError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import constants, nodes
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 _FLOAT = 1

@@ -12,11 +12,9 @@ from typing import Any
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import YES_NO, Kind, one_of, read_options
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import constants, read_model, write_model
-from onnx_ops.onnx_graph.gemm import split_gemms
-from onnx_ops.onnx_graph.hygiene import like_source
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import follow, like_source, split_gemms
 from onnx_ops.plugins import require
 from onnx_ops.ports.optimize import OptimizeRequest
 

@@ -17,9 +17,8 @@ from onnx_ops.adapters.optimizers.options import Kind, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
-from onnx_ops.onnx_graph.exclusion import follow, still_quantized
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.hygiene import like_source
+from onnx_ops.onnx_graph.rewrites import follow, like_source, still_quantized
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch

@@ -13,10 +13,9 @@ from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, Kind, one_of, read_options
 from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.exclusion import follow, still_quantized
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.hygiene import DEFAULT_DOMAINS, flatten_biases, like_source
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS, flatten_biases, follow, like_source, still_quantized
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 

@@ -15,10 +15,9 @@ from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
 from onnx_ops.errors import StageError, UserError
-from onnx_ops.onnx_graph.exclusion import follow
 from onnx_ops.onnx_graph.files import nodes, read_model, write_model
-from onnx_ops.onnx_graph.hygiene import like_source
-from onnx_ops.onnx_graph.inspect import info
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import follow, like_source
 from onnx_ops.plugins import imported, missing_package
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch

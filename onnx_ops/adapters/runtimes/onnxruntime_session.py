@@ -25,9 +25,9 @@ from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, quoted
+from onnx_ops.onnx_graph.compatibility import check_libraries
 from onnx_ops.onnx_graph.files import external_names
-from onnx_ops.onnx_graph.operators import check_libraries
-from onnx_ops.onnx_graph.ort_file import is_ort
+from onnx_ops.onnx_graph.ort_format import is_ort
 
 DISTRIBUTION = "onnxruntime"
 

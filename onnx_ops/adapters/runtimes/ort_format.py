@@ -15,8 +15,8 @@ from onnx_ops.adapters.isolation.shield import Fallen, shielded
 from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.onnx_graph.compatibility import check_libraries
 from onnx_ops.onnx_graph.files import model_digest
-from onnx_ops.onnx_graph.operators import check_libraries
 from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"

@@ -24,23 +24,20 @@ from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.measure.coverage import Examined, examine
-from onnx_ops.measure.files import MODEL, PACKAGE, checkout, get_dataset, pack, put_document, put_folder
-from onnx_ops.measure.hardware import departure
-from onnx_ops.measure.invariance import measure_invariance
-from onnx_ops.measure.machine import fitting
-from onnx_ops.measure.pairs import identity
-from onnx_ops.measure.parity import measure_parity
-from onnx_ops.measure.predictions import flat
-from onnx_ops.measure.reference import get_reference
-from onnx_ops.measure.scoring import Scorer, TaskMetrics, measure_metrics
-from onnx_ops.measure.speed import Contest, measure_speed
-from onnx_ops.measure.timing import feed_of
-from onnx_ops.measure.user_code import importable, load_function
-from onnx_ops.onnx_graph.check import refusal
+from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware
+from onnx_ops.measure.files import MODEL, PACKAGE, checkout_files, get_dataset, pack_arrays, put_document, put_folder
+from onnx_ops.measure.paired_rows import digest_rows
+from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance, measure_parity
+from onnx_ops.measure.predictions import flatten_column
+from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.measure.speed import ComparisonSpec, measure_speed
+from onnx_ops.measure.timing import build_feed
+from onnx_ops.onnx_graph.compatibility import refusal
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.inspect import count_operators, info
-from onnx_ops.pipeline.stages.champion import Champion, champion_of
+from onnx_ops.onnx_graph.model_info import count_operators, info
+from onnx_ops.pipeline.stages.champion import Champion, read_champion
+from onnx_ops.pipeline.user_code import importable, load_function
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import unscored
@@ -48,7 +45,7 @@ from onnx_ops.statistics.scores import CANDIDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class BenchmarkContext:
     """The files and the runtime that one benchmark works with."""
 
     runtime: Runtime
@@ -69,15 +66,15 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     data = whole.head(settings["limit"])
     sampled = SampledRows(data=settings["data"], used=len(data), total=len(whole))
     runtime = ports.runtime(target.runtime)
-    hardware = fitting(runtime, target)
+    hardware = require_hardware(runtime, target)
     with Scratch() as folder:
-        champion = champion_of(stage, ports)
+        champion = read_champion(stage, ports)
         manifest = variant.subset(MODEL)
-        bench = Bench(
+        bench = BenchmarkContext(
             runtime=runtime,
             target=target,
-            candidate=checkout(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
-            export=checkout(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
+            candidate=checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
+            export=checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
             champion=champion if champion and champion.manifest != manifest.digest() else None,
             dataset=data,
             seed=int(key[-8:], 16),
@@ -87,7 +84,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         metrics = _metrics(bench, is_export, stage, ports)
         speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
         quantized = bool(settings["quantized"])
-        examined = Examined() if is_export else _examined(ports, bench, variant)
+        examined = ExecutionReport() if is_export else _examined(ports, bench, variant)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         parity = () if quantized else measure_parity(bench.runtime, bench.candidate, target, reference)
         package = _package(bench, folder / "package", ports)
@@ -110,7 +107,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             parity=parity,
             export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
             batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
-            divergence=divergence or departure(ports, bench.runtime, target, bench.candidate, reference, parity),
+            divergence=divergence
+            or find_hardware_divergence(ports, bench.runtime, target, bench.candidate, reference, parity),
             weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
@@ -129,13 +127,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             throughput=speed.throughput,
             starts=speed.starts,
             ratios=speed.ratios,
-            raw=store.put_bytes(pack({**speed.raw, **metrics.rows, **identity(data)})),
+            raw=store.put_bytes(pack_arrays({**speed.raw, **metrics.rows, **digest_rows(data)})),
         )
     found = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
     return Manifest(files={**package, **found})
 
 
-def _package(bench: Bench, folder: Path, ports: Ports) -> dict[str, Digest]:
+def _package(bench: BenchmarkContext, folder: Path, ports: Ports) -> dict[str, Digest]:
     """What a target with a format of its own gets of the model."""
     if bench.target.ort_format is None:
         return {}
@@ -164,7 +162,7 @@ def _size(files: Mapping[str, Digest], ports: Ports) -> int:
     return sum(ports.store.path(digest).stat().st_size for digest in own.values())
 
 
-def _check_ceiling(bench: Bench, where: str) -> None:
+def _check_ceiling(bench: BenchmarkContext, where: str) -> None:
     """A runtime tells of a file that is too new for it in words of its own, or of none."""
     if reason := refusal(bench.candidate, bench.target):
         raise UserError(
@@ -178,13 +176,13 @@ def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _examined(ports: Ports, bench: Bench, variant: Manifest) -> Examined:
+def _examined(ports: Ports, bench: BenchmarkContext, variant: Manifest) -> ExecutionReport:
     excluded = _documents(ports, variant["excluded.json"], str)
-    return examine(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
+    return inspect_execution(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
 
 
-def _metrics(bench: Bench, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
-    """The task metrics of the variant, alone and on the same rows as what it is compared with.
+def _metrics(bench: BenchmarkContext, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
+    """Return the task metrics of the variant, alone and on the same rows as what it is compared with.
 
     Raises:
         UserError: a gate's metric is of another kind than the labels or the export's answers.
@@ -192,7 +190,7 @@ def _metrics(bench: Bench, is_export: bool, stage: Stage, ports: Ports) -> TaskM
     settings: Mapping[str, Any] = stage.settings
     judged: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
-    definitions, default = with_default(definitions, bench.dataset)
+    definitions, default = add_default_metric(definitions, bench.dataset)
     models = {CANDIDATE: bench.candidate}
     if not is_export:
         models[EXPORT] = bench.export
@@ -200,7 +198,7 @@ def _metrics(bench: Bench, is_export: bool, stage: Stage, ports: Ports) -> TaskM
         models["champion"] = Path(bench.champion.location) / MODEL_FILE
     with importable(ports.root):
         functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
-        scorer = Scorer(
+        scorer = ScoringRequest(
             runtime=bench.runtime,
             target=bench.target,
             models=models,
@@ -220,31 +218,33 @@ def _metrics(bench: Bench, is_export: bool, stage: Stage, ports: Ports) -> TaskM
     return found
 
 
-def with_default(
+def add_default_metric(
     asked: tuple[MetricDefinition, ...], dataset: Dataset
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
     """Add rmse where labels are numbers and no gate asks for an error of numbers.
 
     Whether a model gives classes or numbers is known once it has answered: then either accuracy or rmse is told.
     """
-    numbers = dataset.label is not None and dataset.label.dtype.kind in "fiu" and flat(dataset.label).ndim == 1
+    numbers = (
+        dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
+    )
     if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in asked):
         return asked, None
     default = MetricDefinition(name="rmse")
     return (*asked, default), default
 
 
-def _contest(bench: Bench, is_export: bool, batch: int) -> Contest:
+def _contest(bench: BenchmarkContext, is_export: bool, batch: int) -> ComparisonSpec:
     """Against the export, and against the champion, which is the baseline where there is one."""
     rivals = {} if is_export else {EXPORT: bench.export}
     if bench.champion is not None:
         rivals["champion"] = Path(bench.champion.location) / MODEL_FILE
-    return Contest(
+    return ComparisonSpec(
         runtime=bench.runtime,
         target=bench.target,
         candidate=bench.candidate,
         rivals=rivals,
-        feed=feed_of(bench.candidate, bench.dataset.inputs, batch),
+        feed=build_feed(bench.candidate, bench.dataset.inputs, batch),
         seed=bench.seed,
     )
 

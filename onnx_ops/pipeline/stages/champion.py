@@ -54,7 +54,7 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
     return Champion(version=version, manifest=record.manifest, location=location)
 
 
-def with_champion(stage: Stage, ports: Ports) -> Stage:
+def attach_champion(stage: Stage, ports: Ports) -> Stage:
     """A benchmark that knows its champion: asking here spares its own process the registry's client.
 
     The baseline is evidence and no part of the key, so it travels as a hint.
@@ -64,7 +64,7 @@ def with_champion(stage: Stage, ports: Ports) -> Stage:
     return replace(stage, hints={**stage.hints, HINT: codec.to_json(champion)})
 
 
-def champion_of(stage: Stage, ports: Ports) -> Champion | None:
+def read_champion(stage: Stage, ports: Ports) -> Champion | None:
     """The champion that the stage was told, or else what the registry says."""
     settings: Mapping[str, Any] = stage.settings
     if HINT not in stage.hints:

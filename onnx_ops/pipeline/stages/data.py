@@ -17,7 +17,7 @@ _MATRIX = "*"
 """In place of an array's name: all columns of numbers."""
 
 
-def source_of(section: DataSection) -> str:
+def get_source_name(section: DataSection) -> str:
     """Name of the data source plugin that brings a data set."""
     match section:
         case FileData():
@@ -31,7 +31,7 @@ def source_of(section: DataSection) -> str:
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key, inputs
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
-    source = ports.source(source_of(section))
+    source = ports.source(get_source_name(section))
     arrays = source.load(section, ports.root)
     if isinstance(source, TracedSource) and source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
         raise ConflictError(
@@ -47,9 +47,9 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     """Return the data set that a section makes of the arrays of its source.
 
     Raises:
-        UserError: the first of `data_problems`.
+        UserError: the first of `find_data_problems`.
     """
-    for _, problem in data_problems(arrays, section, where):
+    for _, problem in find_data_problems(arrays, section, where):
         raise problem
     return Dataset(
         inputs=_inputs(arrays, section),
@@ -58,7 +58,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
     )
 
 
-def data_problems(
+def find_data_problems(
     arrays: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
     """Yield why the arrays do not make the section's data set, each with the location in the section that asks for it.
@@ -135,9 +135,9 @@ def _label(array: Any) -> Any:
 
 
 def _group_problem(array: Any, name: str, where: str) -> UserError | None:
-    from onnx_ops.statistics.grouping import group_numbers  # numpy: what names a source needs none
+    from onnx_ops.statistics.grouping import number_groups  # numpy: what names a source needs none
 
-    if group_numbers(array) is not None:
+    if number_groups(array) is not None:
         return None
     return UserError(
         f"the group must be one value a row, none of them missing; it is {array.dtype} {tuple(array.shape)}",
@@ -148,13 +148,13 @@ def _group_problem(array: Any, name: str, where: str) -> UserError | None:
 
 def _grouping(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
     """The group of each row by number, or the arrays that nothing names and that may tell it."""
-    from onnx_ops.statistics.grouping import group_columns, group_numbers
+    from onnx_ops.statistics.grouping import find_group_columns, number_groups
 
     name = None if isinstance(section, SklearnData) else section.group
     if name is not None:
-        return {"group": group_numbers(arrays[name])}
+        return {"group": number_groups(arrays[name])}
     used = {*(_columns(arrays, section) if _takes_all(section) else ()), *section.inputs.values(), section.label}
-    return {"columns": group_columns({n: array for n, array in arrays.items() if n not in used})}
+    return {"columns": find_group_columns({n: array for n, array in arrays.items() if n not in used})}
 
 
 def _absent(arrays: Mapping[str, Any], name: str, where: str) -> UserError:

@@ -12,14 +12,21 @@ from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.release import Lineage, flat_origins
 from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
-from onnx_ops.measure.files import FRACTIONS, MODEL, TRAINED, checkout, get_dataset, put_document, put_folder, widen
-from onnx_ops.measure.reference import put_reference
-from onnx_ops.measure.user_code import importable
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import write_lineage
-from onnx_ops.onnx_graph.operators import carry_libraries
-from onnx_ops.pipeline.stages.asking import ask_source
-from onnx_ops.pipeline.stages.source import exporter_of, operators_of
+from onnx_ops.measure.files import (
+    FRACTIONS,
+    MODEL,
+    TRAINED,
+    checkout_files,
+    get_dataset,
+    put_document,
+    put_folder,
+    widen_columns,
+)
+from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
+from onnx_ops.onnx_graph.compatibility import carry_libraries
+from onnx_ops.onnx_graph.model_info import info, write_lineage
+from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
+from onnx_ops.pipeline.user_code import importable
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.scratch import Scratch
 
@@ -28,11 +35,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     """The stage's key is the release: the digest of data, training and export."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
-    exporter = exporter_of(stage, ports, section.framework)
+    exporter = get_exporter(stage, ports, section.framework)
     dataset = get_dataset(ports.store, inputs[f"data/{settings['data']}"]).head(settings["limit"])
     if FRACTIONS in inputs["train"].files:
         fractions = codec.loads(ports.store.read(inputs["train"][FRACTIONS]), tuple[str, ...])
-        dataset = replace(dataset, inputs=widen(dataset.inputs, fractions))
+        dataset = replace(dataset, inputs=widen_columns(dataset.inputs, fractions))
     lineage = Lineage(
         pipeline=settings["pipeline"],
         release=key,
@@ -41,15 +48,17 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         origins=codec.from_json(stage.hints.get("origins", {}), Mapping[str, Mapping[str, str]], where=stage.id),
     )
     with Scratch() as folder, importable(ports.root):
-        model = exporter.load(checkout(ports.store, inputs["train"], TRAINED, folder / "trained"))
+        model = exporter.load(checkout_files(ports.store, inputs["train"], TRAINED, folder / "trained"))
         exported = folder / "onnx"
         exported.mkdir()
         path = exported / MODEL_FILE
         exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
-        asked = ask_source(exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"])
+        asked = collect_reference_outputs(
+            exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
+        )
         write_lineage(path, _properties(lineage, asked.limits))
-        carry_libraries(path, operators_of(stage))
+        carry_libraries(path, read_operators(stage))
         return Manifest(
             files={
                 **put_folder(ports.store, exported, MODEL),

@@ -17,8 +17,8 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Ports
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.rules.invariance import METRIC as BATCH_INVARIANCE
 from onnx_ops.statistics.rules.metric import unscored
+from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:

@@ -12,14 +12,12 @@ from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
 from onnx_ops.domain.recipes import Arithmetic
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
-from onnx_ops.measure.activations import AS_WRITTEN, ROWS, measure_activations
-from onnx_ops.measure.files import MODEL, checkout, get_dataset, put_document, put_folder
-from onnx_ops.measure.search import recipe_notes
-from onnx_ops.measure.weights import measure_weights
-from onnx_ops.onnx_graph.inspect import info
-from onnx_ops.onnx_graph.metadata import write_lineage
-from onnx_ops.onnx_graph.operators import carry_libraries
-from onnx_ops.pipeline.stages.source import environment_of, operators_of
+from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
+from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
+from onnx_ops.measure.search import describe_recipe
+from onnx_ops.onnx_graph.compatibility import carry_libraries
+from onnx_ops.onnx_graph.model_info import info, write_lineage
+from onnx_ops.pipeline.stage_settings import read_environment, read_operators
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch
 
@@ -34,11 +32,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         else None
     )
     with Scratch() as folder:
-        source = checkout(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
         made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
         made = made or _derived(section, stage, dataset, source, folder, ports)
         write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
-        carry_libraries(made.path, operators_of(stage))
+        carry_libraries(made.path, read_operators(stage))
         files = put_folder(ports.store, made.path.parent, MODEL)
         runtime = ports.runtime(AS_WRITTEN.runtime)
         unseen = _unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
@@ -82,7 +80,7 @@ def _derived(
     request = OptimizeRequest(
         section=section, source=source, path=derived / MODEL_FILE, calibration=calibration, machines=machines
     )
-    recipe = ports.optimizer(section.method, environment_of(stage)).optimize(request)
+    recipe = ports.optimizer(section.method, read_environment(stage)).optimize(request)
     return _Made(path=request.path, excluded=section.exclude, recipe=recipe)
 
 
@@ -91,12 +89,12 @@ def _chosen(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: 
     found, role = inputs[settings["search"]], settings["role"]
     trial = codec.loads(ports.store.read(found[f"{role}/trial.json"]), Trial)
     record = codec.loads(ports.store.read(found[SEARCH_FILE]), SearchRecord)
-    path = checkout(ports.store, found, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
-    return _Made(path=path, excluded=trial.excluded, recipe=tuple(recipe_notes(record, trial)))
+    path = checkout_files(ports.store, found, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
+    return _Made(path=path, excluded=trial.excluded, recipe=tuple(describe_recipe(record, trial)))
 
 
 def _unseen(dataset: Dataset, calibrated: int) -> Tensors:
     """Rows of the calibration set that no range was read off, before those that were: never rows that are scored."""
     count = len(dataset)
     order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
-    return {name: array[order[:ROWS]] for name, array in dataset.inputs.items()}
+    return {name: array[order[:ACTIVATION_ROWS]] for name, array in dataset.inputs.items()}

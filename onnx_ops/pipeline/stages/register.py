@@ -1,7 +1,10 @@
-"""Register: one version per variant, with its evidence, and the choice of each target."""
+"""Register: one version per variant, with its evidence, and the choice of each target.
+
+One request of real rows, for whoever wants to call a version without asking its maker."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,30 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import attestation, codec
-from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Decision, DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.domain.release import (
-    BaseRelease,
-    Choice,
-    Lineage,
-    Provenance,
-    Publication,
-    Registration,
-    VariantRecord,
-)
+from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, Publication, Registration, VariantRecord
 from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.standing import Policy
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
-from onnx_ops.measure.pairs import compare_rows
-from onnx_ops.pipeline.stages.example import request_example
-from onnx_ops.ports import Ports
+from onnx_ops.measure.paired_rows import compare_rows
+from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.ports import Ports, Store
 from onnx_ops.reporting.comparison import figures_of
 from onnx_ops.reporting.description import model_description, version_description
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.statistics.choice import choose
+from onnx_ops.statistics.probes import REAL
 
 REPORT = "report.html"
 """Path of the release's report among the evidence of each version."""
@@ -41,6 +37,8 @@ REPORT = "report.html"
 PROVENANCE, BASE = "provenance", "base"
 """Hints, no part of the stage's key: what the pipeline file says of itself, who made the release when, and what is
 recorded of its base branch."""
+
+_MOST_BYTES = 1 << 20
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -54,13 +52,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
     policies = {name: codec.from_json(one, Policy) for name, one in settings["policies"].items()}
-    chosen = choices(policies, decisions(inputs, ports))
+    chosen = choose_variants(policies, read_decisions(inputs, ports))
     provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
     base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
     shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen, provenance, base))}
     for choice in chosen:
         shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
-    example = request_example(inputs["export"], ports.store)
+    example = build_request_example(inputs["export"], ports.store)
     records = tuple(
         replace(
             _variant(
@@ -90,7 +88,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     return Manifest(files={"registration.json": put_document(ports.store, registration)})
 
 
-def decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
+def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
     """The decisions among some stages' results, in the order of the pipeline."""
     return tuple(
         codec.loads(ports.store.read(manifest["decision.json"]), Decision)
@@ -99,7 +97,7 @@ def decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, .
     )
 
 
-def choices(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
+def choose_variants(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
     """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
     found = []
     for target, policy in policies.items():
@@ -128,7 +126,7 @@ def _report(
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
     found = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
     page = release_report(
-        decisions(inputs, ports),
+        read_decisions(inputs, ports),
         tuple(evidence.values()),
         chosen,
         lineage,
@@ -188,3 +186,22 @@ def _variant(
         signed=signed,
         description=version_description(name, judged, lineage, figures=figures, provenance=provenance),
     )
+
+
+def build_request_example(export: Manifest, store: Store) -> bytes:
+    """JSON `{"inputs": {name: rows}}`: one row, or as many as a fixed batch asks for.
+
+    Empty where no row can be written as JSON (NaN, bytes), or a request is larger than 1 MiB.
+    """
+    real = next((group for group in get_reference(store, export["reference.npz"]) if group.name == REAL), None)
+    if real is None:
+        return b""
+    batch = codec.loads(store.read(export["info.json"]), ModelInfo).fixed_batch or 1
+    if sum(array[:batch].nbytes for array in real.inputs.values()) > _MOST_BYTES:
+        return b""
+    try:
+        request = {name: array[:batch].tolist() for name, array in real.inputs.items()}
+        text = json.dumps({"inputs": request}, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        return b""
+    return text if len(text) <= _MOST_BYTES else b""

@@ -10,9 +10,17 @@ from typing import Any
 
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.measure.files import FRACTIONS, TRAINED, get_dataset, is_fraction, put_document, put_folder, widen
-from onnx_ops.measure.user_code import call_training, importable
-from onnx_ops.pipeline.stages.source import exporter_of
+from onnx_ops.measure.files import (
+    FRACTIONS,
+    TRAINED,
+    get_dataset,
+    is_float_column,
+    put_document,
+    put_folder,
+    widen_columns,
+)
+from onnx_ops.pipeline.stage_settings import get_exporter
+from onnx_ops.pipeline.user_code import call_training, importable
 from onnx_ops.ports import Ports, TrainingExporter
 from onnx_ops.scratch import Scratch
 
@@ -20,13 +28,15 @@ from onnx_ops.scratch import Scratch
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key
     settings: Mapping[str, Any] = stage.settings
-    exporter = exporter_of(stage, ports, settings["framework"])
+    exporter = get_exporter(stage, ports, settings["framework"])
     files: dict[str, Digest] = {}
     with Scratch() as folder, importable(ports.root):
         if "run" in settings:
             data = {name.removeprefix("data/"): get_dataset(ports.store, inputs[name]) for name in inputs}
-            fractions = {name for rows in data.values() for name, array in rows.inputs.items() if is_fraction(array)}
-            data = {name: replace(rows, inputs=widen(rows.inputs, fractions)) for name, rows in data.items()}
+            fractions = {
+                name for rows in data.values() for name, array in rows.inputs.items() if is_float_column(array)
+            }
+            data = {name: replace(rows, inputs=widen_columns(rows.inputs, fractions)) for name, rows in data.items()}
             files[FRACTIONS] = put_document(ports.store, tuple(sorted(fractions)))
             if isinstance(exporter, TrainingExporter):
                 exporter.train(settings["run"], data, settings["with_"], folder)

@@ -14,28 +14,33 @@ from onnx_ops.domain.evidence import Divergence
 from onnx_ops.domain.pipeline import Export, Stage
 from onnx_ops.domain.structure import TreeStructure
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.divergence import Look, locate, worst_of
-from onnx_ops.measure.files import MODEL, TRAINED, checkout, put_document
-from onnx_ops.measure.hardware import REFERENCE_TARGET
-from onnx_ops.measure.parity import measure_parity, mismatched
-from onnx_ops.measure.reference import get_reference
-from onnx_ops.measure.user_code import importable
-from onnx_ops.onnx_graph.check import full_check
-from onnx_ops.onnx_graph.forest import has_trees, read_trees
-from onnx_ops.pipeline.stages.source import exporter_of, operators_here
+from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
+from onnx_ops.measure.parity import (
+    REFERENCE_TARGET,
+    FailedExport,
+    find_worst,
+    locate_divergence,
+    make_mismatch,
+    measure_parity,
+)
+from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
+from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
+from onnx_ops.pipeline.user_code import importable
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
-from onnx_ops.statistics.trees import compare_trees
+from onnx_ops.statistics.tree_parity import compare_trees
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
     del key
     export = inputs["export"]
-    target = replace(REFERENCE_TARGET, custom_ops=operators_here(stage))
+    target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
     divergence: tuple[Divergence, ...] = ()
     trees: tuple[TreeStructure, ...] = ()
     with Scratch() as folder:
-        path = checkout(ports.store, export, MODEL, folder) / MODEL_FILE
+        path = checkout_files(ports.store, export, MODEL, folder) / MODEL_FILE
         try:
             full_check(path)
             runtime = ports.runtime(target.runtime)
@@ -44,11 +49,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             source = _Source(stage, inputs["train"], ports, folder / "trained")
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
-            measured = (mismatched("*", "load", f"it does not run: {error}"),)
+            measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
         else:
-            if worst := worst_of(measured):
-                look = Look(runtime=runtime, target=target, model=path, reference=reference, worst=worst)
-                divergence = (locate(look, source.tracer),)
+            if worst := find_worst(measured):
+                look = FailedExport(runtime=runtime, target=target, model=path, reference=reference, worst=worst)
+                divergence = (locate_divergence(look, source.tracer),)
     return Manifest(
         files={
             "parity.json": put_document(ports.store, measured),
@@ -70,7 +75,7 @@ class _Source:
     def tracer(self, samples: Tensors) -> Tracer | None:
         """Looks inside the source, if its exporter can."""
         section = self._section()
-        exporter = exporter_of(self.stage, self.ports, section.framework)
+        exporter = get_exporter(self.stage, self.ports, section.framework)
         if not isinstance(exporter, TracingExporter):
             return None
         with self._loaded(exporter) as model:
@@ -83,7 +88,7 @@ class _Source:
         Raises:
             UserError: the export's trees are not well-formed.
         """
-        exporter = exporter_of(self.stage, self.ports, self._section().framework)
+        exporter = get_exporter(self.stage, self.ports, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
             return ()
         with self._loaded(exporter) as model:
@@ -97,4 +102,4 @@ class _Source:
     @contextmanager
     def _loaded(self, exporter: Exporter) -> Iterator[object]:
         with importable(self.ports.root):
-            yield exporter.load(checkout(self.ports.store, self.trained, TRAINED, self.folder))
+            yield exporter.load(checkout_files(self.ports.store, self.trained, TRAINED, self.folder))

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from onnx_ops.statistics.rollout.evidence import compute_clean_requests
+from onnx_ops.statistics.rollout.guardrails import fix_thresholds
 from onnx_ops.statistics.rollout.judge import decide, judge
-from onnx_ops.statistics.rollout.slo import clean_requests
-from onnx_ops.statistics.rollout.thresholds import freeze
 
-__all__ = ["clean_requests", "decide", "freeze", "judge"]
+__all__ = ["compute_clean_requests", "decide", "fix_thresholds", "judge"]

@@ -1,4 +1,13 @@
-"""Evidence that one version has more events than the other, which may be looked at after every interval.
+"""How well an odds ratio explains which version the events of an interval fell to.
+
+Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow requests). Given
+these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose one parameter
+is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of events nor its drift from interval to
+interval enters. Where requests are assigned at random and the versions do not differ, it is the law of k whatever
+made the events happen, in bursts or not: the assignment alone is the experiment.
+
+
+Evidence that one version has more events than the other, which may be looked at after every interval.
 
 An e-process starts at 1 and, while its null hypothesis holds, is 1 or less in expectation whenever one stops looking;
 the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical
@@ -11,17 +20,35 @@ Evidence does not depend on the order of intervals. Merging intervals changes it
 be one; it stays valid where the split did not change between them and counts of events did not decide what to merge.
 More events on the candidate never lower it: given the margins, k grows by at most one with x (Efron 1965, Ann. Math.
 Stat. 36:272-279).
+
+
+Is the candidate's error rate below what was promised, whatever the stable version does?
+
+For a rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios of smaller rates to s.
+The rates that it does not speak against are a confidence sequence for the error rate (Howard, Ramdas, McAuliffe and
+Sekhon 2021, Ann. Stat. 49:1055-1080): it may be looked at after every request.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import gammaln
 
-from onnx_ops.statistics.rollout.likelihood import FINE_GRID, GRID, Array, log_likelihood
+Array: TypeAlias = npt.NDArray[np.float64]
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+GRID = np.geomspace(1.25, 12.0, 24)
+"""Odds ratios, as multiples of the tolerated one, that a guardrail looks for; equal weights. A wider grid would spend
+weight on ratios above 12, which are found within a handful of events by the grid's end."""
+FINE_GRID = np.geomspace(1.02, 5.0, 24)
+"""The same for success metrics, where small differences matter."""
+
+_CELLS = 1 << 20
+"""Numbers held at once."""
 
 RISK = 0.05
 """Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong A/B decision."""
@@ -29,24 +56,86 @@ RISK = 0.05
 _CONFIDENCE_GRID = np.geomspace(0.01, 100.0, 185)
 """Odds ratios of which a confidence set is made; 5 % apart."""
 
-Decision = Literal["better", "worse", "undecided"]
+SplitDecision = Literal["better", "worse", "undecided"]
+
+_SHARES = np.geomspace(0.02, 0.9, 12)
+"""Rates that are looked for, as shares of the one that is spoken against; equal weights."""
+_LEAST = 1e-12
 
 
-def limit(guardrails: int) -> float:
+def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> Array:
+    """Log probability of the events' distribution under each odds ratio, up to a constant in the odds ratio.
+
+    The log probabilities of independent intervals add.
+
+    Args:
+        table: (..., 4) whole numbers: the candidate's events and requests, the stable version's events and requests.
+        odds_ratios: (m,) positive.
+
+    Returns:
+        (..., m): log P(k | odds ratio) - log P(k | 1) for each interval. Zero where only one outcome was possible,
+        as without events or with requests on one side only.
+
+    Raises:
+        ValueError: events are negative or exceed requests.
+    """
+    counts = np.asarray(table, dtype=np.int64)
+    logs = np.log(np.asarray(odds_ratios, dtype=np.float64))
+    rows = counts.reshape(-1, 4)
+    if (rows < 0).any() or (rows[:, 0] > rows[:, 1]).any() or (rows[:, 2] > rows[:, 3]).any():
+        raise ValueError("events are negative or exceed requests")
+    found = np.zeros((len(rows), len(logs)))
+    events = rows[:, 0] + rows[:, 2]
+    low = np.maximum(0, events - rows[:, 3])
+    width = np.minimum(rows[:, 1], events) - low + 1
+    open_ = np.flatnonzero(width > 1)
+    order = open_[np.argsort(width[open_], kind="stable")]
+    start = 0
+    while start < len(order):
+        # Widths ascend, so the last row of a part that fits is its widest.
+        fits = (np.arange(1, len(order) - start + 1) * width[order[start:]] <= _CELLS).sum()
+        part = order[start : start + max(1, int(fits))]
+        found[part] = _likelihood(rows[part], low[part], width[part], logs)
+        start += len(part)
+    return found.reshape(*counts.shape[:-1], len(logs))
+
+
+def _likelihood(rows: Counts, low: Counts, width: Counts, logs: Array) -> Array:
+    k = low[:, None] + np.arange(int(width.max()))
+    outside = k - low[:, None] >= width[:, None]
+    k = np.where(outside, low[:, None], k)
+    canary, stable = rows[:, 1:2], rows[:, 3:4]
+    rest = (rows[:, 0] + rows[:, 2])[:, None] - k
+    weight = -(gammaln(k + 1) + gammaln(canary - k + 1) + gammaln(rest + 1) + gammaln(stable - rest + 1))
+    weight[outside] = -np.inf
+    distance = (k - rows[:, :1]).astype(np.float64)
+    none = _log_sum(weight)
+    found = np.empty((len(rows), len(logs)))
+    for column, log in enumerate(logs):
+        found[:, column] = none - _log_sum(weight + distance * log)
+    return found
+
+
+def _log_sum(values: Array) -> Array:
+    top = values.max(axis=-1)
+    return np.asarray(top + np.log(np.exp(values - top[:, None]).sum(axis=-1)))
+
+
+def compute_evidence_limit(guardrails: int) -> float:
     """log10 of the evidence at which one of so many guardrails fires: 60:1 for three (union bound)."""
     return math.log10(max(1, guardrails) / RISK)
 
 
-def alternatives(tolerated: float, grid: Array = GRID) -> Array:
+def make_alternatives(tolerated: float, grid: Array = GRID) -> Array:
     """The tolerated odds ratio, then those that are looked for; (25,)."""
     return np.concatenate([[tolerated], tolerated * grid])
 
 
-def log10_evidence(summed: npt.ArrayLike) -> Array:
+def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
     """log10 of the evidence against "the odds ratio is at most the tolerated one".
 
     Args:
-        summed: (..., 25) log likelihoods at `alternatives`, added over intervals.
+        summed: (..., 25) log likelihoods at `make_alternatives`, added over intervals.
 
     Returns:
         (...).
@@ -55,24 +144,26 @@ def log10_evidence(summed: npt.ArrayLike) -> Array:
     return _log_mean(logs[..., 1:] - logs[..., :1]) / math.log(10)
 
 
-def average(evidences: npt.ArrayLike) -> Array:
+def average_evidence(evidences: npt.ArrayLike) -> Array:
     """log10 of the evidence that any of several null hypotheses is false: their mean, as e-processes have (Vovk and
     Wang 2021, Ann. Stat. 49:1736-1754). The arguments' last axis is that of the hypotheses."""
     return _log_mean(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
 
-def evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
-    """log10 of the evidence of all intervals, each a row as `log_likelihood` takes them."""
-    return float(log10_evidence(_summed(table, alternatives(tolerated)) / effect))
+def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
+    """log10 of the evidence of all intervals, each a row as `compute_log_likelihood` takes them."""
+    return float(compute_log10_evidence(_summed(table, make_alternatives(tolerated)) / effect))
 
 
-def evidence_path(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
+def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
     """log10 of the evidence after each interval; (intervals,)."""
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    return log10_evidence(np.cumsum(log_likelihood(rows, alternatives(tolerated)), axis=0) / effect)
+    return compute_log10_evidence(
+        np.cumsum(compute_log_likelihood(rows, make_alternatives(tolerated)), axis=0) / effect
+    )
 
 
-def odds_ratio_bounds(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
+def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
     """Bounds of the odds ratio that hold at all times together with a chance of 95 %.
 
     The set of odds ratios that a mixture over all of them does not speak against by 20:1, widened to the grid's next
@@ -84,7 +175,9 @@ def odds_ratio_bounds(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float,
     return float(_CONFIDENCE_GRID[low]), float(_CONFIDENCE_GRID[high])
 
 
-def split_test(table: npt.ArrayLike, *, higher_is_better: bool, effect: float = 1.0) -> tuple[Decision, float, float]:
+def run_split_test(
+    table: npt.ArrayLike, *, higher_is_better: bool, effect: float = 1.0
+) -> tuple[SplitDecision, float, float]:
     """Which version has the better success rate, at any time.
 
     Both directions are tested at half of `RISK`: the limit is 40:1.
@@ -98,33 +191,97 @@ def split_test(table: npt.ArrayLike, *, higher_is_better: bool, effect: float = 
         (decision about the candidate, log10 evidence that its rate is higher, log10 evidence that it is lower).
     """
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    above, below = _summed(rows, alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID)
-    higher, lower = split_evidence(above / effect, below / effect)
-    return decided(float(higher), float(lower), higher_is_better=higher_is_better), float(higher), float(lower)
+    above, below = _summed(rows, make_alternatives(1.0, FINE_GRID)), _summed(rows, 1 / FINE_GRID)
+    higher, lower = compute_split_evidence(above / effect, below / effect)
+    return decide_split(float(higher), float(lower), higher_is_better=higher_is_better), float(higher), float(lower)
 
 
-def split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[Array, Array]:
+def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[Array, Array]:
     """log10 evidence that the odds ratio is above 1, and that it is below 1.
 
     Args:
         above: (..., 25) summed log likelihoods at `alternatives(1, FINE_GRID)`.
         below: (..., 24) those at `1 / FINE_GRID`.
     """
-    return log10_evidence(above), _log_mean(np.asarray(below, dtype=np.float64)) / math.log(10)
+    return compute_log10_evidence(above), _log_mean(np.asarray(below, dtype=np.float64)) / math.log(10)
 
 
-def decided(higher: float, lower: float, *, higher_is_better: bool) -> Decision:
+def decide_split(higher: float, lower: float, *, higher_is_better: bool) -> SplitDecision:
     """From log10 evidence in both directions; the stronger counts."""
-    if max(higher, lower) < limit(2):
+    if max(higher, lower) < compute_evidence_limit(2):
         return "undecided"
     return "better" if (higher > lower) is higher_is_better else "worse"
 
 
 def _summed(table: npt.ArrayLike, odds_ratios: Array) -> Array:
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    return np.asarray(log_likelihood(rows, odds_ratios).sum(axis=0))
+    return np.asarray(compute_log_likelihood(rows, odds_ratios).sum(axis=0))
 
 
 def _log_mean(logs: Array) -> Array:
     top = logs.max(axis=-1, keepdims=True)
     return np.asarray(top[..., 0] + np.log(np.exp(logs - top).mean(axis=-1)))
+
+
+def compute_evidence_below(
+    errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike, effect: npt.ArrayLike = 1.0
+) -> Array:
+    """Log evidence against "the share of errors is `rate` or more", by the design effect; the arguments broadcast."""
+    bad = np.asarray(errors, dtype=np.float64)[..., None]
+    good = np.asarray(requests, dtype=np.float64)[..., None] - bad
+    against = np.asarray(rate, dtype=np.float64)[..., None]
+    logs = bad * np.log(_SHARES) + good * (np.log1p(-against * _SHARES) - np.log1p(-against))
+    logs = logs / np.asarray(effect, dtype=np.float64)[..., None]
+    top = logs.max(axis=-1, keepdims=True)
+    return np.asarray(top[..., 0] + np.log(np.exp(logs - top).mean(axis=-1)))
+
+
+def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
+    """log10 evidence against "the share of errors is `rate` or less"."""
+    odds = GRID * rate / (1 - rate)
+    rates = odds / (1 + odds)
+    logs = errors * np.log(rates / rate) + (requests - errors) * (np.log1p(-rates) - math.log1p(-rate))
+    top = float(logs.max())
+    return (top + math.log(float(np.exp(logs - top).mean()))) / math.log(10)
+
+
+def is_rate_certified(
+    errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float, effect: npt.ArrayLike = 1.0
+) -> npt.NDArray[np.bool_]:
+    """Whether the share of errors is shown to be below `rate`, with a chance of 5 % of ever being wrong."""
+    return np.asarray(compute_evidence_below(errors, requests, rate, effect) >= math.log(1 / RISK))
+
+
+def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
+    """Upper end of the confidence sequence of the share of errors; 1 where nothing is known."""
+
+    def short(rate: float) -> float:
+        return float(compute_evidence_below(errors, requests, rate, effect)) - math.log(1 / RISK)
+
+    least = max(errors / requests, _LEAST) if requests else 1.0
+    if least >= 1 - _LEAST or short(1 - _LEAST) < 0:
+        return 1.0
+    if short(least) >= 0:
+        return least
+
+    from scipy.optimize import brentq  # what only looks at rollouts starts sooner without it
+
+    return float(brentq(short, least, 1 - _LEAST, xtol=1e-9))
+
+
+def compute_clean_requests(rate: float) -> int:
+    """Fewest requests without an error that show a share of errors below `rate`.
+
+    Raises:
+        ValueError: `rate` is not between 0 and 1.
+    """
+    if not 0 < rate < 1:
+        raise ValueError(f"{rate} is no rate between 0 and 1")
+    high = 1
+    while not is_rate_certified(0, high, rate):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_rate_certified(0, middle, rate) else (middle, high)
+    return high

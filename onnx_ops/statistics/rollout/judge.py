@@ -1,8 +1,11 @@
-"""From the counts of a rollout to what they say, and from there to the next action."""
+"""From the counts of a rollout to what they say, and from there to the next action.
+
+What a policy will take, told before any rollout begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +15,10 @@ from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action
 from onnx_ops.domain.rollout_judged import Guard, Judged
 from onnx_ops.domain.rollout_observed import Interval, Observations, ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
-from onnx_ops.statistics.rollout import quantiles, share, slo, units
-from onnx_ops.statistics.rollout.cold import cold_start
+from onnx_ops.statistics.rollout.evidence import compute_clean_requests
+from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 
 Row = tuple[int, int, int, int]
 
@@ -67,22 +71,24 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
     here = [one for one in observations.intervals if one.step == observations.step]
     canary, stable = _total([one.canary for one in here]), _total([one.stable for one in here])
     rails = [one for one in policy.guardrails if one is not policy.cold]
-    guards = [guard(one, observations, here, step, policy) for one in rails]
+    guards = [evaluate_guardrail(one, observations, here, step, policy) for one in rails]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
-        guards.append(cold_start(policy.cold, *observations.cold_s, limit_of(policy)))
+        guards.append(evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
     elif step.kind == "shadow" and policy.shadow is not None:
         copies = _copies(here)
-        guards.append(_answers(copies, policy.shadow, limit_of(policy)))
+        guards.append(_answers(copies, policy.shadow, compute_firing_limit(policy)))
         requests, short = copies.seen, _not_alike(copies, policy.shadow)
     else:
-        short = service_level(canary, policy.slo, _bunching(observations)) or _few(observations, here, policy)
-        crowded = units.crowding(observations.units_of("errors"))
-        mismatch = traffic(canary.requests, canary.requests + stable.requests, step, crowded)
-    outcome: ev.Decision = "undecided"
+        short = explain_missing_evidence(canary, policy.slo, _bunching(observations)) or _few(
+            observations, here, policy
+        )
+        crowded = design_effect.compute_request_effect(observations.units_of("errors"))
+        mismatch = explain_traffic_mismatch(canary.requests, canary.requests + stable.requests, step, crowded)
+    outcome: ev.SplitDecision = "undecided"
     line = ""
     if step.kind == "ab" and policy.ab is not None:
-        outcome, line = outcomes(observations, here, policy.ab)
+        outcome, line = judge_split_test(observations, here, policy.ab)
     return Judged(
         began=observations.began,
         requests=requests,
@@ -95,35 +101,35 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
     )
 
 
-def limit_of(policy: RolloutPolicy) -> float:
+def compute_firing_limit(policy: RolloutPolicy) -> float:
     """log10 of the evidence at which any of the policy's guardrails fires."""
-    return ev.limit(len(policy.guardrails) + (policy.shadow is not None))
+    return ev.compute_evidence_limit(len(policy.guardrails) + (policy.shadow is not None))
 
 
-def guard(
+def evaluate_guardrail(
     rail: Guardrail, observations: Observations, here: Sequence[Interval], step: PlannedStep, policy: RolloutPolicy
 ) -> Guard:
     """One guardrail over all intervals of the rollout; `here` are those of the present step."""
-    limit, intervals = limit_of(policy), observations.intervals
-    counted = {place: rows_of(place, intervals) for place in rail.places}
+    limit, intervals = compute_firing_limit(policy), observations.intervals
+    counted = {place: count_events(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(one.canary_latency for one in intervals):
         return _by_signs(rail, intervals, here, step, limit)
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
         return Guard(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
     effects = {place: _effect(observations, place, rows) for place, rows in counted.items()}
-    found = {place: ev.evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()}
+    found = {place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()}
     worst = max(found, key=lambda place: found[place])
     rows, alone = counted[worst], len(found) == 1
     # Bounds of the place that was chosen for being the worst would not hold.
-    low, high = ev.odds_ratio_bounds(rows, effects[worst]) if alone else (None, None)
-    seen = sum(row[1] for row in rows_of(worst, here) if row[3])
+    low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone else (None, None)
+    seen = sum(row[1] for row in count_events(worst, here) if row[3])
     return Guard(
         name=rail.name,
         place="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        evidence=float(ev.average(list(found.values()))),
+        evidence=float(ev.average_evidence(list(found.values()))),
         limit=limit,
         low=low,
         high=high,
@@ -134,7 +140,7 @@ def guard(
     )
 
 
-def rows_of(place: str, intervals: Sequence[Interval]) -> list[Row]:
+def count_events(place: str, intervals: Sequence[Interval]) -> list[Row]:
     """Events and requests of either version in each interval in which the source could tell them.
 
     Args:
@@ -149,59 +155,61 @@ def rows_of(place: str, intervals: Sequence[Interval]) -> list[Row]:
     return found
 
 
-def paths(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
+def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
     """The evidence after each interval, for a plot."""
     found = []
     for rail in policy.guardrails:
-        counted = {place: rows_of(place, observations.intervals) for place in rail.places}
+        counted = {place: count_events(place, observations.intervals) for place in rail.places}
         rows = counted[rail.places[0]]
         sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
         lines = [
-            ev.evidence_path(rows, rail.tolerated(place), _effect(observations, place, rows))
+            ev.trace_evidence(rows, rail.tolerated(place), _effect(observations, place, rows))
             for place, rows in counted.items()
         ]
-        values = ev.average(np.stack(lines, axis=-1))
-        limit = limit_of(policy)
+        values = ev.average_evidence(np.stack(lines, axis=-1))
+        limit = compute_firing_limit(policy)
         path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
         found.append(path)
     return tuple(found)
 
 
-def service_level(canary: Tally, promised: ServiceLevel | None, effect: float = 1.0) -> str:
+def explain_missing_evidence(canary: Tally, promised: ServiceLevel | None, effect: float = 1.0) -> str:
     """What is still to be shown of the error rate; empty if nothing is."""
-    if promised is None or bool(slo.certified(canary.errors, canary.requests, promised.error_rate, effect)):
+    if promised is None or bool(ev.is_rate_certified(canary.errors, canary.requests, promised.error_rate, effect)):
         return ""
-    shown = slo.upper_bound(canary.errors, canary.requests, effect)
+    shown = ev.bound_error_rate(canary.errors, canary.requests, effect)
     return (
         f"{canary.errors} of {canary.requests} requests failed, which shows a rate below {100 * shown:.3g} %, "
         f"not below {100 * promised.error_rate:g} %"
     )
 
 
-def traffic(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
+def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
     """Why the split of requests cannot be what was asked for; empty if it can."""
     if not 0 < step.percent < 100:
         return ""
-    if float(share.mismatch(canary, requests, step.percent, effect)) < share.MISMATCH_LIMIT:
+    if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
         return ""
     return f"{canary} of {requests} requests ({100 * canary / requests:.1f} %) went to the candidate"
 
 
-def outcomes(observations: Observations, here: Sequence[Interval], test: SplitTest) -> tuple[ev.Decision, str]:
+def judge_split_test(
+    observations: Observations, here: Sequence[Interval], test: SplitTest
+) -> tuple[ev.SplitDecision, str]:
     """The A/B test's decision and its line for a person."""
     mine, theirs = _total([one.canary for one in here]), _total([one.stable for one in here])
     if not mine.outcomes or not theirs.outcomes:
         return "undecided", ""
     rows = [(o.canary.successes, o.canary.outcomes, o.stable.successes, o.stable.outcomes) for o in here]
     effect = _effect(observations, "outcomes", rows)
-    decision, higher, lower = ev.split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
-    low, high = ev.odds_ratio_bounds(rows, effect)
+    decision, higher, lower = ev.run_split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
+    low, high = ev.bound_odds_ratio(rows, effect)
     told = Guard(
         name=test.metric,
         canary=(mine.successes, mine.outcomes),
         stable=(theirs.successes, theirs.outcomes),
         evidence=max(higher, lower),
-        limit=ev.limit(2),
+        limit=ev.compute_evidence_limit(2),
         low=low,
         high=high,
         effect=effect,
@@ -212,18 +220,26 @@ def outcomes(observations: Observations, here: Sequence[Interval], test: SplitTe
 def _effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
     """Design effect of a guardrail's events: by user where the source tells users, else by how intervals vary."""
     epochs = observations.units_of(name)
-    return units.effect_of(epochs) if epochs else float(units.dispersion(rows)) if rows else 1.0
+    return (
+        design_effect.bound_design_effect(epochs)
+        if epochs
+        else float(design_effect.estimate_dispersion(rows))
+        if rows
+        else 1.0
+    )
 
 
 def _bunching(observations: Observations) -> float:
     """Design effect of errors for the service level: by user, and by how intervals vary where requests have no key."""
     rows = [(o.canary.errors, o.canary.requests, o.stable.errors, o.stable.requests) for o in observations.intervals]
-    varied = float(units.burstiness(rows)) if rows else 1.0
+    varied = float(design_effect.estimate_burstiness(rows)) if rows else 1.0
     epochs = observations.units_of("errors")
     if not epochs:
         return varied
     events, squared = sum(one.events for one in epochs), sum(one.events_squared**0.5 for one in epochs) ** 2
-    return max(varied, float(units.bunching(events, squared, units.crowding(epochs))))
+    return max(
+        varied, float(design_effect.compute_error_effect(events, squared, design_effect.compute_request_effect(epochs)))
+    )
 
 
 def _events(place: str, tally: Tally) -> tuple[int | None, int]:
@@ -236,24 +252,25 @@ def _events(place: str, tally: Tally) -> tuple[int | None, int]:
 def _by_signs(
     rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, limit: float
 ) -> Guard:
-    if rail.name not in quantiles.FEWEST:
+    if rail.name not in guardrails.MIN_SIGN_REQUESTS:
         return Guard(name=rail.name, limit=limit, needed=1)
-    slower, compared = quantiles.signs(intervals, rail.name)
+    slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
     return Guard(
         name=rail.name,
-        evidence=quantiles.sign_evidence(slower, compared),
+        evidence=guardrails.compute_sign_evidence(slower, compared),
         limit=limit,
         holds=rail.on_violation == "hold",
-        seen=quantiles.signs(here, rail.name)[1],
-        needed=quantiles.NEEDED if step.percent else 0,
-        rule=f"the candidate was over {100 * (quantiles.MARGIN - 1):.0f} % slower in {slower} of {compared} intervals",
+        seen=guardrails.count_slower_intervals(here, rail.name)[1],
+        needed=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
+        rule=f"the candidate was over {100 * (guardrails.SLOWER_MARGIN - 1):.0f} % slower "
+        f"in {slower} of {compared} intervals",
     )
 
 
 def _answers(copies: ShadowTally, trial: ShadowTrial, limit: float) -> Guard:
     return Guard(
         name="shadow answers",
-        evidence=slo.above(copies.wrong, copies.seen, trial.max_differing),
+        evidence=ev.compute_evidence_above(copies.wrong, copies.seen, trial.max_differing),
         limit=limit,
         seen=copies.seen,
         needed=trial.min_requests,
@@ -263,9 +280,9 @@ def _answers(copies: ShadowTally, trial: ShadowTrial, limit: float) -> Guard:
 
 
 def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
-    if bool(slo.certified(copies.wrong, copies.seen, trial.max_differing)):
+    if bool(ev.is_rate_certified(copies.wrong, copies.seen, trial.max_differing)):
         return ""
-    shown = slo.upper_bound(copies.wrong, copies.seen)
+    shown = ev.bound_error_rate(copies.wrong, copies.seen)
     return (
         f"{copies.wrong} of {copies.seen} answers differ or failed, which shows a share below {100 * shown:.3g} %, "
         f"not below {100 * trial.max_differing:g} %"
@@ -274,20 +291,20 @@ def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
 
 def _few(observations: Observations, here: Sequence[Interval], policy: RolloutPolicy) -> str:
     """Why a step may not be left: what a source that tells no users counted in one interval may be of one user."""
-    if observations.units or not policy.guardrails or len(here) >= units.INTERVALS:
+    if observations.units or not policy.guardrails or len(here) >= design_effect.MIN_INTERVALS:
         return ""
-    return f"{len(here)} of {units.INTERVALS} intervals, which a source takes that does not count by user"
+    return f"{len(here)} of {design_effect.MIN_INTERVALS} intervals, which a source takes that does not count by user"
 
 
 def _broken(here: Sequence[Interval], canary: Tally, stable: Tally, effect: float) -> str:
     """The last interval, and the step as a whole."""
-    if share.refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
+    if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
             f"refusals: the candidate refused {canary.refused} of {canary.requests} requests, "
             f"the stable version {stable.refused} of {stable.requests} -> ROLL BACK"
         )
     for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
-        if share.grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
+        if guardrails.is_grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
             return (
                 f"gross failure: {mine.failed} of the candidate's {mine.requests} requests failed, "
                 f"{theirs.failed} of the stable version's {theirs.requests} -> ROLL BACK"
@@ -311,3 +328,22 @@ def _copies(here: Sequence[Interval]) -> ShadowTally:
         differing=sum(one.shadow.differing for one in here),
         failed=sum(one.shadow.failed for one in here),
     )
+
+
+def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
+    """What a person should know of a policy that is right, one line each."""
+    if policy.shadow:
+        rate = policy.shadow.max_differing
+        needed = max(policy.shadow.min_requests, compute_clean_requests(rate))
+        yield f"shadow: to show that less than {100 * rate:g}% of answers differ takes {needed:,} equal ones"
+    for step in policy.planned():
+        if policy.slo and step.kind in ("canary", "ab"):
+            rate = policy.slo.error_rate
+            clean = compute_clean_requests(rate)
+            in_all = math.ceil(100 * max(clean, step.minimum) / step.percent)
+            yield (
+                f"step {step.percent}%: to show an error rate below {100 * rate:g}% takes {clean:,} clean requests "
+                f"to the candidate; with min_requests {step.minimum:,} that is about {in_all:,} in all"
+            )
+    if any(rail.name != "errors" for rail in policy.guardrails) and "exceedances" not in capabilities:
+        yield "latency is judged by percentiles: the provider does not count requests over a threshold"

@@ -9,7 +9,7 @@ from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.domain.pipeline import EXPORT
 
 
-def baseline_of(evidence: Evidence) -> str:
+def get_baseline(evidence: Evidence) -> str:
     """What the variant is compared with; empty for the export at its first release."""
     return evidence.baseline or ("" if evidence.variant == EXPORT else EXPORT)
 
@@ -19,7 +19,7 @@ def noun(baseline: str) -> str:
     return "the champion" if baseline == "champion" else baseline
 
 
-def not_measured(gate: str, metric: str, limit: str, *, advisory: bool = False) -> GateResult:
+def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = False) -> GateResult:
     return GateResult(
         gate=gate,
         metric=metric,
@@ -30,29 +30,29 @@ def not_measured(gate: str, metric: str, limit: str, *, advisory: bool = False) 
     )
 
 
-def no_limit(gate: str, metric: str) -> GateResult:
+def make_unlimited(gate: str, metric: str) -> GateResult:
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.INCONCLUSIVE, reason="the gate sets no limit")
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def percent(fraction: float) -> str:
+def as_percent(fraction: float) -> str:
     return f"{100 * fraction:.4g}%"
 
 
-def signed_percent(fraction: float) -> str:
+def as_signed_percent(fraction: float) -> str:
     return f"{100 * fraction:+.3g}%" if fraction else "0%"
 
 
-def milliseconds(seconds: float) -> str:
+def as_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
 
 
-def size_text(size: int) -> str:
+def as_size(size: int) -> str:
     return f"{size / 1e6:.4g} MB" if size >= 1e6 else f"{size / 1e3:.4g} kB" if size >= 1e3 else f"{size} B"

@@ -1,24 +1,33 @@
-"""Metric gates: which figure each limit is held against, and what it says."""
+"""The limits of a metric gate: how each is told, and what an interval says about it.
+
+Metric gates: which figure each limit is held against, and what it says."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
 from onnx_ops.domain.gate import Gate, GateResult, MetricGate, Verdict
 from onnx_ops.statistics import special
-from onnx_ops.statistics.agreement import (
+from onnx_ops.statistics.intervals import (
     CONFIDENCE,
+    advise_sample_size,
     change_interval,
     change_p_value,
-    sample_advice,
     value_interval,
     value_p_value,
 )
-from onnx_ops.statistics.rules.common import baseline_of, no_limit, not_measured, noun
-from onnx_ops.statistics.rules.limit import Limit, limits_of
+from onnx_ops.statistics.rules.common import (
+    as_percent,
+    as_signed_percent,
+    get_baseline,
+    make_unlimited,
+    make_unmeasured,
+    noun,
+)
 
 _Entry = PairedCounts | ScoreComparison
 
@@ -35,6 +44,70 @@ _CONCENTRATED = 1 / 8
 """Share of the rows below which so few equally bad ones carry the error that they are named; 1/3 in a normal one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricLimit:
+    """One limit. Those of a change are held against an interval of the change: `max_drop` of candidate minus baseline,
+    `max_increase` of candidate over baseline, minus 1. `plain` says that values have the label's unit."""
+
+    kind: Literal["max_drop", "max_increase", "min", "max"]
+    value: float
+    plain: bool
+
+    @property
+    def of_change(self) -> bool:
+        return self.kind in ("max_drop", "max_increase")
+
+    @property
+    def from_above(self) -> bool:
+        """Whether figures must stay below the bound."""
+        return self.kind in ("max_increase", "max")
+
+    @property
+    def bound(self) -> float:
+        """The number that intervals are held against."""
+        return -self.value if self.kind == "max_drop" else self.value
+
+    @property
+    def unit(self) -> str:
+        return "" if self.plain and not self.of_change else "1"
+
+    @property
+    def text(self) -> str:
+        words = {"max_drop": "drop ≤ ", "max_increase": "increase ≤ ", "min": "≥ ", "max": "≤ "}
+        return words[self.kind] + (f"{self.value:.4g}" if not self.unit else as_percent(self.value))
+
+    def told(self, value: float) -> str:
+        """A figure in the limit's terms."""
+        if self.of_change:
+            return as_signed_percent(value)
+        return as_percent(value) if self.unit else f"{value:.4g}"
+
+    def verdict(self, low: float, high: float) -> Verdict:
+        """PASS where the whole interval keeps the limit, FAIL where it lies beyond it."""
+        match self.kind:
+            case "max_drop":
+                kept, broken = low > self.bound, high < self.bound
+            case "max_increase":
+                kept, broken = high < self.bound, low > self.bound
+            case "min":
+                kept, broken = low >= self.bound, high < self.bound
+            case _:
+                kept, broken = high <= self.bound, low > self.bound
+        return Verdict.PASS if kept else Verdict.FAIL if broken else Verdict.INCONCLUSIVE
+
+
+def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
+    plain = gate.definition().higher_is_better is False or gate.higher_is_better is False
+    if gate.max_drop is not None:
+        yield MetricLimit(kind="max_drop", value=gate.max_drop, plain=plain)
+    if gate.max_increase is not None:
+        yield MetricLimit(kind="max_increase", value=gate.max_increase, plain=plain)
+    if gate.min is not None:
+        yield MetricLimit(kind="min", value=gate.min, plain=plain)
+    if gate.max is not None:
+        yield MetricLimit(kind="max", value=gate.max, plain=plain)
+
+
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     """A result for each limit and each model that it is held against.
 
@@ -44,10 +117,10 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     name = gate.definition().label
     counts = [c for c in evidence.metrics if c.metric == name and c.n]
     entries: list[_Entry] = [*counts, *(s for s in evidence.scores if s.metric == name)]
-    limits = tuple(limits_of(gate))
+    limits = tuple(list_limits(gate))
     if not limits:
-        yield no_limit("metric", name)
-    if gate.definition().label_free and not entries and not baseline_of(evidence):
+        yield make_unlimited("metric", name)
+    if gate.definition().label_free and not entries and not get_baseline(evidence):
         return
     for limit in limits:
         if limit.of_change:
@@ -58,7 +131,7 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
             results = [_judge(name, limit, entry) for entry in telling]
             yield _aged(max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n)), evidence)
         else:
-            yield not_measured("metric", name, limit.text)
+            yield make_unmeasured("metric", name, limit.text)
 
 
 def unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
@@ -84,16 +157,16 @@ def _aged(result: GateResult, evidence: Evidence) -> GateResult:
     return result if evidence.schema >= _P_VALUES else replace(result, p_value=None)
 
 
-def _changes(name: str, limit: Limit, entries: Sequence[_Entry], evidence: Evidence) -> Iterator[GateResult]:
+def _changes(name: str, limit: MetricLimit, entries: Sequence[_Entry], evidence: Evidence) -> Iterator[GateResult]:
     """Against every model that the candidate was compared with; the baseline must be one of them."""
     compared = [e for e in entries if e.against and e.against != evidence.variant]
     for entry in compared:
         yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
-    baseline = baseline_of(evidence)
+    baseline = get_baseline(evidence)
     if baseline and not any(e.against == baseline for e in compared):
         metric = f"{name} vs {baseline}"
         spoilt = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-        found = not_measured("metric", metric, limit.text) if spoilt is None else _judge(name, limit, spoilt)
+        found = make_unmeasured("metric", metric, limit.text) if spoilt is None else _judge(name, limit, spoilt)
         yield replace(found, metric=metric)
 
 
@@ -102,7 +175,7 @@ def _tells_value(entry: _Entry) -> bool:
     return isinstance(entry, PairedCounts) or entry.candidate is not None or not entry.against
 
 
-def _judge(name: str, limit: Limit, entry: _Entry) -> GateResult:
+def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
     blank = GateResult(
         gate="metric",
         metric=name,
@@ -143,7 +216,7 @@ def _is_uneven(entry: _Entry) -> bool:
     return isinstance(entry, ScoreComparison) and entry.effective is not None and entry.effective < _EVEN_ROWS
 
 
-def _p_value(limit: Limit, entry: _Entry, found: Interval) -> float:
+def _p_value(limit: MetricLimit, entry: _Entry, found: Interval) -> float:
     """Exact for counts; for other intervals as if the distance to the limit were normal."""
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
@@ -154,7 +227,7 @@ def _p_value(limit: Limit, entry: _Entry, found: Interval) -> float:
     return float(special.ndtr(-special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
 
 
-def _interval(limit: Limit, entry: _Entry) -> Interval | None:
+def _interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
     """What the limit is held against."""
     if isinstance(entry, PairedCounts):
         return _counted(limit, entry)
@@ -170,7 +243,7 @@ def _interval(limit: Limit, entry: _Entry) -> Interval | None:
             return None
 
 
-def _counted(limit: Limit, counts: PairedCounts) -> Interval | None:
+def _counted(limit: MetricLimit, counts: PairedCounts) -> Interval | None:
     """Tango's interval of the change, Clopper and Pearson's of the value."""
     if limit.kind == "max_drop":
         return change_interval(counts)
@@ -191,7 +264,7 @@ def _problem(entry: _Entry) -> str:
     return ""
 
 
-def _reason(name: str, limit: Limit, entry: _Entry, found: Interval, verdict: Verdict) -> str:
+def _reason(name: str, limit: MetricLimit, entry: _Entry, found: Interval, verdict: Verdict) -> str:
     verb = f"{name} changes by" if limit.of_change else f"{name} is"
     against = f" against {noun(entry.against)}" if limit.of_change else ""
     figures = f"{limit.told(found.estimate)} [{limit.told(found.low)}, {limit.told(found.high)}]{against}"
@@ -202,11 +275,11 @@ def _reason(name: str, limit: Limit, entry: _Entry, found: Interval, verdict: Ve
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
     if verdict is not Verdict.INCONCLUSIVE:
         return reason
-    told = (_carried(limit, entry), sample_advice(entry.n))
+    told = (_carried(limit, entry), advise_sample_size(entry.n))
     return "; ".join((reason, *(one for one in told if one)))
 
 
-def _carried(limit: Limit, entry: _Entry) -> str:
+def _carried(limit: MetricLimit, entry: _Entry) -> str:
     """Which rows carry the error, where few do."""
     if isinstance(entry, PairedCounts) or entry.effective is None or not entry.heavy:
         return ""

@@ -1,0 +1,269 @@
+"""Check whether an ONNX file is valid, and whether targets and pipelines accept it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_of
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import CustomOps, Target
+from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
+from onnx_ops.onnx_graph.files import model_file, nodes, read_structure
+from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
+
+if TYPE_CHECKING:
+    import onnx
+
+RUNTIME_DOMAINS = frozenset(
+    {
+        "",
+        "ai.onnx",
+        "ai.onnx.ml",
+        "ai.onnx.preview",
+        "ai.onnx.preview.training",
+        "ai.onnx.training",
+        "com.microsoft",
+        "com.microsoft.experimental",
+        "com.microsoft.nchwc",
+        "com.ms.internal.nhwc",
+        "org.pytorch.aten",
+    }
+)
+"""Domains of ONNX and of ONNX Runtime itself; whether it has the operator, only a session tells."""
+
+_ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
+"""Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
+
+
+def full_check(path: Path) -> None:
+    """The checker of the ONNX project, shape inference included.
+
+    It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
+    there is nothing to check but whether it loads.
+
+    Raises:
+        UserError: the file breaks a rule of ONNX.
+        RefusedError: it names external data outside its folder.
+        NotFoundError: a file is missing.
+    """
+    import onnx
+
+    structure = read_structure(path)
+    if is_ort(path):
+        return
+    if not structure.graph.output:
+        remedy = "Export the model again, with names for its outputs."
+        raise UserError("it is not valid ONNX", where=path.name, why="the graph has no outputs", remedy=remedy)
+    inference = onnx.shape_inference.InferenceError
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, inference, RuntimeError, ValueError) as error:  # inference raises all three
+        remedy = "Export the model again, or mend what is named: onnx-ops inspect tells when it is valid."
+        raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
+
+
+def ceiling(info: ModelInfo, target: Target) -> str:
+    """Why a target does not accept a model's versions; empty if it does."""
+    opset = info.opsets.get("", 0)
+    wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
+    settings = [f"export.{name}: {most}" for name, (found, most) in wanted.items() if found > most]
+    if not settings:
+        return ""
+    return (
+        f"target {target.name} accepts opset <= {target.max_opset}, IR version <= {target.max_ir_version}; "
+        f"this model has opset {opset}, IR version {info.ir_version}: set {' and '.join(settings)}"
+    )
+
+
+def foreign(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+    """Operators that neither ONNX nor the runtime defines nor the model itself as a function: `domain::type` -> nodes.
+
+    A node without a name is told by its first output.
+    """
+    own = {(function.domain, function.name) for function in model.functions}
+    found: dict[str, list[str]] = {}
+    for node in nodes(model):
+        if node.domain not in RUNTIME_DOMAINS and (node.domain, node.op_type) not in own:
+            named = node.name or next(iter(node.output), "?")
+            found.setdefault(f"{node.domain}::{node.op_type}", []).append(named)
+    return {name: tuple(sorted(names)) for name, names in sorted(found.items())}
+
+
+def lacking(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
+    """Which custom operators a target has no library for, with their nodes; empty if none."""
+    domains = {domain for library in target.custom_ops for domain in library.domains}
+    missing = {name: at for name, at in operators.items() if name.partition("::")[0] not in domains}
+    if not missing:
+        return ""
+    listed = "; ".join(f"{name} at {', '.join(at[:5])}{' …' if len(at) > 5 else ''}" for name, at in missing.items())
+    return f"target {target.name} lacks operators: {listed}"
+
+
+def refusal(path: Path, target: Target) -> str:
+    """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    return ceiling(info(path), target) or lacking(foreign(read_structure(path)), target)
+
+
+def aborts_without_rows(path: Path) -> bool:
+    """Whether ONNX Runtime would abort the process if the model were asked for an empty batch."""
+    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in nodes(read_structure(path)))
+
+
+def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
+    """Whether libraries are those that a target names: loading one runs its code.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DigestMismatchError: it is another one.
+    """
+    for library in libraries:
+        path = Path(library.path)
+        if not path.is_file():
+            raise NotFoundError("no such library of custom operators", where=f"{where}: {path}")
+        if (found := digest_file(path)) != library.digest:
+            raise DigestMismatchError(
+                f"the library of custom operators is not the one of {where}; it was not loaded",
+                where=str(path),
+                why=f"its digest is {found}, the target says {library.digest}",
+                remedy="Find out who changed it. If it was you, write its digest into the target's file.",
+            )
+
+
+def carry_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
+    """Copy the libraries whose domains a model uses beside it, by target: they become files of its version.
+
+    Functions of the model count too: where a library registers one's name, sessions take the kernel.
+
+    Raises:
+        RefusedError: something of the model lies where only libraries may, which servers will load.
+        NotFoundError, DigestMismatchError: a library is missing, or is another one.
+    """
+    folder = model.parent / CUSTOM_OPS
+    if folder.exists():
+        raise RefusedError(
+            f"a file of the model lies in {CUSTOM_OPS}/, whose files are loaded as programs",
+            where=model.name,
+            remedy="Export the model with its weights beside it.",
+        )
+    used = {node.domain for node in nodes(read_structure(model))}
+    for target, offered in libraries.items():
+        needed = [library for library in offered if used.intersection(library.domains)]
+        check_libraries(needed, f"target {target}")
+        for library in needed:
+            place = folder / target / f"{hex_of(library.digest)}.so"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(library.path, place)
+
+
+CONVERT = "convert"
+"""Option of the export: the file is converted to exactly `opset` and `ir_version`."""
+
+_OLDEST = 7
+"""Opset of a file that imports none."""
+
+DROPPED = "onnx-ops.zipmap.dropped"
+"""Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
+
+
+def newer(found: ModelInfo, section: Export) -> str:
+    """Why a file is not taken as it is: it is newer than asked for; empty if it is not."""
+    opset = found.opsets.get("", 0)
+    if opset <= section.opset and found.ir_version <= section.ir_version:
+        return ""
+    return (
+        f"the file has opset {opset} and IR version {found.ir_version}, "
+        f"the pipeline asks for opset {section.opset} and IR version {section.ir_version}"
+    )
+
+
+def remedy(found: ModelInfo) -> str:
+    """What to set for a file that is newer than asked for."""
+    opset = found.opsets.get("", 0)
+    return (
+        f"Set export.opset: {opset} and export.ir_version: {found.ir_version}, "
+        f"or have it converted: export.options: {{{CONVERT}: true}}."
+    )
+
+
+def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Let outputs that ZipMap makes a sequence of maps of be the matrix before it, a column a class.
+
+    Returns:
+        The outputs that have become tensors; the model's metadata names them too.
+    """
+    from onnx import TensorProto, helper
+
+    found = _zipmaps(model)
+    for node in found.values():
+        kept = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
+        node.CopyFrom(kept)
+    for value in model.graph.output:
+        if value.name in found:
+            value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
+    if found and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
+        model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
+    if found:
+        helper.set_model_props(model, {**{p.key: p.value for p in model.metadata_props}, DROPPED: ", ".join(found)})
+    return tuple(found)
+
+
+def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    """The nodes that make maps of outputs, by output."""
+    outputs = {value.name for value in model.graph.output}
+    return {n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs}
+
+
+def no_tensors(path: Path) -> str:
+    """Which inputs and outputs are no tensors, and cannot be made some; empty if none."""
+    model = read_structure(path)
+    graph, zipped = model.graph, _zipmaps(model)
+    values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
+    kinds = {value.name: value.type.WhichOneof("value") for value in values}
+    found = sorted(name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None))
+    if not found:
+        return ""
+    what = str(kinds[found[0]]).removesuffix("_type")
+    return (
+        f"{', '.join(found)} is no tensor but a {what}: an endpoint can neither take nor give it. "
+        "Export the model with tensors."
+    )
+
+
+def brought_notes(place: Path) -> list[str]:
+    """List what a pipeline does with a ready file that its owner may not expect; raises as `brought_problems`."""
+    path = model_file(place)
+    notes = [
+        f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
+        for name in sorted(_zipmaps(read_structure(path)))
+    ]
+    if batch := info(path).fixed_batch:
+        notes.append(f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried")
+    return notes
+
+
+def brought_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
+    """Why the file cannot be brought, or what a target refuses of it.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    path = model_file(place)
+    found = info(path)
+    operators = foreign(read_structure(path))
+    converted = section.options.get(CONVERT) is True
+    too_new = "" if converted else newer(found, section)
+    problems = [f"{too_new}. {remedy(found)}"] if too_new else []
+    problems += [why for why in (no_tensors(path),) if why]
+    for target in targets:
+        reason = "" if converted or too_new else ceiling(found, target)
+        problems += [one for one in (reason, lacking(operators, target)) if one]
+    return problems

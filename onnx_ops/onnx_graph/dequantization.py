@@ -1,0 +1,256 @@
+"""A quantized model without its rounding, and its float original with the rounded weights: one function in two files.
+
+Of a quantized model one expects two things: that it computes what the original does, and that it rounds well. Here the
+first is separated from the second. What remains after rounding is taken off both sides must agree as two float models
+do: a lost node, another axis or another constant shows itself whatever the rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.quantized_activations import WRITTEN, as_pairs, cut_off, levels_of
+from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, blocks
+
+if TYPE_CHECKING:
+    import onnx
+
+_FLOAT, _HALF = 1, 10
+_CUTTING = ("Relu", "Clip")
+_INTEGER = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+_UNREAD = frozenset(
+    {
+        "Attention", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "GatherBlockQuantized", "MatMulBnb4",
+        "MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QMoE", "QOrderedMatMul",
+    }
+)  # fmt: skip
+"""Operators that hide rounding in a way that is not taken off here."""
+
+
+def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
+    """Write the float original with the values that quantized weights stand for.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    from onnx import numpy_helper
+
+    model = read_model(source)
+    tensors = constants(model)
+    for weight in weights:
+        tensor = tensors.get(weight.origin)
+        if tensor is None or tensor.data_type != _FLOAT:
+            continue
+        values = weight.dequantized.T if weight.transposed else weight.dequantized
+        values = values.reshape(tuple(tensor.dims)).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), tensor.name))
+    write_model(model, path)
+
+
+def write_with_halves(source: Path, path: Path) -> None:
+    """Write the float original with every float32 constant rounded to float16.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    from onnx import numpy_helper
+
+    model = read_model(source)
+    for tensor in constants(model).values():
+        if tensor.data_type == _FLOAT:
+            with np.errstate(over="ignore"):
+                values = numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    write_model(model, path)
+
+
+def write_unrounded(source: Path, derived: Path, path: Path) -> None:
+    """Write the quantized model with activations in float32 and weights as the numbers that they stand for.
+
+    Args:
+        source: the float original, which has the ReLU and Clip that ranges of the quantized model stand for.
+        derived: the quantized model: QuantizeLinear pairs, integer operators, MatMulNBits or float16.
+        path: the result.
+
+    Raises:
+        MeasurementError: an operator hides its rounding in a way that is not known here.
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    import onnx
+
+    model = onnx.ModelProto()
+    model.CopyFrom(as_pairs(read_model(derived), derived.name))
+    if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
+        raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
+    tensors = constants(model)
+    folded = _folded(source, model, tensors)
+    rewritten: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        rewritten += _rewrite(node, tensors, folded)
+    _replace_blocks(model, rewritten, tensors)
+    del model.graph.node[:]
+    model.graph.node.extend(rewritten)
+    model.graph.initializer.extend(
+        tensor
+        for name, tensor in tensors.items()
+        if name not in {t.name for t in model.graph.initializer} and not any(name in node.output for node in rewritten)
+    )
+    del model.graph.value_info[:]
+    _widen(model)
+    write_model(model, path)
+
+
+def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.TensorProto]) -> dict[str, onnx.NodeProto]:
+    """ReLU and Clip of the original that a range of the quantized model stands for, by output of its QuantizeLinear.
+
+    Quantizers leave out what cuts values off where the range ends there too, and give its output's name to its input.
+    """
+    graph = read_structure(source).graph
+    stored = constants(read_structure(source))
+    after = {node.input[0]: node for node in graph.node if node.op_type in _CUTTING and node.input}
+    before = {node.output[0]: node for node in graph.node if node.op_type in _CUTTING}
+    cut, makers = cut_off(source), {name: node.op_type for node in model.graph.node for name in node.output}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
+            continue
+        name = node.input[0].removesuffix(WRITTEN)
+        cutting = before.get(name) or (after[name] if name in cut else None)
+        if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
+            continue
+        if (levels := levels_of(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
+            found[node.output[0]] = _with_constants(cutting, stored, tensors)
+    return found
+
+
+def _with_constants(
+    node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
+) -> onnx.NodeProto:
+    """A copy of a node of the original that reads constants of its own, which `tensors` gets."""
+    made = type(node)()
+    made.CopyFrom(node)
+    for place, name in enumerate(node.input):
+        if place and name:
+            made.input[place] = f"{name}.original"
+            constant = type(stored[name])()
+            constant.CopyFrom(stored[name])
+            constant.name = made.input[place]
+            tensors[constant.name] = constant
+    return made
+
+
+def _ends_alike(
+    cutting: onnx.NodeProto, stored: dict[str, onnx.TensorProto], step: float, low: float, high: float
+) -> bool:
+    """Whether a range lies within what the operator lets through, up to half a step."""
+    from onnx import numpy_helper
+
+    if any(name and name not in stored for name in cutting.input[1:]):
+        return False
+    ends: list[float | None] = [0.0, None]
+    if cutting.op_type == "Clip":
+        given = {a.name: a.f for a in cutting.attribute}
+        ends = [given.get("min"), given.get("max")]
+        for place, name in enumerate(cutting.input[1:3]):
+            if name:
+                ends[place] = float(numpy_helper.to_array(stored[name]).item())
+    return (ends[0] is None or low >= ends[0] - step / 2) and (ends[1] is None or high <= ends[1] + step / 2)
+
+
+def _rewrite(
+    node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folded: dict[str, onnx.NodeProto]
+) -> list[onnx.NodeProto]:
+    from onnx import helper, numpy_helper
+
+    match node.op_type:
+        case "QuantizeLinear" if node.input[0] not in tensors:
+            maker = folded.get(node.output[0])
+            if maker is None:
+                return [helper.make_node("Identity", node.input[:1], node.output)]
+            cut = type(maker)()
+            cut.CopyFrom(maker)
+            cut.input[0] = node.input[0]
+            cut.output[:] = node.output
+            return [cut]
+        case "DequantizeLinear" if node.input[0] not in tensors:
+            return [helper.make_node("Identity", node.input[:1], node.output)]
+        case "DynamicQuantizeLinear":
+            tensors[node.output[1]] = numpy_helper.from_array(np.array(1, np.float32), node.output[1])
+            tensors[node.output[2]] = numpy_helper.from_array(np.array(0, np.uint8), node.output[2])
+            return [helper.make_node("Identity", node.input[:1], node.output[:1])]
+        case "MatMulInteger" | "ConvInteger":
+            return [_float_product(node, tensors)]
+        case _:
+            return [node]
+
+
+def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> onnx.NodeProto:
+    """A product of integers as one of the same numbers in float32; its scales are multiplied in afterwards."""
+    from onnx import helper, numpy_helper
+
+    stored = tensors.get(node.input[1])
+    if stored is None:
+        inputs = list(node.input[:2])  # both were made floats before
+    else:
+        levels = numpy_helper.to_array(stored).astype(np.float64)
+        zero = tensors.get(node.input[3]) if len(node.input) > 3 else None
+        if zero is not None:
+            centre = numpy_helper.to_array(zero).astype(np.float64)
+            along = 0 if node.op_type == "ConvInteger" else levels.ndim - 1
+            shape = [1] * levels.ndim
+            shape[along] = -1
+            levels = levels - (centre.reshape(shape) if centre.size > 1 else centre.reshape(()))
+        name = f"{node.input[1]}.float"
+        tensors[name] = numpy_helper.from_array(levels.astype(np.float32), name)
+        inputs = [node.input[0], name]
+    made = helper.make_node(_INTEGER[node.op_type], inputs, node.output, name=node.name)
+    made.attribute.extend(node.attribute)
+    return made
+
+
+def _replace_blocks(
+    model: onnx.ModelProto, rewritten: list[onnx.NodeProto], tensors: dict[str, onnx.TensorProto]
+) -> None:
+    """MatMulNBits as MatMul with the numbers that its blocks stand for."""
+    from onnx import helper, numpy_helper
+
+    values = iter(blocks(model, tensors))
+    for place, node in enumerate(rewritten):
+        if node.op_type != "MatMulNBits" or not set(node.input[1:3]) <= set(tensors):
+            continue
+        name = f"{node.output[0]}.weight"
+        tensors[name] = numpy_helper.from_array(next(values).values.astype(np.float32), name)
+        product = node.output[0]
+        if len(node.input) > 5 and node.input[5]:
+            product = f"{node.output[0]}.product"
+            rewritten.insert(place + 1, helper.make_node("Add", [product, node.input[5]], node.output))
+        rewritten[place] = helper.make_node("MatMul", [node.input[0], name], [product], name=node.name)
+
+
+def _widen(model: onnx.ModelProto) -> None:
+    """Make everything float32 that is float16, inputs and outputs of the model included."""
+    from onnx import numpy_helper
+
+    for tensor in constants(model).values():
+        if tensor.data_type == _HALF:
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for graph in graphs(model):
+        for value in (*graph.input, *graph.output):
+            if value.type.tensor_type.elem_type == _HALF:
+                value.type.tensor_type.elem_type = _FLOAT
+        for node in graph.node:
+            for attribute in node.attribute:
+                if node.op_type == "Cast" and attribute.name == "to" and attribute.i == _HALF:
+                    attribute.i = _FLOAT
+                if attribute.name in ("dtype", "output_dtype") and attribute.i == _HALF:
+                    attribute.i = _FLOAT
+                if node.op_type == "ConstantOfShape" and attribute.name == "value" and attribute.t.data_type == _HALF:
+                    wide = numpy_helper.to_array(attribute.t).astype(np.float32)
+                    attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))

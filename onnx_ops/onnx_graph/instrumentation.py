@@ -1,0 +1,220 @@
+"""Write copies of a model for measurements: with intermediate values as outputs, or with one operator quantized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.onnx_graph.files import constants, read_model, read_structure, write_model
+
+if TYPE_CHECKING:
+    import onnx
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Property of a node that lists the modules around it, outermost first, and last the node itself."""
+
+LARGEST_NUMBER = 256
+"""Values that one copy may show: each of them is held in memory while it runs."""
+
+_QUOTED = re.compile(r"'([^']*)'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedValue:
+    """A value of the main graph and the node that computes it.
+
+    `node` is the node's name, or the value's where the node has none; `scope` the path of the source's module that
+    the node stems from, empty where the file does not tell or the node belongs to the outermost module.
+    """
+
+    name: str
+    node: str
+    op_type: str
+    scope: str
+
+
+def computed_values(path: Path) -> tuple[ComputedValue, ...]:
+    """The values that nodes of the main graph compute, in the order of the graph, which is topological.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    return tuple(
+        ComputedValue(
+            name=name,
+            node=node.name or name,
+            op_type=node.op_type,
+            scope=_module({p.key: p.value for p in node.metadata_props}.get(SCOPES, "")),
+        )
+        for node in read_structure(path).graph.node
+        for name in node.output
+        if name
+    )
+
+
+def expose(path: Path, names: Sequence[str], copy: Path) -> None:
+    """Write a copy of the model that gives the named values too, after its own outputs.
+
+    Weights outside the file are not read: the copy refers to the same ones, and so must stand in the same folder.
+
+    Args:
+        path: the model.
+        names: at most `LARGEST_NUMBER` values of the main graph.
+        copy: another file in the folder of `path`.
+
+    Raises:
+        ValueError: the copy stands elsewhere, there are too many names, or the graph computes no such value.
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    if copy.parent != path.parent or copy == path:
+        raise ValueError("the copy must be another file of the same folder")
+    if len(names) > LARGEST_NUMBER:
+        raise ValueError(f"{len(names)} values are more than {LARGEST_NUMBER}")
+    model = read_structure(path)
+    computed = {name for node in model.graph.node for name in node.output if name}
+    if unknown := sorted(set(names) - computed):
+        raise ValueError(f"no node of the main graph computes {unknown[0]!r}")
+    shown = {value.name for value in model.graph.output}
+    for name in dict.fromkeys(names):
+        if name not in shown:
+            model.graph.output.add(name=name)  # the runtime infers its type
+    write_model(model, copy)
+
+
+def _module(scopes: str) -> str:
+    names = _QUOTED.findall(scopes)
+    return names[-2] if len(names) > 1 else ""
+
+
+Range = tuple[float, float]
+
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "static": ("Conv", "Gemm", "MatMul"),
+    "dynamic": ("Gather", "Gemm", "MatMul"),
+}
+"""Operators that may be kept in float, by the method that else quantizes them."""
+
+_DYNAMIC_OPSET = 11
+"""DynamicQuantizeLinear is there from this opset on."""
+
+_LEVELS = 255
+_FLOAT = 1
+_TABLE = 1024
+"""Fewest numbers of a table of embeddings that is worth quantizing."""
+
+
+def products(path: Path, method: str) -> tuple[str, ...]:
+    """Names of the operators that a search quantizes by the method, in the order of the graph.
+
+    Nodes without a name cannot be excluded, and so are not among them; nor, for dynamic quantization, are products of
+    two activations, and choices from anything but a table of floats.
+    """
+    model = read_structure(path)
+    stored = constants(model)
+    return tuple(
+        node.name
+        for node in model.graph.node
+        if node.name
+        and node.op_type in OPERATORS.get(method, ())
+        and not set(node.input[:2]) <= set(stored)
+        and (method == "static" or _weight(node) in stored)
+        and (node.op_type != "Gather" or _is_table(stored[node.input[0]]))
+    )
+
+
+def _weight(node: onnx.NodeProto) -> str:
+    return str(node.input[0 if node.op_type == "Gather" else 1])
+
+
+def _is_table(tensor: onnx.TensorProto) -> bool:
+    """Whether it may be a table of embeddings: what is smaller saves nothing."""
+    return tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
+
+
+def activations(path: Path) -> dict[str, tuple[str, ...]]:
+    """The activations that each matrix product and convolution reads, by the node's name."""
+    model = read_structure(path)
+    stored = set(constants(model))
+    return {
+        node.name: tuple(name for name in node.input[:2] if name not in stored)
+        for node in model.graph.node
+        if node.name and node.op_type in OPERATORS["static"]
+    }
+
+
+def quantize_alone(
+    path: Path, node_name: str, copy: Path, *, ranges: Mapping[str, Range] | None, weight_levels: int
+) -> None:
+    """Write a copy in which one operator computes with rounded numbers, in float.
+
+    Args:
+        path: a float model with a node of that name.
+        node_name: of a Conv, Gather, Gemm or MatMul.
+        copy: the new file.
+        ranges: (low, high) of each activation; None finds them anew in each run, as dynamic quantization does.
+        weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
+
+    Raises:
+        ValueError: there is no such node, or the model's opset is too old.
+    """
+    from onnx import numpy_helper
+
+    model = read_model(path)
+    place = next((i for i, node in enumerate(model.graph.node) if node.name == node_name), None)
+    if place is None:
+        raise ValueError(f"no node is called {node_name!r}")
+    nodes = list(model.graph.node)
+    node, stored = nodes[place], constants(model)
+    before: list[onnx.NodeProto] = []
+    for slot, name in enumerate(node.input[: 1 if node.op_type == "Gather" else 2]):
+        if name in stored:
+            rounded = _rounded(node, numpy_helper.to_array(stored[name]), weight_levels)
+            node.input[slot] = f"{name}_alone"
+            model.graph.initializer.append(numpy_helper.from_array(rounded, node.input[slot]))
+        else:
+            before += _steps(model, name, slot, None if ranges is None else ranges[name])
+            node.input[slot] = _read(name, slot)
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[:place], *before, *nodes[place:]])
+    write_model(model, copy)
+
+
+def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int) -> npt.NDArray[np.generic]:
+    """To the nearest of so many levels on either side of zero, with one scale per output channel, or per table."""
+    turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
+    axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
+    others = tuple(i for i in range(weight.ndim) if i != axis or node.op_type == "Gather")
+    values = weight.astype(np.float64)
+    largest = np.abs(values).max(axis=others, keepdims=True)
+    step = np.where(largest > 0, largest, 1.0) / levels
+    return (np.round(values / step) * step).astype(weight.dtype)
+
+
+def _read(name: str, slot: int) -> str:
+    return f"{name}_read_{slot}_alone"
+
+
+def _steps(model: onnx.ModelProto, name: str, slot: int, limits: Range | None) -> list[onnx.NodeProto]:
+    """Nodes that write an activation in 8 bits and read it back."""
+    from onnx import helper, numpy_helper
+
+    written, scale, zero = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero"))
+    if limits is None:
+        opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+        if opset < _DYNAMIC_OPSET:
+            raise ValueError(f"ranges that are found anew need opset {_DYNAMIC_OPSET}, the model has {opset}")
+        write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
+    else:
+        low, high = min(limits[0], 0.0), max(limits[1], 0.0)
+        step = (high - low) / _LEVELS or 1.0
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(step, dtype=np.float32), scale))
+        level = np.asarray(np.clip(round(-low / step), 0, _LEVELS), dtype=np.uint8)
+        model.graph.initializer.append(numpy_helper.from_array(level, zero))
+        write = helper.make_node("QuantizeLinear", [name, scale, zero], [written])
+    return [write, helper.make_node("DequantizeLinear", [written, scale, zero], [_read(name, slot)])]

@@ -1,0 +1,326 @@
+"""Report which operators a target runs in int8, why others stay in float, and which setting changes that.
+
+A quantized file holds QuantizeLinear pairs around an operator. The runtime may fuse them into an int8 operator, or run
+the operator in float with the conversions on top. Only the graph that the runtime has rewritten shows which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.structure import Advice, FloatOperator, Int8Coverage
+from onnx_ops.domain.target import Target
+from onnx_ops.onnx_graph.files import constants, read_model, read_structure
+
+if TYPE_CHECKING:
+    import onnx
+
+INT8_OPERATORS = frozenset(
+    {
+        "ConvInteger",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "QGemm",
+        "QLinearConv",
+        "QLinearMatMul",
+    }
+)
+"""What matrix products and convolutions become in int8."""
+
+_FLOAT_OPERATORS = frozenset(
+    {"Conv", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "NhwcFusedConv", "TransposeMatMul"}
+)
+_WITHOUT_KERNEL = frozenset({"ConvTranspose"})
+_KINDS = {
+    "FusedConv": "Conv",
+    "FusedGemm": "Gemm",
+    "FusedMatMul": "MatMul",
+    "NhwcFusedConv": "Conv",
+    "TransposeMatMul": "MatMul",
+}
+
+_AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$")
+"""What the quantizers and the runtime put around a node's name when they rewrite it."""
+
+FUSE = "target file: session: {graph_level: all}"
+"""The setting with which the runtime fuses pairs into operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The rewritten graph: who makes a value, who reads it, and what is stored."""
+
+    makers: Mapping[str, onnx.NodeProto]
+    readers: Mapping[str, Sequence[onnx.NodeProto]]
+    types: Mapping[str, int]
+
+    def constant(self, name: str) -> bool:
+        """Stored as it is, or behind a DequantizeLinear."""
+        maker = self.makers.get(name)
+        if maker is not None and maker.op_type in ("DequantizeLinear", "Constant", "Transpose"):
+            return maker.op_type == "Constant" or self.constant(maker.input[0])
+        return name in self.types
+
+
+def int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
+    """Which operators of a quantized variant run in int8.
+
+    Args:
+        source: the float export, whose names are told.
+        rewritten: the variant's graph as the runtime runs it.
+        excluded: names of nodes that were to stay in float.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    names = _names(read_structure(source))
+    model = read_structure(rewritten)
+    graph = _graph(model)
+    kept = set(excluded)
+    int8: list[str] = []
+    floats: list[FloatOperator] = []
+    for node in model.graph.node:
+        name = _told(node, names)
+        if node.op_type in INT8_OPERATORS:
+            int8.append(name)
+        elif node.op_type in _FLOAT_OPERATORS | _WITHOUT_KERNEL:
+            reason, setting = ("excluded", "") if name in kept else _reason(node, graph)
+            kind = _KINDS.get(node.op_type, node.op_type)
+            floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
+    return Int8Coverage(int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in kept))
+
+
+def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
+    """Why the node runs in float, and the setting that mends it."""
+    if node.op_type in _WITHOUT_KERNEL:
+        return f"the runtime has no int8 kernel for {node.op_type}", ""
+    makers = [graph.makers.get(name) for name in node.input[:2]]
+    read = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
+    weight = graph.constant(node.input[1])
+    if not weight and not all(read):
+        return "both of its inputs are computed: it has no constant weight", "method: static, which takes such products"
+    if not read[0]:
+        maker = makers[0]
+        reason = f"its input is not quantized: it comes in float from {maker.op_type if maker else 'the model input'}"
+        return reason, f"name {_KINDS.get(node.op_type, node.op_type)} in `options.op_types`, or leave op_types out"
+    levels = makers[0].input[2] if makers[0] is not None and len(makers[0].input) > 2 else ""
+    if graph.types.get(levels) == _INT8:
+        reason = "its QuantizeLinear pair is not fused: activations are int8, kernels of x86 take uint8"
+        return reason, "options: {activations: uint8}"
+    if not weight and not read[1]:
+        return "its QuantizeLinear pair is not fused: the second input is not quantized", "leave `options.op_types` out"
+    after = [reader.op_type for reader in graph.readers.get(node.output[0], ())]
+    if "QuantizeLinear" not in after:
+        follows = after[0] if after else "the model output"
+        reason = f"its QuantizeLinear pair is not fused: {follows} follows instead of QuantizeLinear"
+        return reason, f"name {after[0]} in `options.op_types`, or exclude the operator" if after else ""
+    return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
+
+
+def _graph(model: onnx.ModelProto) -> _Graph:
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    return _Graph(
+        makers={name: node for node in model.graph.node for name in node.output},
+        readers=readers,
+        types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
+    )
+
+
+def _names(model: onnx.ModelProto) -> dict[str, str]:
+    """The name of each node by itself and by what it computes, which is what a node without a name is called."""
+    found: dict[str, str] = {}
+    for node in model.graph.node:
+        called = node.name or node.output[0]
+        found |= dict.fromkeys((called, *node.output), called)
+    return found
+
+
+def _told(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
+    """The node's name in the export; its own where that cannot be told."""
+    name, before = node.name, ""
+    while name != before:
+        if name in names:
+            return names[name]
+        before, name = name, _AFFIXES.sub("", name, count=1)
+    return names.get(node.output[0], node.name or node.output[0])
+
+
+_FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
+_REDUCED = 64
+"""Largest level of a weight of 7 bits."""
+
+_SLOW_SETTINGS = {
+    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range keeps right as well",
+    "session.qdqisint8allowed": "3.7 times the time: activations become int8, which kernels of x86 do not take",
+}
+_DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """Element types of quantized activations and weights, and the largest level of an int8 weight."""
+
+    activations: frozenset[int]
+    weights: frozenset[int]
+    largest: int
+
+
+def advise(
+    variant: Path, rewritten: Path, target: Target, machine: Arithmetic, coverage: Int8Coverage | None
+) -> tuple[Advice, ...]:
+    """All that is found, what costs most first.
+
+    Args:
+        variant: the derived file.
+        rewritten: its graph as the runtime runs it on the target.
+        target: says how sessions are built.
+        machine: how the target computes.
+        coverage: what runs in int8, with its reasons; None for a float variant.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    model, run = read_structure(variant), read_structure(rewritten)
+    kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
+    if kinds & {
+        "DequantizeLinear",
+        "QuantizeLinear",
+        *_DYNAMIC,
+    }:  # those of a float model tell nothing, and may take gigabytes
+        model = read_model(variant)
+    types = _types(model)
+    found = [*_of_types(types, machine), *_of_sessions(target, machine, kinds), *_of_kinds(kinds, machine)]
+    if coverage is not None:
+        found += _of_coverage(coverage)
+    return (*found, *_fragments(run), *_casts(run))
+
+
+def _of_types(types: _Types, machine: Arithmetic) -> Iterator[Advice]:
+    if _UINT16 in types.activations:
+        yield Advice(
+            finding="activations of 16 bits take longer than float32 does", setting="options: {activations: uint8}"
+        )
+    if machine.family != "x86":
+        return
+    if _INT8 in types.activations:
+        finding = "activations are int8: kernels of x86 take uint8, so that operators stay in float or run slowly"
+        yield Advice(finding=finding, setting="options: {activations: uint8}")
+    if _UINT8 in types.weights:
+        finding = "weights are uint8: kernels of x86 are made for int8 weights"
+        yield Advice(finding=finding, setting="options: {weights: int8}")
+    if machine.saturates and _UINT8 in types.activations and types.largest > _REDUCED:
+        finding = (
+            "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong "
+            "without a message"
+        )
+        yield Advice(finding=finding, setting="options: {reduce_range: true}, or leave it to the target")
+
+
+def _of_sessions(target: Target, machine: Arithmetic, kinds: Iterable[str]) -> Iterator[Advice]:
+    if "DequantizeLinear" not in kinds:
+        return
+    session = target.session
+    if session.graph_level in ("disabled", "basic"):
+        finding = f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 operator"
+        yield Advice(finding=finding, setting=FUSE)
+    for name, cost in _SLOW_SETTINGS.items():
+        if machine.family == "x86" and session.config.get(name) == "1":
+            yield Advice(finding=f"{name}: {cost}", setting=f"target file: leave {name} out of session.config")
+
+
+def _of_kinds(kinds: set[str], machine: Arithmetic) -> Iterator[Advice]:
+    if "ConvInteger" in kinds:
+        finding = "convolutions find their ranges anew in each run: many times the time of float32"
+        yield Advice(finding=finding, setting="method: static")
+    if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
+        finding = "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
+        yield Advice(finding=finding, setting="method: dynamic or static, if time is what you want")
+
+
+def _of_coverage(coverage: Int8Coverage) -> Iterator[Advice]:
+    """Operators left in float, those that share reason and remedy together."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for one in coverage.floats:
+        if one.setting:
+            shared.setdefault((one.reason, one.setting), []).append(one.name)
+    for (reason, setting), names in shared.items():
+        yield Advice(finding=f"{len(names)} left in float: {reason}", setting=setting, nodes=tuple(names))
+    if coverage.unheeded:
+        yield Advice(
+            finding="excluded, and yet in int8: the runtime fuses the pairs of the neighbours around them",
+            setting="exclude the operators before and after them too",
+            nodes=coverage.unheeded,
+        )
+
+
+def _fragments(run: onnx.ModelProto) -> Iterator[Advice]:
+    """Places where integers become float and are written as integers again within the graph."""
+    makers = {name: node for node in run.graph.node for name in node.output}
+    between: dict[str, list[str]] = {}
+    for node in run.graph.node:
+        if node.op_type == "QuantizeLinear":
+            maker = makers.get(node.input[0])
+            if maker is not None and _was_integer(maker, makers):
+                between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
+    for kind, names in sorted(between.items()):
+        yield Advice(
+            finding=f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each",
+            setting=f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours",
+            nodes=tuple(names),
+        )
+
+
+def _was_integer(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
+    sources = [makers[name] for name in node.input if name in makers]
+    return any(one.op_type == "DequantizeLinear" or one.op_type in _DYNAMIC for one in sources)
+
+
+def _casts(run: onnx.ModelProto) -> Iterator[Advice]:
+    """Casts between float16 and float32 that are not those of the model's inputs and outputs."""
+    halves = any(tensor.data_type == _HALF for tensor in run.graph.initializer)
+    edges = {value.name for value in (*run.graph.input, *run.graph.output)}
+    inner = [
+        node
+        for node in run.graph.node
+        if node.op_type == "Cast"
+        and not edges.intersection((*node.input, *node.output))
+        and next((a.i for a in node.attribute if a.name == "to"), 0) in ((_HALF, _FLOAT) if halves else (_HALF,))
+    ]
+    if inner:
+        yield Advice(
+            finding=f"{len(inner)} casts between float16 and float32 within the graph: the runtime has no kernel for "
+            "operators around them in float16",
+            setting="options: {keep: [their types]}, or leave this variant out on this target",
+            nodes=tuple(node.name or node.output[0] for node in inner),
+        )
+
+
+def _types(model: onnx.ModelProto) -> _Types:
+    from onnx import numpy_helper
+
+    stored = constants(model)
+    activations: set[int] = set()
+    weights: dict[str, int] = {}
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] not in stored and len(node.input) > 2:
+            zero = stored.get(node.input[2])
+            activations |= {zero.data_type} if zero is not None else set()
+        elif node.op_type == "DequantizeLinear" and node.input[0] in stored:
+            weights[node.input[0]] = stored[node.input[0]].data_type
+        elif node.op_type in _DYNAMIC and node.input[1] in stored:
+            weights[node.input[1]] = stored[node.input[1]].data_type
+            activations.add(_UINT8)
+    levels = [np.abs(numpy_helper.to_array(stored[w]).astype(np.int16)) for w, kind in weights.items() if kind == _INT8]
+    largest = max((int(level.max()) for level in levels if level.size), default=0)
+    return _Types(frozenset(activations), frozenset(weights.values()), largest)

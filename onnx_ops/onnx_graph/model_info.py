@@ -1,0 +1,134 @@
+"""Read and write what an ONNX file states about itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.domain.artifact import ModelInfo, TensorSpec
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.files import external_files, nodes, read_structure
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def info(path: Path) -> ModelInfo:
+    """Versions, inputs, outputs and size, without loading weights.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UserError: it is not ONNX.
+        RefusedError: it names external data outside its folder.
+    """
+    model = read_structure(path)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    return ModelInfo(
+        ir_version=model.ir_version,
+        opsets={"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import},
+        inputs=tuple(_spec(value) for value in model.graph.input if value.name not in constants),
+        outputs=tuple(_spec(value) for value in model.graph.output),
+        nodes=len(model.graph.node),
+        size_bytes=path.stat().st_size + sum(f.stat().st_size for f in external_files(model, path.parent)),
+    )
+
+
+def count_operators(model: onnx.ModelProto) -> dict[str, int]:
+    """Count the nodes by operator and the version of its definition, such as `Gemm-13`, the most frequent first.
+
+    A version is the newest opset, at most the one that the model imports, that changed the operator. Operators of other
+    domains have theirs in front; of those that ONNX does not define, no version is known. Nodes of subgraphs and
+    functions count too; a function's nodes have the versions of the model, and of the function's own imports where the
+    model has none of that domain.
+    """
+    opsets = {
+        entry.domain or "ai.onnx": entry.version
+        for imports in (*(function.opset_import for function in model.functions), model.opset_import)
+        for entry in imports
+    }
+    counts = Counter(_versioned(node, opsets.get(node.domain or "ai.onnx", 0)) for node in nodes(model))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _versioned(node: onnx.NodeProto, opset: int) -> str:
+    from onnx import defs
+
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    name = f"{domain}::{node.op_type}" if domain else node.op_type
+    try:
+        return f"{name}-{defs.get_schema(node.op_type, opset, domain).since_version}"
+    except defs.SchemaError:
+        return name
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    from onnx import TensorProto
+
+    form = value.type.WhichOneof("value")
+    if form not in ("tensor_type", None):
+        return TensorSpec(name=value.name, dtype=form.removesuffix("_type"), shape=())
+    kind = value.type.tensor_type
+    known = kind.elem_type in TensorProto.DataType.values()
+    name = TensorProto.DataType.Name(kind.elem_type).lower() if known else "undefined"
+    dtype = {"float": "float32", "double": "float64"}.get(name, name)
+    shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim)
+    return TensorSpec(name=value.name, dtype=dtype, shape=shape)
+
+
+AUTHOR, LICENSE = "model_author", "model_license"
+"""Keys that the ONNX standard gives to the author and the licence of a model."""
+
+_STANDARD = {"author": AUTHOR, "license": LICENSE}
+_LARGEST_VERSION = (1 << 63) - 1
+
+
+def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
+    """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    model = read_structure(path)
+    merged = {prop.key: prop.value for prop in model.metadata_props} | dict(properties)
+    del model.metadata_props[:]
+    for key in sorted(merged):
+        model.metadata_props.add(key=key, value=merged[key])
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def read_lineage(path: Path) -> dict[str, str]:
+    """All properties of a model file."""
+    return {prop.key: prop.value for prop in read_structure(path).metadata_props}
+
+
+def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
+    """Copy a model with its external weights and set what it says about itself; `output` may be the model itself.
+
+    Args:
+        path: the model.
+        output: the copy; files beside it with the names of the weights are replaced.
+        values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.
+
+    Raises:
+        NotFoundError, RefusedError: as for reading the file.
+        UserError: it is not ONNX, or the version is no number.
+    """
+    model = read_structure(path)
+    version = values.get("version", str(model.model_version))
+    if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
+        raise UserError(
+            f"version {version!r} is no whole number, which ONNX wants", remedy="Set another key: --set release=1.2."
+        )
+    for weights in external_files(model, path.parent):
+        copy = output.parent / weights.relative_to(path.parent)
+        if not (copy.exists() and copy.samefile(weights)):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(weights, copy)
+    model.model_version = int(version)
+    model.doc_string = values.get("description", model.doc_string)
+    output.write_bytes(model.SerializeToString(deterministic=True))
+    properties = {_STANDARD.get(key, key): value for key, value in values.items()}
+    write_lineage(output, {key: value for key, value in properties.items() if key not in ("version", "description")})

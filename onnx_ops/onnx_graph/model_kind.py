@@ -1,0 +1,140 @@
+"""What a candidate is beside its baseline: the same precision, float16, int8, fewer bits, another format or opset."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.onnx_graph.files import constants, nodes, read_structure
+from onnx_ops.onnx_graph.ort_format import is_ort
+
+if TYPE_CHECKING:
+    import onnx
+
+Precision = Literal["float32", "float16", "int8", "weight-only"]
+
+_HALVES = {10: "float16", 16: "bfloat16"}
+_FLOAT = 1
+_BLOCKED = "MatMulNBits"
+_WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_INTEGER = frozenset({"ConvInteger", "MatMulInteger", "QGemm", "QLinearConv", "QLinearMatMul"})
+_MARKS = _INTEGER | {"DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """`precision` decides how a model is judged, `why` says what it was read off."""
+
+    precision: Precision
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateKind:
+    """The kind of a candidate beside that of its baseline. `changes` lists what else differs, in words."""
+
+    baseline: ModelKind
+    candidate: ModelKind
+    changes: tuple[str, ...]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the candidate was made of a float32 baseline by rounding."""
+        return self.baseline.precision == "float32" != self.candidate.precision
+
+    def describe(self) -> str:
+        return "; ".join((f"{self.candidate.precision} ({self.candidate.why})", *self.changes))
+
+
+def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
+    """Read off both files what the candidate is.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    before, after = read_structure(baseline), read_structure(candidate)
+    kinds = _read_kind(before), _read_kind(after)
+    return CandidateKind(
+        baseline=kinds[0],
+        candidate=kinds[1],
+        changes=("the same file",)
+        if digest_file(baseline) == digest_file(candidate)
+        else tuple(_list_changes(before, after, candidate, same=kinds[0].precision == kinds[1].precision)),
+    )
+
+
+def _read_kind(model: onnx.ModelProto) -> ModelKind:
+    operators = Counter(node.op_type for node in nodes(model))
+    blocked = [node for node in nodes(model) if node.op_type == _BLOCKED]
+    if blocked:
+        bits = sorted({a.i for node in blocked for a in node.attribute if a.name == "bits"}) or [4]
+        total = len(blocked) + operators["MatMul"] + operators["Gemm"]
+        widths = " and ".join(f"{width}-bit" for width in bits)
+        return ModelKind(
+            precision="weight-only", why=f"{len(blocked)} of {total} matrix products have {widths} weights"
+        )
+    if any(operators[name] for name in _MARKS):
+        return ModelKind(precision="int8", why=_describe_int8(model, operators))
+    tensors = list(constants(model).values())
+    sizes = Counter[int]()
+    for tensor in tensors:
+        if _count(tensor) > 1:  # single numbers of a float16 graph are float32 here and there
+            sizes[tensor.data_type] += _count(tensor)
+    half = max(_HALVES, key=lambda kind: sizes[kind])
+    floats = sizes[half] + sizes[_FLOAT]
+    inputs = [value.type.tensor_type.elem_type for value in model.graph.input]
+    if not floats and (taken := next((_HALVES[kind] for kind in inputs if kind in _HALVES), "")):
+        return ModelKind(precision="float16", why=f"its inputs are {taken}")
+    if 2 * sizes[half] > floats:
+        return ModelKind(precision="float16", why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}")
+    return ModelKind(precision="float32", why="no quantized operator, no weights of 16 bits or fewer")
+
+
+def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
+    stored = set(constants(model))
+    read = {
+        node.output[0]
+        for node in nodes(model)
+        if node.op_type == "DequantizeLinear" and node.input and node.input[0] in stored
+    }
+    pairs = sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in nodes(model))
+    whole = sum(operators[name] for name in _INTEGER)
+    floats = sum(operators[name] for name in _WITH_WEIGHTS) - pairs
+    style = (
+        "dynamic"
+        if operators["DynamicQuantizeLinear"] or operators["DynamicQuantizeMatMul"]
+        else "static, integer operators"
+        if whole and not operators["QuantizeLinear"] > whole
+        else "static, QuantizeLinear pairs"
+    )
+    return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8"
+
+
+def _count(tensor: onnx.TensorProto) -> int:
+    total = 1
+    for size in tensor.dims:
+        total *= size
+    return total
+
+
+def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *, same: bool) -> list[str]:
+    changes = [".ort format"] if is_ort(file) else []
+    opsets = [
+        max((e.version for e in m.opset_import if e.domain in ("", "ai.onnx")), default=0) for m in (before, after)
+    ]
+    if opsets[0] != opsets[1]:
+        changes.append(f"opset {opsets[1]}, was {opsets[0]}")
+    if not same:
+        return changes
+    counted = [Counter(node.op_type for node in nodes(model)) for model in (before, after)]
+    if counted[0] == counted[1]:
+        return changes
+    fused = {
+        node.op_type for node in nodes(after) if node.domain.startswith("com.m") and node.op_type not in counted[0]
+    }
+    added = ", ".join(f"{name} {counted[1][name]}" for name in sorted(fused)[:3])
+    sizes = f"{counted[1].total()} nodes, was {counted[0].total()}"
+    return [*changes, f"graph-optimised ({added}; {sizes})" if added else f"another graph ({sizes})"]

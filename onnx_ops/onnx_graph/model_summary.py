@@ -1,0 +1,292 @@
+"""Summarize an ONNX file: contents, validity, and what it costs to run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
+from onnx_ops.errors import UserError, quoted
+from onnx_ops.onnx_graph.compatibility import foreign, full_check
+from onnx_ops.onnx_graph.files import bits_of, external_files, nodes, read_structure, tensors
+from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, info
+
+if TYPE_CHECKING:
+    import onnx
+
+_DEFAULT_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What stands in a file.
+
+    `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
+    front, and `versions` by the version of their definitions too (`Gemm-13`). `foreign` names the nodes of operators
+    that no runtime brings. `parameters` counts the elements of the graph's constants by their type. `author`,
+    `license`, `version` and `description` are what the file tells; empty or 0 if nothing. `problem` is what the ONNX
+    checker has against the file; empty if nothing.
+    """
+
+    file: Digest
+    info: ModelInfo
+    producer: str
+    operators: Mapping[str, int]
+    versions: Mapping[str, int]
+    foreign: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, int]
+    cost: Cost
+    author: str
+    license: str
+    version: int
+    description: str
+    external: tuple[str, ...]
+    metadata: Mapping[str, str]
+    problem: str
+
+
+def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> Survey:
+    """Look a file over; weights beside it are not loaded.
+
+    Args:
+        path: an ONNX file.
+        batch: for which its cost is told.
+        dims: sizes of other free dimensions by name, for its cost.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UserError: it is not ONNX.
+        RefusedError: it names external data outside its folder.
+    """
+    model = read_structure(path)
+    operators = Counter(_operator(node) for node in nodes(model))
+    metadata = {prop.key: prop.value for prop in model.metadata_props}
+    return Survey(
+        file=digest_file(path),
+        info=info(path),
+        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        versions=count_operators(model),
+        foreign=foreign(model),
+        parameters=_parameters(model),
+        cost=cost(path, batch=batch, dims=dims),
+        author=metadata.get(AUTHOR, ""),
+        license=metadata.get(LICENSE, ""),
+        version=model.model_version,
+        description=model.doc_string,
+        external=tuple(str(file.relative_to(path.parent)) for file in external_files(model, path.parent)),
+        metadata=metadata,
+        problem=_problem(path),
+    )
+
+
+def _operator(node: onnx.NodeProto) -> str:
+    return node.op_type if node.domain in _DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def _parameters(model: onnx.ModelProto) -> dict[str, int]:
+    from onnx import TensorProto
+
+    counts: Counter[str] = Counter()
+    for tensor in model.graph.initializer:
+        elements = 1
+        for size in tensor.dims:
+            elements *= size
+        known = tensor.data_type in TensorProto.DataType.values()
+        counts[TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"] += elements
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _problem(path: Path) -> str:
+    try:
+        full_check(path)
+    except UserError as error:
+        return error.why or error.what
+    return ""
+
+
+LENGTH = 8
+"""What a free dimension that is not the batch counts as, unless told otherwise."""
+
+_PRODUCTS = frozenset({"MatMul", "MatMulInteger", "QLinearMatMul"})
+_CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
+"""Operators, and which of their inputs is the weight."""
+
+_RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+_COUNTED = _PRODUCTS | set(_CONVOLUTIONS) | _RECURRENT | {"ConvTranspose", "Gemm"}
+_UNCOUNTED = frozenset({"Attention", "DeformConv", "Einsum", "If", "LinearAttention", "Loop", "Scan"})
+"""Operators that multiply much, or may, in a way that is not counted here."""
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """By static shapes, for the sizes in `dims`.
+
+    `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers only. `uncounted`
+    counts operators that multiply too and are left out, or whose shapes are not known. `weight_bytes` is all constants.
+    `activation_bytes` is the most that values alive at once take when nodes run in the order of the file, without
+    working memory, reuse in place or alignment; `unknown_values` of them have no shape and are left out. `problem` says
+    why there are no shapes at all.
+    """
+
+    dims: Mapping[str, int]
+    macs: Mapping[str, int]
+    uncounted: Mapping[str, int]
+    weight_bytes: int
+    activation_bytes: int
+    unknown_values: int
+    problem: str
+
+    @property
+    def flops(self) -> int:
+        return 2 * sum(self.macs.values())
+
+
+def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> Cost:
+    """Look at the shapes of a file; no weights are read.
+
+    Args:
+        path: an ONNX file.
+        batch: what a free axis 0 of an input counts as.
+        dims: sizes of other free dimensions by name.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    from onnx import inliner, shape_inference
+
+    model = read_structure(path)
+    weights = sum(_tensor_bytes(tensor) for tensor in tensors(model))
+    problem = ""
+    fixed = _fix(model, batch, dict(dims or {}))
+    try:
+        if model.functions:
+            model = inliner.inline_local_functions(model)
+        model = shape_inference.infer_shapes(model, data_prop=True)
+    except Exception as error:  # it raises what its parts raise
+        problem = quoted(error)
+    values = _values(model)
+    shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
+    macs: Counter[str] = Counter()
+    uncounted: Counter[str] = Counter()
+    for node in model.graph.node:
+        count = _macs(node, shapes)
+        if count is not None:
+            macs[node.op_type] += count
+        elif node.op_type in _COUNTED | _UNCOUNTED or node.domain not in _DEFAULT_DOMAINS:
+            uncounted[node.op_type] += 1
+    peak, unknown = _peak(model.graph, values)
+    return Cost(
+        dims=fixed,
+        macs={name: count for name, count in macs.most_common() if count},
+        uncounted=dict(uncounted.most_common()),
+        weight_bytes=weights,
+        activation_bytes=peak,
+        unknown_values=unknown,
+        problem=problem,
+    )
+
+
+def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, int]:
+    """Give every free dimension a size, in place; returns the sizes by name."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value > 0:
+                continue
+            name = dim.dim_param or f"{value.name}.{axis}"
+            dim.dim_value = dims.setdefault(name, batch if axis == 0 else LENGTH)
+    del model.graph.value_info[:]
+    for value in model.graph.output:  # what a converter wrote there may be of another batch
+        value.type.tensor_type.ClearField("shape")
+    return dims
+
+
+def _values(model: onnx.ModelProto) -> dict[str, tuple[Shape | None, int]]:
+    """Shape, if it is known, and bits of an element of each value of the main graph."""
+    found: dict[str, tuple[Shape | None, int]] = {}
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        kind = value.type.tensor_type
+        sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
+        known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
+        found[value.name] = (sizes if known else None, bits_of(kind.elem_type) or 0)
+    for tensor in model.graph.initializer:
+        found[tensor.name] = (tuple(tensor.dims), bits_of(tensor.data_type) or 0)
+    return found
+
+
+def _macs(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:
+    """Multiply-accumulates of one node; 0 for a counted one without elements, None where they are not known."""
+    if node.op_type not in _COUNTED or node.domain not in _DEFAULT_DOMAINS:
+        return None
+    try:
+        return _count(node, shapes)
+    except (KeyError, IndexError):  # a shape that is not known, a rank that the operator does not have
+        return None
+
+
+def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
+    first = shapes[node.input[0]]
+    if node.op_type in _RECURRENT:
+        weights = math.prod(shapes[node.input[1]]) + math.prod(shapes[node.input[2]])
+        return first[0] * first[1] * weights
+    if node.op_type == "ConvTranspose":
+        return math.prod(first) * math.prod(shapes[node.input[1]][1:])
+    elements = math.prod(shapes[node.output[0]])
+    if node.op_type in _CONVOLUTIONS:
+        return elements * math.prod(shapes[node.input[_CONVOLUTIONS[node.op_type]]][1:])
+    if node.op_type == "Gemm":
+        turned = any(a.name == "transA" and a.i for a in node.attribute)
+        return elements * first[0 if turned else 1]
+    return elements * first[-1]
+
+
+def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]) -> tuple[int, int]:
+    """The most bytes alive at once, and how many values are of unknown size."""
+    constants = {tensor.name for tensor in graph.initializer}
+    last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
+    for value in graph.output:
+        last[value.name] = len(graph.node)
+    alive = {value.name: _value_bytes(values, value.name) for value in graph.input if value.name not in constants}
+    unknown = sum(size is None for size in alive.values())
+    peak = sum(size or 0 for size in alive.values())
+    total = peak
+    for index, node in enumerate(graph.node):
+        for name in node.output:
+            if name and name not in alive:
+                alive[name] = _value_bytes(values, name)
+                unknown += alive[name] is None
+                total += alive[name] or 0
+        peak = max(peak, total)
+        for name in {*_read(node), *node.output}:
+            if name in alive and last.get(name, index) <= index:
+                total -= alive.pop(name) or 0
+    return peak, unknown
+
+
+def _read(node: onnx.NodeProto) -> Iterator[str]:
+    """Values that a node reads, those of its branches too."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+            for inner in graph.node:
+                yield from _read(inner)
+
+
+def _value_bytes(values: Mapping[str, tuple[Shape | None, int]], name: str) -> int | None:
+    shape, bits = values.get(name, (None, 0))
+    return None if shape is None else -(-math.prod(shape) * bits // 8)
+
+
+def _tensor_bytes(tensor: onnx.TensorProto) -> int:
+    elements = math.prod(max(0, int(size)) for size in tensor.dims)
+    return -(-elements * (bits_of(tensor.data_type) or 0) // 8)

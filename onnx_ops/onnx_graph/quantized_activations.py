@@ -1,0 +1,320 @@
+"""Read quantized activations: their scales and ranges, from QuantizeLinear pairs and from integer operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.files import constants, read_model, read_structure
+
+if TYPE_CHECKING:
+    import onnx
+
+SUFFIX = "_quantized"
+"""ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
+
+WRITTEN = "_QuantizeLinear_Input"
+"""What they put behind the name of a value that is written, where what is read back has the original's name."""
+
+_AXIS_OPSET = 13
+"""The first in which DequantizeLinear has an axis."""
+
+_OPAQUE = frozenset({"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"})
+"""Operators that take integers, and whose results are not the same integers elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """What stands where among the inputs of an integer operator.
+
+    `operands` are places of a value, which its scale and zero point follow; `result` the place of the result's scale.
+    """
+
+    op_type: str
+    operands: tuple[int, ...]
+    result: int
+    bias: int | None = None
+    dropped: tuple[str, ...] = ()
+
+
+_PAIR, _SINGLE = (0, 3), (0,)
+_LAYOUTS: Mapping[str, _Layout] = {
+    "QLinearConv": _Layout(op_type="Conv", operands=_PAIR, result=6, bias=8),
+    "QLinearMatMul": _Layout(op_type="MatMul", operands=_PAIR, result=6),
+    "QGemm": _Layout(op_type="Gemm", operands=_PAIR, result=7, bias=6),
+    "QLinearAdd": _Layout(op_type="Add", operands=_PAIR, result=6),
+    "QLinearMul": _Layout(op_type="Mul", operands=_PAIR, result=6),
+    "QLinearSigmoid": _Layout(op_type="Sigmoid", operands=_SINGLE, result=3),
+    "QLinearLeakyRelu": _Layout(op_type="LeakyRelu", operands=_SINGLE, result=3),
+    "QLinearSoftmax": _Layout(op_type="Softmax", operands=_SINGLE, result=3, dropped=("opset",)),
+    "QLinearAveragePool": _Layout(op_type="AveragePool", operands=_SINGLE, result=3, dropped=("channels_last",)),
+    "QLinearGlobalAveragePool": _Layout(
+        op_type="GlobalAveragePool", operands=_SINGLE, result=3, dropped=("channels_last",)
+    ),
+}
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """The new graph as it grows: `scales` holds scale and zero point of each integer value."""
+
+    tensors: dict[str, onnx.TensorProto]
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    added: list[onnx.TensorProto] = field(default_factory=list)
+    scales: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    def fresh(self, name: str) -> str:
+        """The name, with a number behind it where it is taken."""
+        found, number = name, 0
+        while found in self.names:
+            number += 1
+            found = f"{name}.{number}"
+        self.names.add(found)
+        return found
+
+    def read(self, value: str, scale: tuple[str, ...], axis: int) -> str:
+        """The numbers that an integer value stands for."""
+        from onnx import helper
+
+        after = self.fresh(f"{value}.read")
+        vector = scale[0] in self.tensors and int(np.prod(self.tensors[scale[0]].dims, dtype=int)) > 1
+        node = helper.make_node("DequantizeLinear", [value, *scale], [after])
+        if vector:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        self.nodes.append(node)
+        return after
+
+    def write(self, value: str, scale: tuple[str, ...]) -> str:
+        """The name of the number that becomes an integer value, as `WRITTEN` has it."""
+        from onnx import helper
+
+        before = value.removesuffix(SUFFIX) + WRITTEN
+        self.nodes.append(helper.make_node("QuantizeLinear", [before, *scale], [value]))
+        self.scales[value] = scale
+        return before
+
+
+def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """The model with every integer operator between DequantizeLinear and QuantizeLinear; itself, if it has none.
+
+    What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
+    that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
+
+    Args:
+        model: is not changed.
+        where: the file, for messages.
+
+    Raises:
+        MeasurementError: an integer operator is of a kind that is not known here.
+    """
+    import onnx
+
+    if not any(_is_integer(node) for node in model.graph.node):
+        return model
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset < _AXIS_OPSET:
+        raise MeasurementError(
+            f"integer operators of opset {opset} cannot be read",
+            where=where,
+            remedy=f"Export at {_AXIS_OPSET} or later.",
+        )
+    found = onnx.ModelProto()
+    found.CopyFrom(model)
+    work = _Rewriting(tensors=constants(model))
+    work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
+    for node in model.graph.node:
+        _rewrite(work, node, where)
+    del found.graph.node[:]
+    found.graph.node.extend(work.nodes)
+    found.graph.initializer.extend(work.added)
+    return found
+
+
+def _is_integer(node: onnx.NodeProto) -> bool:
+    return node.op_type in _LAYOUTS or node.op_type.startswith("QLinear")
+
+
+def _rewrite(work: _Rewriting, node: onnx.NodeProto, where: str) -> None:
+    if node.op_type == "QLinearConcat":
+        _concat(work, node)
+    elif node.op_type in _LAYOUTS:
+        _operator(work, node, _LAYOUTS[node.op_type])
+    elif _is_integer(node):
+        raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
+    elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
+        _move(work, node)
+    else:
+        if node.op_type == "QuantizeLinear":
+            work.scales[node.output[0]] = tuple(node.input[1:3])
+        work.nodes.append(node)
+
+
+def _operator(work: _Rewriting, node: onnx.NodeProto, layout: _Layout) -> None:
+    from onnx import helper
+
+    axis = _axis(node)
+    inputs = [work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), axis) for place in layout.operands]
+    if layout.bias is not None and len(node.input) > layout.bias and node.input[layout.bias]:
+        inputs.append(_bias(work, node, node.input[layout.bias]))
+    attributes = [a for a in node.attribute if a.name not in layout.dropped]
+    written = tuple(node.input[layout.result : layout.result + 2])
+    place = len(work.nodes)
+    result = work.write(node.output[0], written) if written and written[0] else node.output[0]
+    made = helper.make_node(layout.op_type, inputs, [result], name=node.name)
+    made.attribute.extend(attributes)
+    work.nodes.insert(place, made)
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    """Where scales for each channel run along a weight: its outputs."""
+    if node.op_type == "QLinearConv":
+        return 0
+    if node.op_type == "QGemm":
+        return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
+    return -1
+
+
+def _bias(work: _Rewriting, node: onnx.NodeProto, name: str) -> str:
+    """A bias in steps of the product of its two scales."""
+    from onnx import numpy_helper
+
+    product = [numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4)]
+    scale = work.fresh(f"{name}_scale")
+    work.added.append(numpy_helper.from_array(np.asarray(product[0] * product[1], dtype=np.float32), scale))
+    work.tensors[scale] = work.added[-1]
+    return work.read(name, (scale,), 0)
+
+
+def _concat(work: _Rewriting, node: onnx.NodeProto) -> None:
+    from onnx import helper
+
+    parts = [
+        work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), -1)
+        for place in range(2, len(node.input), 3)
+    ]
+    place = len(work.nodes)
+    made = helper.make_node("Concat", parts, [work.write(node.output[0], tuple(node.input[:2]))], name=node.name)
+    made.attribute.extend(node.attribute)
+    work.nodes.insert(place, made)
+
+
+def _move(work: _Rewriting, node: onnx.NodeProto) -> None:
+    """An operator that leaves integers as they are."""
+    scale = work.scales[node.input[0]]
+    inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
+    place = len(work.nodes)
+    moved = [work.write(name, scale) if name else "" for name in node.output]
+    made = type(node)()
+    made.CopyFrom(node)
+    made.input[:], made.output[:] = inputs, moved
+    work.nodes.insert(place, made)
+
+
+_FOLDED = ("Relu", "Clip")
+_BOUNDED = frozenset({"Softmax", "Sigmoid", "HardSigmoid", "Tanh"})
+
+_WIDEST = 2
+"""Bytes of a level: activations have 8 or 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedActivation:
+    """One QuantizeLinear of the main graph with fixed parameters, and a DequantizeLinear that reads it.
+
+    `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
+    and `high` are what the least and the largest level stand for, `step` their distance. A range that begins at 0 clips
+    on purpose: what lies below is a ReLU that was folded into it.
+    """
+
+    name: str
+    origin: str
+    read: str
+    step: float
+    low: float
+    high: float
+
+
+def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
+    """Every pair of QuantizeLinear and DequantizeLinear with one constant scale, in the order of the graph.
+
+    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.as_pairs`.
+
+    Scales that are computed (dynamic quantization) or differ by channel are left out.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    model = as_pairs(read_model(path), path.name)
+    stored = constants(model)
+    readers: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear":
+            readers.setdefault(node.input[0], []).append(node.output[0])
+    found = []
+    for node in model.graph.node:
+        if node.op_type != "QuantizeLinear" or node.input[0] in stored:
+            continue
+        if (levels := levels_of(node, stored)) is None:
+            continue
+        step, low, high = levels
+        found += [
+            QuantizedActivation(
+                name=node.input[0],
+                origin=node.input[0].removesuffix(WRITTEN),
+                read=read,
+                step=step,
+                low=low,
+                high=high,
+            )
+            for read in readers.get(node.output[0], ())
+        ]
+    return tuple(found)
+
+
+def cut_off(path: Path) -> dict[str, str]:
+    """What a ReLU or Clip makes of values that nothing else uses: a range can stand for those operators.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    graph = read_structure(path).graph
+    users: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    shown = {value.name for value in graph.output}
+    return {
+        name: nodes[0].output[0]
+        for name, nodes in users.items()
+        if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in shown
+    }
+
+
+def bounded_values(path: Path) -> frozenset[str]:
+    """Values of functions with a range of their own, which quantizers take whatever the rows are.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
+
+
+def levels_of(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
+    """The step of a QuantizeLinear with constants, and what its least and largest level stand for; None without."""
+    from onnx import numpy_helper
+
+    if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):
+        return None
+    scale, zero = (numpy_helper.to_array(stored[name]) for name in node.input[1:3])
+    if scale.size != 1 or zero.size != 1 or zero.dtype.kind not in "iu" or zero.dtype.itemsize > _WIDEST:
+        return None
+    limits, step, centre = np.iinfo(zero.dtype), float(scale.item()), int(zero.item())
+    if not (np.isfinite(step) and step > 0):
+        return None
+    return step, (int(limits.min) - centre) * step, (int(limits.max) - centre) * step

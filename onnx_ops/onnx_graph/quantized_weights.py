@@ -1,0 +1,378 @@
+"""Read quantized weights beside the float weights that they were made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.errors import MeasurementError
+from onnx_ops.onnx_graph.files import constants, read_model, write_model
+from onnx_ops.onnx_graph.quantized_activations import SUFFIX, as_pairs
+
+if TYPE_CHECKING:
+    import onnx
+
+Floats = npt.NDArray[np.float64]
+
+_FLOAT, _HALF = 1, 10
+
+_KEPT_SPACINGS = 8
+"""A constant that stays in float may move by about half of so many float32 spacings of its largest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """One weight or bias. `scale` is the quantization step, of a shape that broadcasts against the other two.
+
+    A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
+    int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
+    largest value.
+
+    `origin` is the original's name, `transposed` whether it has its axes the other way round there. `spacing` is the
+    distance of neighbouring levels where a step counts more than one. `stretch` is as in `WeightMeasurement`.
+    """
+
+    name: str
+    original: Floats
+    dequantized: Floats
+    scale: Floats
+    origin: str = ""
+    transposed: bool = False
+    spacing: Floats | None = None
+    stretch: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """Names of the tensors of a quantized weight, and the axis that its scales run along."""
+
+    weight: str
+    scale: str
+    zero_point: str
+    axis: int
+    transposable: bool
+
+
+def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
+
+    Reads what static quantization stores (constants behind a DequantizeLinear, or of QLinearConv and its like), what
+    dynamic quantization does (constants of MatMulInteger and ConvInteger), weights in float16, and weights in blocks
+    (MatMulNBits).
+
+    Raises:
+        MeasurementError: a quantized weight has no original of its name and shape, or is stored in another way.
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    before, after = read_model(source), as_pairs(read_model(derived), derived.name)
+    originals, tensors = constants(before), constants(after)
+    turned = _turned(before)
+    found = {stored.weight: stored for stored in _stored(after, tensors)}
+    if unread := sorted(name for name in tensors if name.endswith(SUFFIX) and name not in found):
+        raise MeasurementError(
+            f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
+        )
+    pairs = [_pair(found[name], originals, tensors, turned, derived.name) for name in found if tensors[name].dims]
+    narrow = (*halves(originals, tensors), *blocks(after, tensors))
+    pairs += [_narrow_pair(one, originals, turned, derived.name) for one in narrow]
+    return tuple(sorted(pairs, key=lambda pair: pair.name))
+
+
+def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """What `quantized_weights` leaves out: float constants that both files have.
+
+    Here a dropped bias of a dynamically quantized model shows itself.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the files.
+    """
+    before, after = read_model(source), read_model(derived)
+    return tuple(_kept(after, constants(before), constants(after), _turned(before)))
+
+
+def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:
+    consumers = {name: node.op_type for node in model.graph.node for name in node.input}
+    tables = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Gather"}
+    for node in model.graph.node:
+        weight = tables.get(node.input[0], node.input[0]) if node.input else ""  # rows are read after they are chosen
+        if node.op_type == "DequantizeLinear" and weight in tensors:
+            yield _Stored(
+                weight=weight,
+                scale=node.input[1],
+                zero_point=node.input[2] if len(node.input) > 2 else "",
+                axis=next((a.i for a in node.attribute if a.name == "axis"), 1),
+                transposable=consumers.get(node.output[0]) == "MatMul",
+            )
+        elif node.op_type in ("MatMulInteger", "ConvInteger") and node.input[1] in tensors:
+            multiplied = node.op_type == "MatMulInteger"
+            yield _Stored(
+                weight=node.input[1],
+                scale=f"{node.input[1].removesuffix(SUFFIX)}_scale",
+                zero_point=node.input[3] if len(node.input) > 3 else "",
+                axis=-1 if multiplied else 0,
+                transposable=multiplied,
+            )
+
+
+def _turned(model: onnx.ModelProto) -> frozenset[str]:
+    """Weights that a Gemm uses transposed; a quantizer that makes it a MatMul stores them transposed."""
+    return frozenset(
+        node.input[1]
+        for node in model.graph.node
+        if node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
+    )
+
+
+def _pair(
+    stored: _Stored,
+    originals: Mapping[str, onnx.TensorProto],
+    tensors: Mapping[str, onnx.TensorProto],
+    turned: frozenset[str],
+    where: str,
+) -> QuantizedWeight:
+    from onnx import numpy_helper
+
+    name = stored.weight.removesuffix(SUFFIX)
+    origin = _origin(name, originals)
+    if origin not in originals or stored.scale not in tensors:
+        raise MeasurementError(f"quantized weight {name} has no original or no scale to compare with", where=where)
+    original = numpy_helper.to_array(originals[origin]).astype(np.float64)
+    transposed = stored.transposable and origin in turned
+    if transposed:
+        original = original.T
+    integers = numpy_helper.to_array(tensors[stored.weight])
+    levels = integers.astype(np.float64)
+    if original.squeeze().shape != levels.squeeze().shape:
+        raise MeasurementError(
+            f"quantized weight {name} has shape {levels.shape}, its original {original.shape}", where=where
+        )
+    scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
+    centre = np.zeros_like(scale)
+    if stored.zero_point in tensors:
+        zero = numpy_helper.to_array(tensors[stored.zero_point]).astype(np.float64)
+        centre = _along(zero, levels.ndim, stored.axis)
+        levels = levels - centre
+    original = original.reshape(levels.shape)
+    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
+    return QuantizedWeight(
+        name=name,
+        original=original,
+        dequantized=levels * scale,
+        scale=np.maximum(np.abs(scale), spacing),
+        origin=origin,
+        transposed=transposed,
+        stretch=_stretch(integers.dtype, levels, centre),
+    )
+
+
+def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> float | None:
+    """How many times as far the type's levels reach as those of the part (channel, or all) that uses them best."""
+    if dtype not in (np.dtype(np.int8), np.dtype(np.uint8)) or not levels.size:
+        return None
+    limits = np.iinfo(np.int8 if dtype == np.dtype(np.int8) else np.uint8)
+    along = tuple(axis for axis in range(levels.ndim) if centre.shape[axis] == 1)
+    ends = []
+    for end, used in (
+        (limits.min, -levels.min(axis=along, keepdims=True)),
+        (limits.max, levels.max(axis=along, keepdims=True)),
+    ):
+        reach = np.abs(end - centre)
+        ends.append((reach / np.maximum(used, 1e-9))[used > 0])
+    found = np.concatenate(ends)
+    return float(found.min()) if found.size else None
+
+
+def _narrow_pair(
+    one: Narrow, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
+) -> QuantizedWeight:
+    from onnx import numpy_helper
+
+    if one.name not in originals:
+        raise MeasurementError(f"narrowed weight {one.name} has no original to compare with", where=where)
+    original = numpy_helper.to_array(originals[one.name]).astype(np.float64)
+    if one.transposable and one.name in turned:
+        original = original.T
+    if original.size != one.values.size:
+        raise MeasurementError(
+            f"narrowed weight {one.name} has shape {one.values.shape}, its original {original.shape}", where=where
+        )
+    original = original.reshape(one.values.shape)
+    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
+    return QuantizedWeight(
+        name=one.name,
+        original=original,
+        dequantized=one.values,
+        scale=np.maximum(one.step, spacing),
+        origin=one.name,
+        transposed=one.transposable and one.name in turned,
+        spacing=one.spacing,
+    )
+
+
+def _kept(
+    model: onnx.ModelProto,
+    originals: Mapping[str, onnx.TensorProto],
+    tensors: Mapping[str, onnx.TensorProto],
+    turned: frozenset[str],
+) -> Iterator[QuantizedWeight]:
+    """Constants that are float on both sides: a dropped bias of a model quantized dynamically is among them."""
+    from onnx import numpy_helper
+
+    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
+    for name in sorted(tensors):
+        before, after = originals.get(name), tensors[name]
+        if before is None or before.data_type != _FLOAT or after.data_type != _FLOAT:
+            continue
+        original = numpy_helper.to_array(before).astype(np.float64)
+        if name in multiplied & turned:
+            original = original.T
+        found = numpy_helper.to_array(after).astype(np.float64)
+        if original.size != found.size or not found.size:
+            continue
+        largest = np.float32(np.abs(original).max())
+        step = np.asarray(_KEPT_SPACINGS * np.spacing(largest), dtype=np.float64)
+        yield QuantizedWeight(name=name, original=original.reshape(found.shape), dequantized=found, scale=step)
+
+
+def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
+    """The original's name. A bias that several nodes share is copied for each, under its name with a number behind."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return next((name[:end] for end in range(len(name), len(name) - digits - 1, -1) if name[:end] in originals), name)
+
+
+def _along(values: Floats, dimensions: int, axis: int) -> Floats:
+    """Shape values that belong to one axis (or to all) so that they broadcast."""
+    if values.size == 1:
+        return values.reshape((1,) * dimensions)
+    shape = [1] * dimensions
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
+_BLOCKED = re.compile(r"_Q\d+(?:G\d+)?$")
+"""What the tools put behind the name of a weight that they store in blocks."""
+
+_ENDS = 2.0
+"""Steps that count as one in a block: its zero point is rounded, or its largest level is missing, and either moves the
+ends of a block by up to a step more than rounding does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """One weight: the original's name, its values, and the step of each; shapes are equal.
+
+    `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
+    original's operator takes it.
+    """
+
+    name: str
+    values: Floats
+    step: Floats
+    spacing: Floats
+    transposable: bool = False
+
+
+def halves(originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+    """Constants that were float32 and are float16; a step is the spacing of float16 there."""
+    from onnx import numpy_helper
+
+    for name, tensor in tensors.items():
+        before = originals.get(name)
+        if before is not None and before.data_type == _FLOAT and tensor.data_type == _HALF:
+            values = numpy_helper.to_array(tensor)
+            step = np.spacing(np.abs(values)).astype(np.float64)
+            yield Narrow(name=name, values=values.astype(np.float64), step=step, spacing=step)
+
+
+def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+    """Matrices (K, N) of every MatMulNBits, read out of their blocks."""
+    from onnx import numpy_helper
+
+    for node in model.graph.node:
+        if node.op_type != "MatMulNBits" or not set(node.input[1:3]) <= set(tensors):
+            continue
+        sizes = {a.name: a.i for a in node.attribute}
+        depth, width, bits, block = (sizes[name] for name in ("K", "N", "bits", "block_size"))
+        count = -(-depth // block)
+        levels = _unpacked(numpy_helper.to_array(tensors[node.input[1]]).reshape(width, -1), bits)[:, :depth]
+        scale = numpy_helper.to_array(tensors[node.input[2]]).astype(np.float64).reshape(width, count)
+        zero = np.full((width, count), float(1 << (bits - 1)))
+        if len(node.input) > 3 and node.input[3] in tensors:
+            stored = numpy_helper.to_array(tensors[node.input[3]])
+            packed = stored.dtype == np.uint8
+            zero = _unpacked(stored.reshape(width, -1), bits)[:, :count] if packed else stored.reshape(width, count)
+        steps = np.repeat(scale, block, axis=1)[:, :depth]
+        centre = np.repeat(zero.astype(np.float64), block, axis=1)[:, :depth]
+        yield Narrow(
+            name=_BLOCKED.sub("", node.input[1]),
+            values=((levels - centre) * steps).T,
+            step=_ENDS * np.abs(steps).T,
+            spacing=np.abs(steps).T,
+            transposable=True,
+        )
+
+
+def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> Floats:
+    """Levels of each row, the low bits of a byte first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    levels = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return levels.reshape(packed.shape[0], -1).astype(np.float64)
+
+
+_LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+
+Pair = tuple[str, str]
+"""Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding make."""
+
+
+def show_layer_errors(source: Path, weights: Sequence[QuantizedWeight], copy: Path) -> dict[str, tuple[Pair, ...]]:
+    """Write a copy of the float model that gives, for each layer of the weights, the squared errors of its answers.
+
+    A layer is linear in its weight, so that the error of its answer is the answer of the weight's error.
+
+    Returns:
+        The two sums of each layer, by the weight's name; nothing for a weight of another operator.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    from onnx import helper, numpy_helper
+
+    model = read_model(source)
+    dims = {name: tuple(tensor.dims) for name, tensor in constants(model).items()}
+    del model.graph.output[:]
+    shown: dict[str, tuple[Pair, ...]] = {}
+    for weight in weights:
+        for node in [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin]:
+            pair = f"{node.output[0]}.moved", f"{node.output[0]}.rounded"
+            for name, error in zip(pair, (weight.original - weight.dequantized, _rounding(weight)), strict=True):
+                turned = error.T if weight.transposed else error
+                array = np.ascontiguousarray(turned.reshape(dims[weight.origin]), dtype=np.float32)
+                model.graph.initializer.append(numpy_helper.from_array(array, f"{name}.weight"))
+                model.graph.node.append(_alike(node, [node.input[0], f"{name}.weight"], f"{name}.answer"))
+                model.graph.node.append(helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0))
+                model.graph.output.add(name=name)
+            shown[weight.name] = (*shown.get(weight.name, ()), pair)
+    write_model(model, copy)
+    return shown
+
+
+def _rounding(weight: QuantizedWeight) -> Floats:
+    spacing = weight.scale if weight.spacing is None else weight.spacing
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rounded = np.where(spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original)
+    return weight.original - rounded
+
+
+def _alike(node: onnx.NodeProto, inputs: Sequence[str], output: str) -> onnx.NodeProto:
+    made = type(node)()
+    made.CopyFrom(node)
+    made.name = output
+    made.input[:], made.output[:] = inputs, [output]
+    return made

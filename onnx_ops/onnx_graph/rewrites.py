@@ -1,0 +1,286 @@
+"""Rewrite graphs: clean up after tools, split Gemm, cast inputs and outputs, and follow excluded nodes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
+
+if TYPE_CHECKING:
+    import onnx
+
+DEFAULT_DOMAINS = ("", "ai.onnx")
+
+
+def like_source(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
+    """Give a derived model its source's IR version and metadata, and import only the operator sets that it uses.
+
+    Inferred shapes are left out: a later tool that infers others refuses a file in which they stand. The opset of the
+    default domain stays what the tool wrote, since its nodes are of that opset.
+    """
+    model.ir_version = source.ir_version
+    del model.metadata_props[:]
+    model.metadata_props.extend(source.metadata_props)
+    del model.graph.value_info[:]
+    used = {node.domain for node in model.graph.node} | {f.domain for f in model.functions}
+    used |= {node.domain for function in model.functions for node in function.node}
+    used |= {entry.domain for entry in source.opset_import} | set(DEFAULT_DOMAINS)
+    declared = {entry.domain: entry.version for entry in source.opset_import}
+    kept = {
+        entry.domain: entry.version if entry.domain in DEFAULT_DOMAINS else declared.get(entry.domain, entry.version)
+        for entry in model.opset_import
+        if entry.domain in used
+    }
+    del model.opset_import[:]
+    for domain in sorted(kept):
+        model.opset_import.add(domain=domain, version=kept[domain])
+
+
+def flatten_biases(model: onnx.ModelProto) -> None:
+    """Make biases of Gemm that are stored as one row (1, n) vectors (n), which is what quantizers expect.
+
+    A bias that another operator uses too keeps its shape.
+    """
+    users: dict[str, set[str]] = {}
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            users.setdefault(name, set()).add("bias" if node.op_type == "Gemm" and index == 2 else "other")
+    for tensor in model.graph.initializer:
+        if users.get(tensor.name) == {"bias"} and len(tensor.dims) == 2 and tensor.dims[0] == 1:
+            del tensor.dims[0]
+
+
+def renumber(model: onnx.ModelProto, pattern: str) -> None:
+    """Count anew, in order of appearance, the numbers in generated names, which a converter counts per process.
+
+    Weights take the order in which nodes use them: converters keep them in sets.
+
+    Args:
+        model: changed in place, subgraphs included.
+        pattern: regular expression of such a name's generated part; its only group is the number.
+    """
+    generated, numbers = re.compile(pattern), dict[str, str]()
+
+    def anew(name: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            key = match.group(0)
+            start, end = match.start(1) - match.start(), match.end(1) - match.start()
+            number = numbers.setdefault(key, str(len(numbers)))
+            return key[:start] + number + key[end:]
+
+        return generated.sub(replace, name)
+
+    graphs = [model.graph]
+    for graph in graphs:
+        graph.name = anew(graph.name)
+        for value in (*graph.input, *graph.output):
+            value.name = anew(value.name)
+        for node in graph.node:
+            node.name = anew(node.name)
+            node.input[:] = [anew(name) for name in node.input]
+            node.output[:] = [anew(name) for name in node.output]
+            graphs += [a.g for a in node.attribute if a.HasField("g")]
+        for value in (*graph.value_info, *graph.initializer):
+            value.name = anew(value.name)
+        used = {name: place for place, name in enumerate(name for node in graph.node for name in node.input)}
+        weights = sorted(graph.initializer, key=lambda weight: used.get(weight.name, len(used)))
+        del graph.initializer[:]
+        graph.initializer.extend(weights)
+
+
+PRODUCT = "_product"
+"""Suffix of what the MatMul of a Gemm with a bias computes."""
+
+
+def split_gemms(model: onnx.ModelProto, kept: Collection[str] = ()) -> None:
+    """Make each plain Gemm a MatMul of its name, and an Add if it has a bias.
+
+    A plain one multiplies by a constant matrix that nobody else reads, scales by 1 and does not transpose its input.
+    The matrix is stored transposed under its name where the Gemm transposes it.
+
+    Args:
+        model: changed in place.
+        kept: names of nodes that are left alone.
+    """
+    from onnx import helper, numpy_helper
+
+    matrices = {tensor.name: tensor for tensor in model.graph.initializer}
+    readers = Counter(name for node in model.graph.node for name in node.input)
+    rewritten: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        flags = {a.name: a.f if a.name in ("alpha", "beta") else a.i for a in node.attribute}
+        plain = (
+            node.op_type == "Gemm"
+            and node.name not in kept
+            and node.input[1] in matrices
+            and readers[node.input[1]] == 1
+            and flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0
+            and not flags.get("transA", 0)
+        )
+        if not plain:
+            rewritten.append(node)
+            continue
+        if flags.get("transB", 0):
+            tensor = matrices[node.input[1]]
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).T.copy(), tensor.name))
+        biased = len(node.input) > 2 and bool(node.input[2])
+        product = node.output[0] + PRODUCT if biased else node.output[0]
+        rewritten.append(helper.make_node("MatMul", node.input[:2], [product], name=node.name))
+        if biased:
+            rewritten.append(
+                helper.make_node("Add", [product, node.input[2]], [node.output[0]], name=f"{node.name}_bias")
+            )
+    del model.graph.node[:]
+    model.graph.node.extend(rewritten)
+
+
+_FLOAT, _BFLOAT = 1, 16
+_FLOATS = {_FLOAT: "float32", 10: "float16", 11: "float64", _BFLOAT: "bfloat16"}
+_CAST_OPSET = 13
+"""The first opset whose Cast takes all of them."""
+
+
+def read_types(model: Path) -> dict[str, int]:
+    """The element types of inputs and outputs, by name; float32 for bfloat16, which NumPy lacks.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    ends = _ends(read_structure(model))
+    types = {value.name: value.type.tensor_type.elem_type for value in ends}
+    return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
+
+
+def write_with_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
+    """Write the model with casts around it where its inputs are floats of another type than wanted.
+
+    Outputs are cast too then. Shapes, names and other types stay as they are.
+
+    Returns:
+        What is cast, in words; empty, and nothing is written, where no float input differs.
+
+    Raises:
+        NotFoundError, UserError, RefusedError: as for reading the file.
+    """
+    structure = read_structure(model)
+    types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
+    types = {
+        name: kind
+        for name, kind in types.items()
+        if {kind, wanted.get(name, 0)} <= set(_FLOATS) and kind != wanted[name]
+    }
+    if not types or (_BFLOAT not in types.values() and not types.keys() & {v.name for v in structure.graph.input}):
+        return ""
+    made = read_model(model)
+    _cast(made, {name: wanted[name] for name in types})
+    write_model(made, path)
+    name, kind = next(iter(types.items()))
+    return f"{', '.join(types)}: {_FLOATS[kind]}, run with casts from and to {_FLOATS[wanted[name]]}"
+
+
+def _ends(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    stored = {tensor.name for tensor in model.graph.initializer}  # old files list their weights as inputs
+    return [value for value in (*model.graph.input, *model.graph.output) if value.name not in stored]
+
+
+def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
+    from onnx import helper
+
+    graph = model.graph
+    inner = {name: f"{name}.own" for name in wanted}
+    before = [
+        helper.make_node("Cast", [value.name], [inner[value.name]], to=value.type.tensor_type.elem_type)
+        for value in graph.input
+        if value.name in wanted
+    ]
+    for part in graphs(model):
+        for node in part.node:
+            node.input[:] = [inner.get(name, name) for name in node.input]
+            node.output[:] = [inner.get(name, name) for name in node.output]
+        if part is not graph:
+            for value in part.output:
+                value.name = inner.get(value.name, value.name)
+    after = [
+        helper.make_node("Cast", [inner[value.name]], [value.name], to=wanted[value.name])
+        for value in graph.output
+        if value.name in wanted
+    ]
+    for value in _ends(model):
+        if value.name in wanted:
+            value.type.tensor_type.elem_type = wanted[value.name]
+    nodes = [*before, *graph.node, *after]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    kept = [value for value in graph.value_info if value.name not in wanted]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+    if not any(entry.domain in ("", "ai.onnx") for entry in model.opset_import):
+        model.opset_import.add(version=_CAST_OPSET)
+
+
+REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
+
+
+def follow(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+    """Where each named node of `source` went in `prepared`, a rewrite of it: by its name, else by what it makes, else
+    by its weights.
+
+    Raises:
+        UserError: a name is unknown (all such names at once), or nothing is left of its node.
+    """
+    wanted = tuple(names)
+    known = {node.name: node for node in source.graph.node if node.name}
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(
+            "; ".join(_unknown(name, tuple(known)) for name in unknown), where="quantize.exclude", remedy=REMEDY
+        )
+    matrices = {name for name, tensor in constants(source).items() if len(tensor.dims) > 1}
+    found = {name: _heirs(known[name], matrices, prepared) for name in wanted}
+    if lost := sorted(name for name, heirs in found.items() if not heirs):
+        raise UserError(
+            f"nothing is left to exclude of {', '.join(lost)}",
+            where="quantize.exclude",
+            why="preparation folded it into a constant or into another node",
+            remedy="Leave it out of `quantize.exclude`.",
+        )
+    return found
+
+
+def still_quantized(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
+    """Those of the excluded nodes that `derived` does not hold in float.
+
+    Args:
+        excluded: names of nodes before quantization.
+        derived: the quantized model.
+        rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.
+    """
+    stored = constants(derived)
+    integers = {n.output[0] for n in derived.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored}
+    floats = {
+        node.name
+        for node in derived.graph.node
+        if not integers.intersection(node.input) and "Integer" not in node.op_type and "QLinear" not in node.op_type
+    }
+    return tuple(name for name in excluded if name not in floats and name + rewritten not in floats)
+
+
+def _heirs(node: onnx.NodeProto, matrices: set[str], prepared: onnx.ModelProto) -> tuple[str, ...]:
+    weights = matrices.intersection(node.input)
+    candidates = (
+        [n.name for n in prepared.graph.node if n.name == node.name],
+        [n.name for n in prepared.graph.node if n.name and set(n.output) & set(node.output)],
+        [n.name for n in prepared.graph.node if n.name and weights.intersection(n.input)],
+    )
+    return tuple(next((names for names in candidates if names), []))
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known[:10])}"
+    return f"no node is called {name!r}: {hint}"

@@ -1,0 +1,301 @@
+"""Read the tree ensembles of an ONNX file, and build inputs that probe their splits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.files import constants, nodes, read_model, read_structure
+from onnx_ops.ports import Tree
+
+if TYPE_CHECKING:
+    import onnx
+
+ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
+
+_MOST_WEIGHTS = 1 << 28
+"""Weights of all leaves together; a file may claim any number of outputs."""
+
+_PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
+_LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
+
+
+@dataclass(slots=True)
+class _Growing:
+    """One tree of a file before it is put in order: splits and leaves by node number."""
+
+    splits: dict[int, tuple[int, float, int, int]] = field(default_factory=dict)
+    leaves: dict[int, dict[int, float]] = field(default_factory=dict)
+
+
+def has_trees(path: Path) -> bool:
+    """Whether a file holds a tree ensemble; raises as `read_structure` does."""
+    return any(node.op_type in ENSEMBLES for node in nodes(read_structure(path)))
+
+
+def read_trees(path: Path) -> tuple[Tree, ...]:
+    """The trees of all ensembles of the main graph, in the order of the file; none where it has none.
+
+    A split that asks `x < t` is told by the next smaller threshold, which for float32 is the same question.
+
+    Raises:
+        UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
+        NotFoundError, RefusedError: as for reading the file.
+    """
+    found = [
+        tree for node in read_model(path).graph.node if node.op_type in ENSEMBLES for tree in _ensemble(node, path.name)
+    ]
+    return tuple(found)
+
+
+def preorder(
+    roots: Sequence[int],
+    splits: dict[int, tuple[int, float, int, int]],
+    leaves: dict[int, dict[int, float]],
+    width: int,
+) -> Tree:
+    """The one tree that begins at the only root.
+
+    Args:
+        roots: nodes that no split leads to.
+        splits: by node number: feature, threshold, the node where it holds, the one where not.
+        leaves: by node number: weights by output.
+        width: number of outputs.
+
+    Raises:
+        ValueError: it is no tree.
+    """
+    if len(roots) != 1:
+        raise ValueError(f"{len(roots)} roots")
+    features: list[int] = []
+    thresholds: list[float] = []
+    weights = np.zeros((len(splits) + len(leaves), width), dtype=np.float32)
+    waiting = [roots[0]]
+    while waiting:
+        number = waiting.pop()
+        place = len(features)
+        if place >= len(weights):
+            raise ValueError("a circle")
+        if number in splits:
+            feature, threshold, yes, no = splits[number]
+            features.append(feature)
+            thresholds.append(threshold)
+            waiting += [no, yes]
+        else:
+            features.append(-1)
+            thresholds.append(0.0)
+            for output, weight in leaves.get(number, {}).items():
+                weights[place, output] = weight
+    if len(features) != len(weights):
+        raise ValueError("nodes that no split leads to")
+    return Tree(
+        features=np.array(features, dtype=np.int64),
+        thresholds=np.array(thresholds, dtype=np.float32),
+        weights=weights,
+    )
+
+
+def _ensemble(node: onnx.NodeProto, where: str) -> list[Tree]:
+    from onnx import helper
+
+    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    kind = "class" if node.op_type == ENSEMBLES[0] else "target"
+    columns = [values.get(f"nodes_{part}", ()) for part in _PARTS]
+    outputs = [values.get(f"{kind}_{part}", ()) for part in ("treeids", "nodeids", "ids", "weights")]
+    if len({len(column) for column in columns}) != 1 or len({len(column) for column in outputs}) != 1:
+        raise UserError("a tree ensemble's lists are not of one length", where=where)
+    growing: dict[int, _Growing] = {}
+    for tree, number, mode, feature, threshold, yes, no in zip(*columns, strict=True):
+        grown = growing.setdefault(tree, _Growing())
+        if mode == _LEAF:
+            grown.leaves[number] = {}
+        elif mode in (_AT_MOST, _BELOW):
+            limit = np.float32(threshold)
+            exact = limit if mode == _AT_MOST else np.nextafter(limit, np.float32(-np.inf))
+            grown.splits[number] = (feature, float(exact), yes, no)
+        else:
+            raise UserError(f"a tree asks {mode.decode(errors='replace')}", where=where)
+    for tree, number, output, weight in zip(*outputs, strict=True):
+        if tree not in growing or number not in growing[tree].leaves or output < 0:
+            raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
+        grown = growing[tree]
+        grown.leaves[number][output] = grown.leaves[number].get(output, 0.0) + weight
+    width = max(outputs[2], default=0) + 1
+    if width * len(columns[0]) > _MOST_WEIGHTS:
+        raise UserError(f"a tree ensemble has {width} outputs", where=where)
+    return [_grown(tree, grown, width, where) for tree, grown in growing.items()]
+
+
+def _grown(number: int, grown: _Growing, width: int, where: str) -> Tree:
+    below = {child for _, _, yes, no in grown.splits.values() for child in (yes, no)}
+    roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
+    try:
+        return preorder(roots, grown.splits, grown.leaves, width)
+    except ValueError as error:
+        raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+
+
+Floats = npt.NDArray[np.float64]
+
+MOST_SPLITS = 4096
+
+_TRANSPARENT = ("Cast", "Identity")
+_ASIDE = 2.0**-14
+"""Distance of a probe from its threshold, relative to the numbers that are added on the way: far above float32's
+rounding (2^-24), so that a good export decides like its source, and below that of float16 (2^-11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    feature: int
+    threshold: float
+    low: int
+    high: int
+
+
+def split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Two rows for every split of a tree ensemble, one on each side of its threshold and close to it.
+
+    A row is a real one that comes by that split, with the split's feature moved. A split that stands elsewhere, leads
+    elsewhere or looks at another feature then gives another answer, though no real row may be near it. Of very many
+    splits an even choice is probed.
+
+    Args:
+        path: the model.
+        samples: real inputs by name, axis 0 is the batch.
+
+    Returns:
+        Inputs by name; None for a model that is no ensemble over its one matrix or its joined columns of numbers,
+        scaled at most.
+    """
+    model = read_model(path)
+    ensemble = next((node for node in model.graph.node if node.op_type in ENSEMBLES), None)
+    if ensemble is None or any(array.ndim != 2 or array.dtype.kind not in "fi" for array in samples.values()):
+        return None
+    start, order = _matrix(model, list(samples))
+    rows = np.concatenate([samples[name].astype(np.float64) for name in order], axis=1) if order else np.empty((0, 0))
+    if not len(rows):
+        return None
+    scaling = _scaling(model, ensemble.input[0], start, rows.shape[1])
+    trees = _trees(ensemble, rows.shape[1])
+    if scaling is None or not trees:
+        return None
+    trees = trees[:: max(1, sum(map(len, trees)) // (4 * MOST_SPLITS))]
+    step = max(1, -(-sum(map(len, trees)) // MOST_SPLITS))
+    pairs = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
+    chosen = list(itertools.islice(pairs, 0, None, step))
+    if not chosen:
+        return None
+    ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
+    parts = dict(zip(order, np.split(np.stack(chosen), ends, axis=2), strict=True))
+    return {name: _as_type(parts[name], array.dtype) for name, array in samples.items()}
+
+
+def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Rows of pairs of shape (pairs, 2, columns); whole numbers are the next ones on either side."""
+    if np.issubdtype(dtype, np.integer):
+        pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
+    return pairs.reshape(-1, pairs.shape[2]).astype(dtype)
+
+
+def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
+    """The value that holds all inputs side by side, and their order in it; no order where there is none."""
+    if len(names) == 1:
+        return names[0], names
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        if node.op_type == "Concat":
+            parts = [_origin(makers, part) for part in node.input]
+            if sorted(parts) == sorted(names):
+                return node.output[0], parts
+    return "", []
+
+
+def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
+    for _ in makers:  # a file may hold a circle
+        node = makers.get(value)
+        if node is None or node.op_type not in _TRANSPARENT:
+            break
+        value = node.input[0]
+    return value
+
+
+def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:
+    """For each split that is reached, both sides of its threshold, shape (2, features)."""
+    below = {split.low for split in tree.values()} | {split.high for split in tree.values()}
+    roots = [node for node in tree if node not in below]
+    waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
+    seen = set(roots)  # a file may hold a circle
+    reached: dict[int, Floats] = dict.fromkeys(roots, rows)
+    while waiting:
+        node, spare = waiting.pop()
+        split = tree[node]
+        here = reached.pop(node, rows[:0])
+        row = here[0] if len(here) else spare
+        sides = np.stack([row, row])
+        factor_f, shift_f = factor[split.feature], shift[split.feature]
+        middle = (split.threshold - shift_f) / factor_f
+        aside = _ASIDE * max(abs(middle), abs(shift_f / factor_f), 1e-6)
+        sides[:, split.feature] = (middle - aside, middle + aside) if factor_f > 0 else (middle + aside, middle - aside)
+        yield sides
+        is_low = here[:, split.feature] * factor_f + shift_f <= split.threshold
+        for child, part, side in ((split.low, here[is_low], sides[0]), (split.high, here[~is_low], sides[1])):
+            if child in tree and child not in seen:
+                seen.add(child)
+                reached[child] = part
+                waiting.append((child, side))
+
+
+def _trees(ensemble: onnx.NodeProto, features: int) -> list[dict[int, _Split]]:
+    """Splits by node number, a tree each; nothing where a split asks another question than 'is it below?'."""
+    from onnx import helper
+
+    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in ensemble.attribute}
+    parts = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
+    columns = [values.get(f"nodes_{part}", ()) for part in parts]
+    if len({len(column) for column in columns}) != 1:
+        return []
+    trees: dict[int, dict[int, _Split]] = {}
+    for tree, node, mode, feature, threshold, yes, no in zip(*columns, strict=True):
+        if mode == b"LEAF":
+            continue
+        if mode not in (_AT_MOST, _BELOW) or not 0 <= feature < features:
+            return []
+        trees.setdefault(tree, {})[node] = _Split(feature, float(threshold), yes, no)
+    return list(trees.values())
+
+
+def _scaling(model: onnx.ModelProto, value: str, start: str, columns: int) -> tuple[Floats, Floats] | None:
+    """Factor and shift of each column on the way from the model's input to `value`; None if it is not of that kind."""
+    from onnx import numpy_helper
+
+    makers = {name: node for node in model.graph.node for name in node.output}
+    stored = constants(model)
+    steps: list[tuple[str, Floats]] = []
+    while value != start:
+        node = makers.get(value)
+        if node is None:
+            return None
+        if node.op_type not in _TRANSPARENT:
+            if node.op_type not in ("Sub", "Add", "Mul", "Div") or node.input[1] not in stored:
+                return None
+            array = numpy_helper.to_array(stored[node.input[1]]).astype(np.float64)
+            if array.size not in (1, columns):
+                return None
+            steps.append((node.op_type, np.broadcast_to(array.reshape(-1), columns)))
+        value = node.input[0]
+    factor, shift = np.ones(columns), np.zeros(columns)
+    for operator, array in reversed(steps):
+        if operator in ("Add", "Sub"):
+            shift = shift + array if operator == "Add" else shift - array
+        else:
+            by = array if operator == "Mul" else 1 / np.where(array == 0, 1.0, array)
+            factor, shift = factor * by, shift * by
+    return (factor, shift) if (factor != 0).all() else None

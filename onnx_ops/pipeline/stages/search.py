@@ -1,0 +1,57 @@
+"""Search: recipes and exclusions tried under a budget, and the variants that are worth measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
+from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.pipeline import Quantize, Stage
+from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.search import SEARCH_FILE, Budget
+from onnx_ops.domain.target import Target
+from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
+from onnx_ops.measure.search import SearchContext, search
+from onnx_ops.pipeline.user_code import importable, load_function
+from onnx_ops.ports import Ports
+from onnx_ops.scratch import Scratch
+
+
+def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Models of the roles that a variant was found for, under `<role>/`, and everything that was tried."""
+    settings: Mapping[str, Any] = stage.settings
+    hints: Mapping[str, Any] = stage.hints
+    section = codec.from_json(settings["section"], Quantize, where=stage.id)
+    metric = codec.from_json(settings["metric"]["definition"], MetricDefinition, where=stage.id)
+    calibration = None
+    if section.calibrate is not None:
+        calibration = get_dataset(ports.store, inputs[f"data/{section.calibrate.data}"], inputs["export"])
+        calibration = calibration.head(section.calibrate.samples)
+    with Scratch() as folder, importable(ports.root):
+        source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
+        ground = SearchContext(
+            ports=ports,
+            section=section,
+            source=source,
+            folder=folder / "trials",
+            targets=tuple(codec.from_json(one, Target, where=stage.id) for one in hints["targets"]),
+            machines=tuple(codec.from_json(one, Arithmetic, where=stage.id) for one in settings["machines"]),
+            tune=get_dataset(ports.store, inputs[f"data/{settings['data']}"], inputs["export"]).head(
+                settings["samples"]
+            ),
+            calibration=calibration.inputs if calibration else None,
+            metric=metric,
+            lower=bool(settings["metric"]["lower"]),
+            batch=settings["batch"],
+            budget=section.budget or Budget(),
+            seed=int(key[-8:], 16),
+            functions={metric.use: load_function(metric.use, "gates")} if metric.use else {},
+        )
+        found = search(ground, ports.journal(key), ports.tell)
+        files = {SEARCH_FILE: put_document(ports.store, found.record)}
+        for role, (path, trial) in found.models.items():
+            files |= put_folder(ports.store, path.parent, f"{role}/{MODEL}")
+            files[f"{role}/trial.json"] = put_document(ports.store, trial)
+    return Manifest(files=files)

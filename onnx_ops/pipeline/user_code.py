@@ -1,0 +1,319 @@
+"""A project's own code: loading, calling, and digests of everything that it imports."""
+
+from __future__ import annotations
+
+import ast
+import bz2
+import contextlib
+import functools
+import gzip
+import importlib
+import importlib.util
+import inspect
+import lzma
+import re
+import sys
+import sysconfig
+import traceback
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import plugins
+from onnx_ops.config.functions import parse_python
+from onnx_ops.config.text import shown_path
+from onnx_ops.domain.artifact import Digest, digest_file, digest_json
+from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, quoted
+from onnx_ops.plugins import imported, missing_package
+
+_OURS = __name__.partition(".")[0]
+
+_WRITER = "joblib"
+"""Names itself in the files that it writes, and computes nothing of what stands there."""
+
+_NAMED = re.compile(
+    rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
+    rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
+    rb"|c(?P<c>[^\W\d][\w.]*)\n"  # a class in a pickle of an old protocol
+    rb'|"(?P<d>[^\W\d][\w.]*)")',  # JSON
+    re.DOTALL,
+)
+
+_UNPACKED: Mapping[bytes, Callable[[bytes], bytes]] = {
+    b"\x78": zlib.decompress,
+    b"\x1f\x8b": gzip.decompress,
+    b"BZh": bz2.decompress,
+    b"\xfd7zXZ": lzma.decompress,
+    b"\x5d\x00": lzma.decompress,
+}
+"""How joblib may have compressed a file, by its first bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """What modules compute with: source files by path with their digests, installed packages with their versions."""
+
+    files: Mapping[str, Digest]
+    packages: Mapping[str, str]
+
+    def digest(self) -> Digest:
+        return digest_json([dict(self.files), dict(self.packages)])
+
+
+def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = ()) -> UserCode:
+    """Return all that `package.module:function`, or a module, can reach by import statements, and `depends`.
+
+    Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). A
+    package of the installation counts with its version, and so does what shapes the results of this product, wherever
+    it lies: the revisions of its stages. The standard library is left to the version of Python.
+
+    Raises:
+        NotFoundError: a module, or a file in `depends`, does not exist.
+        UserError: a file is not Python.
+    """
+    files: dict[str, Digest] = {}
+    packages: dict[str, str] = {}
+    for reference in references:
+        module = reference.partition(":")[0]
+        if _source(module, root) is None and not find_distributions(module.partition(".")[0]):
+            raise NotFoundError(
+                f"module {module} is not in the project",
+                where=str(root),
+                remedy="Put it below the project's root, or install it.",
+            )
+        for package in _with_packages(module):  # importing a module runs its packages too
+            _collect(package, root, files, packages)
+    for name in depends:
+        file = root / name
+        if not file.is_file():
+            raise NotFoundError(
+                f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root."
+            )
+        files[name] = digest_file(file)
+    return UserCode(files=files, packages=packages)
+
+
+def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
+    """Return the modules that a trained model's file, or its folder's files, name, as pickles and JSON documents do
+    those of classes; of an installed package its first name only.
+
+    The file is not loaded: that would take its framework, and run its code. A name that stands there for another reason
+    does no harm.
+    """
+    if not path.is_file():
+        return frozenset(
+            name for file in path.rglob("*") if file.is_file() for name in find_referenced_modules(file, root)
+        )
+    content = path.read_bytes()
+    if zipfile.is_zipfile(path):
+        with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
+            named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
+            content = b"\n".join(archive.read(name) for name in named)
+    elif unpack := next((call for first, call in _UNPACKED.items() if content.startswith(first)), None):
+        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
+            content = unpack(content)
+    found = set()
+    for name, is_module in set(_named(content)):
+        first = name.partition(".")[0]
+        if _module_file(name, root) is not None or (is_module and _source(name, root) is not None):
+            found.add(name)
+        elif is_module and find_distributions(first):
+            found.add(first)
+    return frozenset(found)
+
+
+def _named(content: bytes) -> Iterator[tuple[str, bool]]:
+    """Names, and whether each is certainly a module's: a text without a dot may be any word of a vocabulary."""
+    for match in _NAMED.finditer(content):
+        kind = match.lastgroup
+        name = match[kind or 0]
+        if kind == "a":
+            name = name[: match["short"][0]]
+        elif kind == "b":
+            name = name[: int.from_bytes(match["long"], "little")]
+        yield name.decode("ascii"), kind == "c" or b"." in name or (kind == "a" and _is_class(content, match))
+
+
+def _is_class(content: bytes, match: re.Match[bytes]) -> bool:
+    """Whether a text of a pickle is followed by a second one and the operation that takes both for a class."""
+    second = re.compile(rb"\x94?\x8c(.)", re.DOTALL).match(content, match.start("a") + match["short"][0])
+    return second is not None and content[second.end() + second[1][0] :][:2] in (b"\x94\x93", b"\x93\x94", b"\x93")
+
+
+def _collect(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
+    found = _source(module, root)
+    if found is None:
+        first = module.partition(".")[0]
+        if not any((root / first).glob("*.py")):  # else it is a name in a module of the project
+            packages.update(find_distributions(first))
+        return
+    path, base = found
+    name = path.relative_to(root if path.is_relative_to(root) else base).as_posix()
+    if name in files:
+        return
+    files[name] = digest_file(path)
+    for name in set(_imports(path, base)):
+        _collect(name, root, files, packages)
+
+
+def _imports(path: Path, base: Path) -> Iterator[str]:
+    """Every dotted name that an import might mean; names that are no modules do no harm."""
+    package = list(path.relative_to(base).parts[:-1])
+    for node in ast.walk(_parsed(path)):
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                above = package[: len(package) - node.level + 1] if node.level else []
+                prefix = ".".join([*above, *([node.module] if node.module else [])])
+                names = [prefix, *(f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)]
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                names = [".".join([*package, name.lstrip(".")]) if name.startswith(".") else name]
+            case _:
+                continue
+        for name in names:
+            yield from _with_packages(name)
+
+
+def _with_packages(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return parse_python(path.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
+
+
+def _source(module: str, root: Path) -> tuple[Path, Path] | None:
+    """A module's file, and the folder that its name begins in; None for one that is installed, or is none."""
+    first = module.partition(".")[0]
+    for base in (root, _developed(first)):
+        if base is not None and (file := _module_file(module, base)) is not None:
+            return file, base
+    return None
+
+
+def _module_file(module: str, base: Path) -> Path | None:
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts) or parts[0] == _OURS:
+        return None
+    path = base.joinpath(*parts)
+    for candidate in (path / "__init__.py", path.with_suffix(".py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _developed(package: str) -> Path | None:
+    """Folder from which a package is imported as source, outside of the installation; None if it is not."""
+    spec = None
+    if package.isidentifier() and package not in sys.stdlib_module_names:
+        with contextlib.suppress(ImportError, ValueError):  # the latter: a module without a specification
+            spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin]
+    place = next((Path(place) for place in places if place is not None), None)
+    if place is None or {"site-packages", "dist-packages"}.intersection(place.parts):
+        return None
+    return place.parent
+
+
+def find_distributions(package: str) -> Mapping[str, str]:
+    """Return the distributions that bring an importable package, with their versions; none for the project's own."""
+    if package in (_OURS, _WRITER) or package in sys.stdlib_module_names:
+        return {}
+    return plugins.bringing(package)
+
+
+@contextmanager
+def importable(root: Path) -> Iterator[None]:
+    """Lets the project's own modules be imported, for calling them and for reading what training pickled."""
+    text = str(root)
+    added = text not in sys.path
+    if added:
+        sys.path.insert(0, text)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(text)
+
+
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; its module runs when it is imported.
+
+    Raises:
+        MissingPackageError: a package that it imports is not installed.
+        NotFoundError: the module cannot be imported, or has no such function.
+        UserError: its module raises an error of its own.
+    """
+    module_name, _, function_name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        why = f"{reference} cannot be imported: there is no module {error.name}"
+        raise missing_package(imported(error), where=where, why=why) from error
+    except Exception as error:  # a module's own code runs when it is imported
+        raise _failed(f"{module_name} cannot be imported", error) from error
+    found: Callable[..., Any] | None = getattr(module, function_name, None)
+    if found is None:
+        raise NotFoundError(f"{module_name} has no {function_name}", where=where)
+    return found
+
+
+def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
+    """The model that the training function returns.
+
+    Raises:
+        UserError: the function cannot be called like that, or raises an error.
+        InfrastructureError: it raises an error of the machine or of a service, as OSError.
+    """
+    function = load_function(reference, "train.run")
+    try:
+        inspect.signature(function).bind(data, **parameters)
+    except TypeError as error:
+        remedy = "Give its parameters in `train.with`."
+        raise UserError(f"{reference} cannot be called: {error}", where="train.with", remedy=remedy) from error
+    except ValueError:  # a function in C has no signature
+        pass
+    try:
+        model: object = function(data, **parameters)
+    except (OnnxOpsError, MemoryError):  # who runs it knows its limit
+        raise
+    except Exception as error:
+        raise _failed(f"{reference} failed", error) from error
+    if model is None:
+        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Let it return the trained model.")
+    return model
+
+
+def _failed(what: str, error: Exception) -> OnnxOpsError:
+    """The error of the project's own code, at its own line: those of libraries below it are not the user's to mend."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{shown_path(Path(error.filename))}:{error.lineno}"
+    else:
+        own = [frame for frame in frames if _is_project_file(frame.filename)] or frames[-1:]
+        place = f"{shown_path(Path(own[-1].filename))}:{own[-1].lineno}"
+    kind = StageError if isinstance(error, OSError) else UserError
+    why = f"{type(error).__name__}: {quoted(error)}"
+    return kind(what, where=place, why=why, remedy="Mend the code there, or the data that it gets, and run again.")
+
+
+def _is_project_file(filename: str) -> bool:
+    """Whether a file is neither of an installed package, nor of Python, nor of onnx-ops."""
+    path = Path(filename)
+    installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+    library = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
+    return not filename.startswith("<") and not installed and not any(path.is_relative_to(one) for one in library)

@@ -1,0 +1,363 @@
+"""Limits on a ratio to the baseline, measured in pairs: the same rule for latency, load, starts and memory.
+
+Latency gates.
+
+Throughput gates.
+
+Gates on fresh processes: cold start and memory.
+
+Size gates.
+
+The truth about execution providers, which every decision needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, Throughput, throughput_figure
+from onnx_ops.domain.gate import ColdStartGate, GateResult, LatencyGate, MemoryGate, SizeGate, ThroughputGate, Verdict
+from onnx_ops.statistics.latency import (
+    LOOKS,
+    Comparison,
+    compare,
+    compare_latency_quantile,
+    compare_quantile,
+    estimate_pairs_needed,
+    explain_withheld_verdict,
+    find_trend,
+)
+from onnx_ops.statistics.rules.common import (
+    as_ms,
+    as_percent,
+    as_size,
+    finite_or_none,
+    get_baseline,
+    make_unlimited,
+    make_unmeasured,
+    noun,
+)
+
+_SAID = {
+    Verdict.PASS: "surely faster",
+    Verdict.INCONCLUSIVE: "not shown to be faster",
+    Verdict.FAIL: "surely not faster",
+}
+
+_PAIRS = "pairs of fresh processes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioMeasurement:
+    """A measured ratio and how its result is worded: `of` names what it multiplies, `pairs` what n counts."""
+
+    gate: str
+    metric: str
+    of: str
+    log_ratios: Sequence[Sequence[float]]
+    self_log_ratios: Sequence[Sequence[float]]
+    pairs: str
+    detail: str = ""
+
+
+def judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
+    """`statistics.latency.compare`, unless the baseline against itself shows that this host cannot tell."""
+    found = compare(ratio.log_ratios, tolerance=max_regression)
+    noisy = explain_withheld_verdict(ratio.log_ratios, ratio.self_log_ratios, max_regression)
+    limit = f"{1 + max_regression:.4g}x"
+    reason = describe_ratio(ratio, found, limit)
+    if found.verdict is Verdict.INCONCLUSIVE:
+        reason += f"; {_what_decides(ratio, found, max_regression)}"
+    return GateResult(
+        gate=ratio.gate,
+        metric=ratio.metric,
+        limit=f"≤ {limit}",
+        verdict=Verdict.INCONCLUSIVE if noisy else found.verdict,
+        reason=f"{noisy}; {reason}" if noisy else reason,
+        estimate=finite_or_none(found.ratio),
+        low=finite_or_none(found.low),
+        high=finite_or_none(found.high),
+        bound=1 + max_regression,
+        unit="x",
+        n=found.pairs,
+    )
+
+
+def describe_ratio(ratio: RatioMeasurement, found: Comparison, limit: str) -> str:
+    figures = f"{found.ratio:.4g}x [{found.low:.4g}, {found.high:.4g}] {ratio.of}"
+    change = find_trend(ratio.log_ratios)
+    way = "" if change is None else f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
+    return f"{figures}, limit {limit}, {found.pairs} {ratio.pairs}{ratio.detail}{way}"
+
+
+def _what_decides(ratio: RatioMeasurement, found: Comparison, max_regression: float) -> str:
+    """How many pairs, or which other limit."""
+    needed = estimate_pairs_needed(ratio.log_ratios, max_regression)
+    if needed is None:
+        more = "the ratio is too near to the limit for any number of pairs"
+    elif needed > LOOKS[-1]:
+        more = f"about {needed} pairs on end would decide, and a run has {LOOKS[-1]}: measure on a quieter machine"
+    else:
+        more = f"the {needed} pairs of a whole run would decide"
+    if not (found.low > 0 and math.isfinite(found.high)):
+        return more
+    low, high = found.low / found.rest - 1, _up(found.high * found.rest - 1)
+    below = f", one of {as_percent(low)} broken" if low > 0 else ""
+    return f"{more}; a limit of {as_percent(high)} would be kept{below}"
+
+
+def _up(fraction: float) -> float:
+    """To the next tenth of a percent."""
+    return math.ceil(1000 * fraction + 1e-9) / 1000
+
+
+def judge_figure(
+    gate: str, figure: str, of: str, pairs: str, max_regression: float | None, evidence: Evidence
+) -> Iterator[GateResult]:
+    """A figure of `Evidence.ratios` against the baseline; nothing where the gate sets no such limit, or there is no
+    baseline."""
+    baseline = get_baseline(evidence)
+    if max_regression is None or not baseline:
+        return
+    metric = f"{figure} vs {baseline}"
+    found = [r for r in evidence.ratios if (r.figure, r.against) == (figure, baseline) and any(r.log_ratios)]
+    for r in found:
+        ratio = RatioMeasurement(
+            gate=gate,
+            metric=metric,
+            of=f"{of} of {noun(baseline)}",
+            log_ratios=r.log_ratios,
+            self_log_ratios=r.self_log_ratios,
+            pairs=pairs,
+        )
+        yield judge_ratio(ratio, max_regression)
+    if not found:
+        yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
+
+
+def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
+    baseline = get_baseline(evidence)
+    if gate.max_regression is not None and baseline:
+        against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
+        for comparison in against:
+            yield judge_ratio(_latency_ratio(comparison), gate.max_regression)
+        if not against:
+            yield make_unmeasured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
+    if gate.faster_than is not None and evidence.variant != gate.faster_than:
+        yield from _judge_faster(gate.faster_than, gate.min_speedup or 0.0, evidence)
+    limits = {name: (share, limit) for name, (share, limit) in gate.quantiles().items() if limit is not None}
+    for name, (share, limit) in limits.items():
+        yield _judge_quantile(name, share, limit, evidence)
+    if not limits and gate.max_regression is None and gate.faster_than is None:
+        yield make_unlimited("latency", "")
+
+
+def _latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
+    preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
+    means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
+    return RatioMeasurement(
+        gate="latency",
+        metric=f"ratio vs {comparison.against}",
+        of=f"the latency of {noun(comparison.against)}",
+        log_ratios=comparison.log_ratios,
+        self_log_ratios=comparison.self_log_ratios,
+        pairs="session pairs",
+        detail=f" ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)",
+    )
+
+
+def _judge_faster(name: str, min_speedup: float, evidence: Evidence) -> Iterator[GateResult]:
+    """Whether the other model takes at least `1 + min_speedup` times as long. Without a limit to be noisy about, the
+    interval alone decides: on a noisy host it is wide, and shows nothing."""
+    bound = 1 / (1 + min_speedup)
+    metric, limit = f"faster than {name}", f"< {bound:.4g}x"
+    enough = f" by {as_percent(min_speedup)}" if min_speedup else ""
+    against = [c for c in evidence.comparisons if c.against == name and any(c.log_ratios)]
+    for comparison in against:
+        ratio = _latency_ratio(comparison)
+        found = compare(ratio.log_ratios, tolerance=bound - 1)
+        yield GateResult(
+            gate="latency",
+            metric=metric,
+            limit=limit,
+            verdict=found.verdict,
+            reason=f"{_SAID[found.verdict]}{enough}: {describe_ratio(ratio, found, f'{bound:.4g}x')}",
+            estimate=finite_or_none(found.ratio),
+            low=finite_or_none(found.low),
+            high=finite_or_none(found.high),
+            bound=bound,
+            unit="x",
+            n=found.pairs,
+        )
+    if not against:
+        yield make_unmeasured("latency", metric, limit)
+
+
+def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> GateResult:
+    limit, advisory = f"≤ {as_ms(limit_s)}", not evidence.dedicated
+    samples = evidence.latency
+    if samples is None or not samples.sorted_ns:
+        return make_unmeasured("latency", name, limit, advisory=advisory)
+    found = compare_latency_quantile(samples.sorted_ns, q, limit_s)
+    reason = (
+        f"{name} is {as_ms(found.quantile)} [{as_ms(found.low)}, {as_ms(found.high)}], "
+        f"limit {as_ms(limit_s)}, {found.exceeding} of {found.runs} runs above it"
+    )
+    if found.verdict is Verdict.INCONCLUSIVE and found.runs < found.needed:
+        reason += f"; to pass, {found.needed} runs are needed"
+    return GateResult(
+        gate="latency",
+        metric=name,
+        limit=limit,
+        verdict=found.verdict,
+        reason=reason,
+        estimate=finite_or_none(found.quantile),
+        low=finite_or_none(found.low),
+        high=finite_or_none(found.high),
+        bound=limit_s,
+        unit="s",
+        n=found.runs,
+        advisory=advisory,
+    )
+
+
+def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Throughput as time per request under load, so that more is worse, as everywhere else."""
+    figure = throughput_figure(gate.concurrency)
+    of = f"the time per request at {figure}"
+    yield from judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
+    if gate.min is not None:
+        measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
+        for one in measured:
+            yield _judge_minimum(gate.min, figure, one, advisory=not evidence.dedicated)
+        if not measured:
+            yield make_unmeasured("throughput", figure, f"≥ {_rate(gate.min)}", advisory=not evidence.dedicated)
+    if gate.max_regression is None and gate.min is None:
+        yield make_unlimited("throughput", figure)
+
+
+def _judge_minimum(minimum: float, figure: str, measured: Throughput, *, advisory: bool) -> GateResult:
+    found = compare_quantile([1 / rate for rate in measured.per_second], 0.5, 1 / minimum)
+    low = 1 / found.high if found.high > 0 else 0.0
+    high = 1 / found.low if found.low > 0 else math.inf
+    middle = median(measured.per_second)
+    return GateResult(
+        gate="throughput",
+        metric=figure,
+        limit=f"≥ {_rate(minimum)}",
+        verdict=found.verdict,
+        reason=(
+            f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(minimum)}, "
+            f"{found.runs} sessions ({measured.requests} requests)"
+        ),
+        estimate=middle,
+        low=low,
+        high=finite_or_none(high),
+        bound=minimum,
+        unit="req/s",
+        n=found.runs,
+        advisory=advisory,
+    )
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.4g} req/s"
+
+
+def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateResult]:
+    samples = {} if evidence.starts is None else {"load": evidence.starts.load_s, "first": evidence.starts.first_s}
+    for figure, of in (("load", "the load time"), ("first", "the first inference")):
+        yield from judge_figure("cold_start", figure, of, _PAIRS, gate.max_regression, evidence)
+    for figure, limit in (("load", gate.load), ("first", gate.first)):
+        if limit is not None:
+            yield _judge_median(
+                "cold_start", figure, samples.get(figure, ()), limit, "s", advisory=not evidence.dedicated
+            )
+    if (gate.load, gate.first, gate.max_regression) == (None, None, None):
+        yield make_unlimited("cold_start", "")
+
+
+def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Enforced everywhere: what else a machine does changes no process's memory."""
+    yield from judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
+    if gate.max is not None:
+        samples = () if evidence.starts is None else evidence.starts.peak_bytes
+        yield _judge_median("memory", "peak", samples, gate.max, "B", advisory=False)
+    if gate.max is None and gate.max_regression is None:
+        yield make_unlimited("memory", "")
+
+
+def _judge_median(
+    gate: str, figure: str, samples: Sequence[float], limit: float, unit: str, *, advisory: bool
+) -> GateResult:
+    text = _TEXTS[unit]
+    if not samples:
+        return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
+    found = compare_quantile(samples, 0.5, limit)
+    return GateResult(
+        gate=gate,
+        metric=figure,
+        limit=f"≤ {text(limit)}",
+        verdict=found.verdict,
+        reason=(
+            f"median {figure} {text(found.quantile)} [{text(found.low)}, {text(found.high)}], limit {text(limit)}, "
+            f"{found.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+        ),
+        estimate=finite_or_none(found.quantile),
+        low=finite_or_none(found.low),
+        high=finite_or_none(found.high),
+        bound=float(limit),
+        unit=unit,
+        n=found.runs,
+        advisory=advisory,
+    )
+
+
+def _size_text(value: float) -> str:
+    return as_size(round(value)) if value < float("inf") else "inf"
+
+
+_TEXTS: dict[str, Callable[[float], str]] = {"s": as_ms, "B": _size_text}
+
+
+def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
+    limit = f"≤ {as_size(gate.max)}"
+    if evidence.size_bytes <= 0:
+        yield make_unmeasured("size", "", limit)
+        return
+    fits = evidence.size_bytes <= gate.max
+    yield GateResult(
+        gate="size",
+        metric="",
+        limit=limit,
+        verdict=Verdict.PASS if fits else Verdict.FAIL,
+        reason=f"{as_size(evidence.size_bytes)} on disk, limit {as_size(gate.max)}",
+        estimate=float(evidence.size_bytes),
+        bound=float(gate.max),
+        unit="B",
+        n=1,
+    )
+
+
+def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
+    """Nothing if the provider asked for first did the work; else the reason why the figures are not its own."""
+    facts = evidence.runtime
+    if facts is None or not facts.asked:
+        yield _provider(Verdict.INCONCLUSIVE, "which provider ran was not recorded")
+        return
+    first = facts.asked[0]
+    elsewhere = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
+    if first not in facts.used:
+        used = ", ".join(facts.used) or "nothing"
+        yield _provider(Verdict.ERROR, f"{first} was asked for, {used} ran instead")
+    elif first != "CPUExecutionProvider" and elsewhere:
+        taken = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in elsewhere.items())
+        yield _provider(Verdict.ERROR, f"{first} was asked for, {taken}")
+    elif first != "CPUExecutionProvider" and not facts.nodes.get(first):
+        yield _provider(Verdict.INCONCLUSIVE, f"which nodes {first} took was not recorded")
+
+
+def _provider(verdict: Verdict, reason: str) -> GateResult:
+    return GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)

@@ -1,0 +1,428 @@
+"""What a source is asked, what it refuses, and what that means for its export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from benchmarks.truth.evidence import evidence
+from onnx_ops import codec
+from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.pipeline import Export, Stage, StageKind
+from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits, TreeStructure
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import UserError
+from onnx_ops.measure.files import TRAINED, put_dataset, put_folder
+from onnx_ops.measure.parity import measure_group, measure_parity
+from onnx_ops.measure.reference_outputs import (
+    ReferenceGroup,
+    ReferenceOutputs,
+    _Source,
+    build_probes,
+    collect_reference_outputs,
+    get_reference,
+    put_reference,
+)
+from onnx_ops.onnx_graph.model_info import read_lineage
+from onnx_ops.pipeline.stages import export, validate
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
+from onnx_ops.statistics.rules.parity import judge_parity
+from onnx_ops.testing.fakes import FakeWorld
+from onnx_ops.testing.models import rows, write_perceptron
+
+TARGET = Target(name="cpu")
+
+
+def exported(exporter: Exporter, model: Any, section: Export, samples: Tensors, path: Path) -> ReferenceOutputs:
+    exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+    return collect_reference_outputs(exporter, model, path, samples)
+
+
+def worst(path: Path, asked: ReferenceOutputs) -> ParityMeasurement:
+    found = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    return max(found, key=lambda m: (bool(m.mismatch), m.ratio))
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensors:
+    return {"image": np.random.default_rng(0).random((40, 1, 6, 8), dtype=np.float32)}
+
+
+FREE = Export(framework="torch", dynamic={"image": {0: "batch", 2: "height", 3: "width"}})
+
+
+def test_free_axes_are_exercised_and_what_the_source_refuses_is_noted(images: Tensors, tmp_path: Path) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
+    shapes = {group.inputs["image"].shape[2:] for group in asked.groups}
+    assert {(3, 8), (7, 8), (12, 8), (6, 5), (6, 9), (6, 16), (12, 16)} <= shapes
+    assert {name for name in asked.limits.refused if name.startswith("lengths:")} >= {
+        "lengths:height=1",
+        "lengths:width=1",
+    }
+    assert "kernel" in asked.limits.refused["lengths:height=1"].lower()
+    assert worst(path, asked).ratio <= 10
+    assert not worst(path, asked).mismatch
+
+
+def test_an_export_that_takes_one_size_only_fails_where_its_source_takes_others(
+    images: Tensors, tmp_path: Path
+) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Pooled().eval(), FREE, images, path)
+    model = onnx.load(path)
+    size = numpy_helper.from_array(np.array([0, 1, 6, 8]), "frozen.size")
+    model.graph.initializer.append(size)
+    for node in model.graph.node:
+        node.input[:] = ["frozen" if name == "image" else name for name in node.input]
+    model.graph.node.insert(0, onnx.helper.make_node("Reshape", ["image", "frozen.size"], ["frozen"]))
+    onnx.save(model, path)
+    found = worst(path, asked)
+    assert found.group.startswith("lengths:")
+    assert "export refuses" in found.mismatch
+
+
+def test_a_fixed_size_has_nothing_to_exercise(images: Tensors, tmp_path: Path) -> None:
+    import torch
+
+    from tests.support.torch_modules import Pooled
+
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    section = Export(framework="torch", dynamic={"image": {0: "batch"}})
+    TorchExporter().export(Pooled().eval(), ExportRequest(section=section, samples=images, path=path))
+    assert not [name for name in build_probes(path, images) if name.startswith("lengths:")]
+
+
+def cancer(rows: int) -> tuple[Any, Any]:
+    from sklearn.datasets import load_breast_cancer
+
+    x, y = load_breast_cancer(return_X_y=True)
+    return x[:rows].astype(np.float32), y[:rows]
+
+
+def scaled_regression() -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), LogisticRegression())
+
+
+def forest() -> Any:
+    from sklearn.ensemble import RandomForestClassifier
+
+    return RandomForestClassifier(3, random_state=0)
+
+
+@pytest.mark.parametrize(("make", "policy"), [(scaled_regression, "refused"), (forest, "answered")])
+def test_nan_is_compared_where_the_source_answers_it_and_noted_where_not(
+    make: Callable[[], Any], policy: str, tmp_path: Path
+) -> None:
+    x, y = cancer(200)
+    asked = exported(SklearnExporter(), make().fit(x, y), Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
+    assert asked.limits.nan == policy
+    assert ("missing" in asked.limits.refused) == (policy == "refused")
+    assert ("missing" in [group.name for group in asked.groups]) == (policy != "refused")
+    assert "infinity" in asked.limits.refused["infinite"]
+    assert worst(tmp_path / "m.onnx", asked).ratio <= 10
+
+
+def test_nan_that_is_passed_on_is_told(images: Tensors, tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    asked = collect_reference_outputs(OnnxExporter(), str(tmp_path / "model.onnx"), tmp_path / "model.onnx", rows(40))
+    assert asked.limits.nan in ("passed on", "answered")
+    answers = next(g.single for g in asked.groups if g.name == "missing") or {}
+    assert (asked.limits.nan == "passed on") == bool(np.isnan(answers["scores"]).any())
+
+
+def holed_boosting() -> tuple[Any, Any]:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    x, y = cancer(200)
+    x[::3, 2] = np.nan
+    return HistGradientBoostingClassifier(max_iter=5).fit(x, y), x
+
+
+def test_missing_numbers_bind_where_the_rows_hold_some(tmp_path: Path) -> None:
+    model, x = holed_boosting()
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), {"x": x}, tmp_path / "m.onnx")
+    assert {group.name: group.inside for group in asked.groups}["missing"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, while it exports
+def test_a_recurrent_network_differs_on_missing_numbers_only_and_that_does_not_bind(tmp_path: Path) -> None:
+    """The runtime's kernels let NaN through as a number; the source answers NaN."""
+    import torch
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = torch.nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, series: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.cells(series)[0]
+            return hidden[:, -1]
+
+    torch.manual_seed(0)
+    samples = {"series": np.random.default_rng(0).standard_normal((40, 5, 3)).astype(np.float32)}
+    path = tmp_path / "model.onnx"
+    asked = exported(TorchExporter(), Recurrent().eval(), Export(framework="torch"), samples, path)
+    found = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    departed = {m.group: m.inside for m in found if m.mismatch or m.ratio > 10}
+    assert departed == {"missing": False}
+    results = list(judge_parity(ParityGate(), evidence(parity=found)))
+    assert [(r.verdict, r.advisory) for r in results] == [(Verdict.PASS, False), (Verdict.FAIL, True)]
+    strict = ParityGate(groups={"missing": "fail"})
+    (refused,) = judge_parity(strict, evidence(parity=found))
+    assert refused.verdict is Verdict.FAIL
+    assert "for example row " in refused.reason
+    assert "series =" not in refused.reason  # rows of a data set may hold what nobody may read
+    assert [r.advisory for r in judge_parity(ParityGate(groups={"missing": "ignore"}), evidence(parity=found))] == [
+        False
+    ]
+
+
+def test_an_output_without_a_row_for_each_input_row_is_compared_all_the_same() -> None:
+    """As the last state of a recurrent layer, (layers, rows, width)."""
+    samples = rows(40)
+    wide = {"state": np.zeros((60, 3), dtype=np.float32)}
+    group = ReferenceGroup(name="real", inputs=samples, single=wide, double=None)
+    (found,) = measure_group(group, {"state": wide["state"] + np.eye(60, 3, k=-57, dtype=np.float32)})
+    assert found.ratio > 10
+    assert not found.example
+
+
+class Slow:
+    """A linear source that takes a tenth of a second a row, by a clock of its own."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+        self.rows = 0
+
+    def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
+        del model, precision
+        (x,) = inputs.values()
+        self._clock[0] += 0.1 * len(x)
+        self.rows += len(x)
+        return {"y": x.sum(axis=1)}
+
+
+def test_a_slow_source_is_asked_fewer_rows_and_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_perceptron(tmp_path / "model.onnx")
+    clock = [0.0]
+    monkeypatch.setattr("onnx_ops.measure.reference_outputs.time.perf_counter", lambda: clock[0])
+    slow: Any = Slow(clock)
+    asked = collect_reference_outputs(slow, None, tmp_path / "model.onnx", rows(400), seconds=60)
+    assert (asked.limits.rows, asked.limits.samples) == (16, 400)
+    assert clock[0] < 90
+    assert {"real", "range", "batches:257", "missing"} <= {group.name for group in asked.groups}
+    assert max(len(group.inputs["x"]) for group in asked.groups) == 16
+
+
+def noise(x: Any) -> Any:
+    import torch
+
+    return x + 0.1 * torch.randn_like(x)
+
+
+def faint_noise(x: Any) -> Any:
+    """No more than rounding to float32 makes of it."""
+    import torch
+
+    return x + 1e-7 * torch.randn_like(x)
+
+
+def dropout(x: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.dropout(x, 0.1, training=True)
+
+
+def sampled(x: Any) -> Any:
+    import torch
+
+    return torch.multinomial(torch.softmax(x, 1), 1)
+
+
+def as_many_as_it_happens(x: Any) -> Any:
+    import torch
+
+    return x[:, : int(torch.randint(1, 1000, ()))].sum(1, keepdim=True).expand(-1, int(torch.randint(1, 1000, ())))
+
+
+@pytest.mark.parametrize("answer", [noise, faint_noise, dropout, sampled, as_many_as_it_happens])
+def test_a_source_that_answers_at_random_is_refused(answer: Callable[[Any], Any]) -> None:
+    """Its randomness would count as the noise that its export is allowed."""
+    import torch
+
+    class Random(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return answer(x)
+
+    source = _Source(TorchExporter(), Random().eval(), False)
+    x = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    assert source.changes(source.group("real", {"x": x}))
+
+
+def test_an_unseeded_estimator_is_an_error_of_the_users(tmp_path: Path) -> None:
+    from sklearn.linear_model import LinearRegression
+
+    x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
+    model = LinearRegression().fit(x, x.sum(1))
+    SklearnExporter().export(
+        model, ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=tmp_path / "model.onnx")
+    )
+    sure = model.predict
+    model.predict = lambda rows: sure(rows) + np.random.default_rng().standard_normal(len(rows))
+    with pytest.raises(UserError, match="the same rows differently") as refused:
+        collect_reference_outputs(SklearnExporter(), model, tmp_path / "model.onnx", {"x": x})
+    assert "differs by up to" in refused.value.why
+
+
+def test_a_source_that_refuses_the_real_rows_is_the_users_to_mend(tmp_path: Path) -> None:
+    x, y = cancer(100)
+    model = scaled_regression().fit(x, y)
+    path = tmp_path / "model.onnx"
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
+    SklearnExporter().export(model, request)
+    x[3, 2] = np.nan
+    with pytest.raises(UserError, match="refuses the samples"):
+        collect_reference_outputs(SklearnExporter(), model, path, {"x": x})
+
+
+@pytest.fixture(scope="module")
+def scaled_forest() -> tuple[Any, Tensors]:
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    x, y = cancer(569)
+    return make_pipeline(StandardScaler(), RandomForestClassifier(12, random_state=0)).fit(x, y), {"x": x[:256]}
+
+
+def reciprocal(path: Path) -> None:
+    """A scaler that multiplies by 1 / deviation rounds otherwise, and is as right."""
+    model = onnx.load(path)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    node = next(node for node in model.graph.node if node.op_type == "Div")
+    node.op_type = "Mul"
+    tensor = tensors[node.input[1]]
+    tensor.CopyFrom(numpy_helper.from_array(1 / numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, path)
+
+
+def test_a_forest_that_rounding_sends_another_way_is_explained_by_jitter(
+    scaled_forest: tuple[Any, Tensors], tmp_path: Path
+) -> None:
+    model, samples = scaled_forest
+    path = tmp_path / "model.onnx"
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, path)
+    thresholds = np.concatenate([tree.tree_.threshold[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
+    features = np.concatenate([tree.tree_.feature[tree.tree_.feature >= 0] for tree in model[-1].estimators_])
+    x = np.repeat(samples["x"][:1], len(thresholds), axis=0).astype(np.float64)
+    middle = thresholds * model[0].scale_[features] + model[0].mean_[features]
+    x[np.arange(len(x)), features] = middle
+    on_the_edge = {"x": x.astype(np.float32)}
+    reciprocal(path)
+    groups = collect_reference_outputs(SklearnExporter(), model, path, on_the_edge).groups
+    real = next(group for group in groups if group.name == "real")
+    (explained,) = [m for m in measure_parity(OnnxRuntime(), path, TARGET, [real]) if m.output == "probabilities"]
+    assert explained.explained > 0
+    assert explained.unexplained == 0
+    assert explained.ratio <= 10
+    plain = replace(real, bounds=None, single=real.double)
+    assert max(m.ratio for m in measure_parity(OnnxRuntime(), path, TARGET, [plain])) > 1000
+    assert worst(path, asked).ratio <= 10
+
+
+@pytest.mark.parametrize("fault", ["features swapped", "tree dropped", "classes permuted", "scaler mean rolled"])
+def test_jitter_explains_no_fault(scaled_forest: tuple[Any, Tensors], fault: str, tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    path = tmp_path / "model.onnx"
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, path)
+    broken = onnx.load(path)
+    if fault == "features swapped":
+        order = np.arange(samples["x"].shape[1])
+        order[[2, 5]] = order[[5, 2]]
+        broken.graph.initializer.append(numpy_helper.from_array(order, "order"))
+        broken.graph.node[0].input[0] = "swapped"
+        broken.graph.node.insert(0, onnx.helper.make_node("Gather", ["x", "order"], ["swapped"], axis=1))
+    elif fault == "scaler mean rolled":
+        name = next(node.input[1] for node in broken.graph.node if node.op_type == "Sub")
+        tensor = next(tensor for tensor in broken.graph.initializer if tensor.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(tensor), 1), name))
+    else:
+        attributes = next(n for n in broken.graph.node if n.op_type.startswith("TreeEnsemble")).attribute
+        weights = next(a for a in attributes if a.name == "class_weights")
+        trees = next(a for a in attributes if a.name == "class_treeids").ints
+        if fault == "tree dropped":
+            weights.floats[:] = [0.0 if tree == 3 else w for tree, w in zip(trees, weights.floats, strict=True)]
+        else:
+            weights.floats[:] = [1 / 12 - w for w in weights.floats]
+    onnx.save(broken, path)
+    measured = measure_parity(OnnxRuntime(), path, TARGET, asked.groups)
+    assert max(m.unexplained for m in measured if m.group == "real") > 0
+    assert max(m.ratio for m in measured if m.group == "real") > 10
+
+
+def test_the_stages_store_limits_trees_and_bounds(scaled_forest: tuple[Any, Tensors], tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    ports = replace(
+        FakeWorld().ports(root=tmp_path), exporter=lambda *_: SklearnExporter(), runtime=lambda _: OnnxRuntime()
+    )
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    SklearnExporter().save(model, trained)
+    inputs = {
+        "train": Manifest(files=put_folder(ports.store, trained, TRAINED)),
+        "data/test": put_dataset(ports.store, Dataset(inputs=samples)),
+    }
+    section = codec.to_json(Export(framework="sklearn"))
+    settings = {"section": section, "data": "test", "limit": 64, "inputs": {}, "source_time": 10.0, "pipeline": "p"}
+    stage = Stage(id="export", kind=StageKind.EXPORT, settings=settings)
+    done = export.execute(stage, digest_bytes(b""), inputs, ports)
+    limits = codec.loads(ports.store.read(done["source.json"]), SourceLimits)
+    assert limits.nan == "answered"
+    assert read_lineage(ports.store.path(done["onnx/model.onnx"]))[NAN_PROPERTY] == "answered"
+    assert any(group.bounds for group in get_reference(ports.store, done["reference.npz"]))
+    stage = Stage(id="validate", kind=StageKind.VALIDATE, settings={"export": section})
+    validated = validate.execute(stage, digest_bytes(b""), {**inputs, "export": done}, ports)
+    (trees,) = codec.loads(ports.store.read(validated["trees.json"]), tuple[TreeStructure, ...])
+    assert (trees.trees, trees.changed) == (12, 0)
+
+
+def test_references_come_back_as_they_were_stored(scaled_forest: tuple[Any, Tensors], tmp_path: Path) -> None:
+    model, samples = scaled_forest
+    asked = exported(SklearnExporter(), model, Export(framework="sklearn"), samples, tmp_path / "model.onnx")
+    store = FakeWorld().ports(root=tmp_path).store
+    found = get_reference(store, put_reference(store, asked.groups))
+    restored = {group.name: group for group in found}
+    assert len(found) == len(restored) == len(asked.groups)
+    for before in asked.groups:
+        after = restored[before.name]
+        assert after.outputs == before.outputs
+        assert (after.bounds or {}).keys() == (before.bounds or {}).keys()
