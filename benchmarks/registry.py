@@ -31,7 +31,8 @@ from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import Mirrored
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.bell import Bell
 from onnx_ops.release.glance import ask

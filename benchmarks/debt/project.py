@@ -25,7 +25,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
 from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
 from onnx_ops.domain.release import Publication
-from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.ports import Ports, Registry, Signer
 from onnx_ops.release.bell import Bell

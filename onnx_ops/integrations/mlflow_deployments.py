@@ -22,7 +22,8 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 from onnx_ops.app.handler import at_rest
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,

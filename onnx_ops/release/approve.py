@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, digest_file, short
+from onnx_ops.domain.attestation import SignedOverride
+from onnx_ops.domain.decision import DecisionRecord, SignedDecision
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision
-from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import DigestMismatchError, RefusedError
 from onnx_ops.ports import Ports

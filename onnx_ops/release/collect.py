@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Stored
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import CorruptStateError, NotFoundError
 from onnx_ops.ports import Ports
 

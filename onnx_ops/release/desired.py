@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from onnx_ops.domain.attestation import SignedOverride
+from onnx_ops.domain.decision import SignedDecision
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import SignedDecision
 from onnx_ops.domain.ledger import Override, RefusedVersion, ReleaseState
-from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MissingPackageError, NotFoundError, RefusedError, ServiceUnavailableError

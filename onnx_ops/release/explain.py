@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from onnx_ops import codec
 from onnx_ops.attestation import verified
 from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.decision import Decision, DecisionRecord, SignedDecision
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, SignedDecision
+from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
 from onnx_ops.ports import Ports

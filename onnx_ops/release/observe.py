@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.domain.ledger import Frozen, Observed
 from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
-from onnx_ops.domain.rollout_observed import Observations
+from onnx_ops.domain.rollout_observations import Observations
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release.desired import Desired
 from onnx_ops.release.journal import Journal

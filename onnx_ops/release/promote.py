@@ -7,11 +7,12 @@ from functools import partial
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign
+from onnx_ops.domain.attestation import LONGEST_REASON, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Configured, Mirrored, Override
-from onnx_ops.domain.override import LONGEST_REASON, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, UserError
 from onnx_ops.ports import Ports
 from onnx_ops.release.abandon import leave, moved_from, refusal

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx_ops.domain.rollout import Action
-from onnx_ops.domain.rollout_judged import Judged
+from onnx_ops.domain.rollout import Action, Judged
 from onnx_ops.domain.rollout_policy import PlannedStep
 from onnx_ops.ports import Ports
 from onnx_ops.release.desired import Desired

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, Spoken, follow
-from onnx_ops.domain.rollout import Action, ActionKind, RolloutPolicy
-from onnx_ops.domain.rollout_observed import Observations
+from onnx_ops.domain.rollout import Action, ActionKind
+from onnx_ops.domain.rollout_observations import Observations
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 _STORY = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.quantities import Json
 from onnx_ops.reporting.plain import plain_figures
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
-from onnx_ops.domain.gate import Decision
-from onnx_ops.domain.metric import ACCURACY, METRICS
+from onnx_ops.domain.gate import ACCURACY, METRICS
 from onnx_ops.reporting.figures import format_figure, format_interval
 from onnx_ops.statistics.intervals import value_interval
 from onnx_ops.statistics.latency import compare_latency_quantile

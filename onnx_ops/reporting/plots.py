@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
-from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.figures import format_figure, number, scale_for
 from onnx_ops.reporting.measured import median_latency, task_metric
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for

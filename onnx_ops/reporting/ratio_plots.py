@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, gate_of
-from onnx_ops.domain.gate import Decision
 from onnx_ops.reporting.figures import number
 from onnx_ops.reporting.measured import Measured
 from onnx_ops.reporting.plots import Figure, limit_of, share

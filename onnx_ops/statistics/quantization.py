@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.structure import ActivationMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement
 from onnx_ops.statistics.parity import LARGEST
 
 Floats = npt.NDArray[np.float64]

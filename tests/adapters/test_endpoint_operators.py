@@ -24,8 +24,8 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_archive import pack
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.compatibility import carry_libraries

@@ -19,7 +19,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST
 from onnx_ops.attestation import TrustedKeys, sign
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import RefusedError
 from onnx_ops.release.decided import standing_override

@@ -15,7 +15,7 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
 from onnx_ops.domain.ledger import Frozen, LedgerEntry
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.collect import collect, digests_in, reachable, unneeded

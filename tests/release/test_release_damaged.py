@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.cli.main import app
-from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Ports
 from onnx_ops.release.bell import Bell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Ports
 from onnx_ops.release.delete import delete

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_observed import ShadowTally, Tally
-from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
+from onnx_ops.domain.rollout_observations import ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decided import told_rollback
 from onnx_ops.release.observe import RECORD_EVERY_S

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Stored
 from onnx_ops.domain.endpoint import Leftover
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.release.orphans import Orphan, Survey, survey
 from onnx_ops.release.prune import PrunePlan, plan_pruning, prune
 from tests.release.release_parts import CANARY, MODEL, Scene

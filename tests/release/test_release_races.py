@@ -12,7 +12,7 @@ import pytest
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import Body, Deleted, Frozen, LedgerEntry, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import LedgerConflictError

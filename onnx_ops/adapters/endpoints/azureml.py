@@ -32,8 +32,7 @@ from onnx_ops.adapters.endpoints.azureml_settings import read_settings
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding, Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports.release import MetricsSource
 from onnx_ops.protocol import server_process

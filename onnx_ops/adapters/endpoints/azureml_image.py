@@ -7,7 +7,7 @@ from typing import Any
 
 from onnx_ops.adapters.azure import ask
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 
 _SUFFIX = ".azurecr.io"
 _PULLS = frozenset({"7f951dda-4ed3-4680-a7ca-43fe172d538d", "8311e382-0749-4cb8-b61a-304f252e45ec"})

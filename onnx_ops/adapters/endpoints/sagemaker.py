@@ -36,8 +36,7 @@ from onnx_ops.domain.endpoint import (
     rolled_back,
     without_spare,
 )
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding, Target
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import server_process

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from onnx_ops.adapters.aws import Clients, code_of
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import OVERRIDE
-from onnx_ops.domain.policy import is_among
-from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.attestation import OVERRIDE
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.domain.rollout import alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import TRUSTED_KEYS, Configuration

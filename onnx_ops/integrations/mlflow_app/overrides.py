@@ -6,10 +6,9 @@ import re
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign
-from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
 from onnx_ops.domain.pipeline import NAME_PATTERN
-from onnx_ops.domain.policy import is_among
-from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.errors import RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions

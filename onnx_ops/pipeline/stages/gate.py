@@ -9,9 +9,10 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.decision import Decision, DecisionRecord, Verdict, combine
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, Verdict, combine
+from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Ports
