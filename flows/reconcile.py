@@ -6,9 +6,9 @@ from prefect import State, flow
 
 from onnx_ops.orchestration.flows import actor, concluding, reconcile_as_task, together
 from onnx_ops.orchestration.surroundings import project_of
-from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import bound_endpoints
 from onnx_ops.release.notify import notify_each
+from onnx_ops.release.reconcile import Glance, ask
 
 
 @flow(name="reconcile", persist_result=False)

@@ -28,11 +28,10 @@ from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.ports import Ports, Registry, Signer
-from onnx_ops.release.bell import Bell
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle, settle_each
 from onnx_ops.release.rollback import roll_back_each
-from onnx_ops.release.watch import Watcher
+from onnx_ops.release.watch import Bell, Watcher
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
 

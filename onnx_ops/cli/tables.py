@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
     from onnx_ops.domain.target import Finding
-    from onnx_ops.release.explain import Explanation
+    from onnx_ops.release.audit import Explanation
     from onnx_ops.reporting.comparison import ModelComparison
 
 _REASONS = 2

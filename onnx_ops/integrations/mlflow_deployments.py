@@ -35,9 +35,8 @@ from onnx_ops.errors import (
     UserError,
     quoted,
 )
-from onnx_ops.release.delete import delete
 from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.promote import configure, delete, promote
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.status import status
 

@@ -20,7 +20,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.names import folded, guarded
-from onnx_ops.release.decided import standing_override
+from onnx_ops.release.decision_policy import standing_override
 from tests.integrations.veto_parts import (
     CHALLENGER,
     CHAMPION,

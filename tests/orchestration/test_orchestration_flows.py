@@ -24,9 +24,9 @@ from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
-from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
+from onnx_ops.release.reconcile import Glance, ask
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.release.release_parts import Scene
 

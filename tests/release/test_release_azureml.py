@@ -15,8 +15,8 @@ from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import Word
 from onnx_ops.ports import Ports
-from onnx_ops.release.orphans import discard, survey
 from onnx_ops.release.promote import configure
+from onnx_ops.release.prune import discard, survey
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import PACE, inside
 from tests.release.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene

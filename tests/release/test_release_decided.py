@@ -20,7 +20,7 @@ from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
-from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
+from onnx_ops.release.decision_policy import counts, override_of, passing_decision, standing_override
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")

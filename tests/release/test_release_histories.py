@@ -31,7 +31,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, Word
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.delete import delete
+from onnx_ops.release.promote import delete
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import withdraw
 from onnx_ops.testing.fakes import FakeSigner

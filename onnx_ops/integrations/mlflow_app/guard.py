@@ -16,7 +16,7 @@ from onnx_ops.integrations.mlflow_app.names import PREVIOUS, GuardedAlias, folde
 from onnx_ops.integrations.mlflow_app.overrides import Overrides
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock, Verifier
-from onnx_ops.release.decided import counts, passing_decision, standing_override
+from onnx_ops.release.decision_policy import counts, passing_decision, standing_override
 from onnx_ops.reporting.description import told_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)

@@ -13,7 +13,7 @@ from onnx_ops.errors import RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock
-from onnx_ops.release.decided import override_of
+from onnx_ops.release.decision_policy import override_of
 
 _REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
 

@@ -1,5 +1,6 @@
 """The rule of what a signed decision allows. Pure: no store, no registry; both the reconciler and the registry's own
-server judge by it."""
+server judge by it.
+"""
 
 from __future__ import annotations
 
