@@ -11,7 +11,7 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 from benchmarks.truth.claims import Claim, at_most, table
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.statistics.intervals import UNSEEN_CHANGES, bca_interval, ratio_interval, replicate
 from onnx_ops.statistics.metrics import mean
 from onnx_ops.statistics.scores import CANDIDATE, score

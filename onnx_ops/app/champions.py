@@ -20,7 +20,7 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Ports
-from onnx_ops.release.explain import decided
+from onnx_ops.release.audit import decided
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
 _CHAMPION = alias("champion", "")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_ops.domain.evidence import WeightMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import slice_rows

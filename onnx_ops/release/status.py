@@ -13,7 +13,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
@@ -45,7 +45,9 @@ from onnx_ops.ports import Outliving, Ports
 from onnx_ops.release.journal import Journal, bound_endpoints, readable
 from onnx_ops.release.registry_sync import Desired
 from onnx_ops.release.rollout_metrics import look, next_move
-from onnx_ops.statistics.rollout.judge import EvidencePath, judge, paths
+
+if TYPE_CHECKING:
+    from onnx_ops.statistics.rollout.judge import EvidencePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +390,8 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
     stable, candidate = state.roles.stable, state.roles.candidate
     if stable is None or candidate is None:
         return None
+    from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
+
     seen = look(journal)
     actual = ports.provider(config.provider).observe(config)
     move = next_move(journal, Desired(wanted=candidate), actual, seen)
@@ -402,7 +406,7 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
         seconds=max(0.0, ports.clock.now() - began),
         next=f"next: {move.why}" if isinstance(move, Action) else move.why,
         judged=None if found is None else judge(found, state.policy),
-        evidence=() if found is None else paths(found, state.policy),
+        evidence=() if found is None else trace_guardrails(found, state.policy),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics import special
 

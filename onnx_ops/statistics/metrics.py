@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.metric import Average, MetricDefinition
+from onnx_ops.domain.gate import Average, MetricDefinition
 from onnx_ops.statistics.intervals import Statistic, Weights
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import InputValues
 
 AnyArray = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]

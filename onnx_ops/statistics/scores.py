@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from onnx_ops.domain.evidence import Interval, ScoreComparison
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.statistics.grouping import typical_size
 from onnx_ops.statistics.intervals import (
     CONFIDENCE,

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.structure import TreeStructure
+from onnx_ops.domain.evidence import ParityMeasurement, TreeStructure
 from onnx_ops.ports import Tree
 from onnx_ops.statistics.parity import LARGEST, compute_epsilon, compute_ratio, is_float, is_text, measure_output
 

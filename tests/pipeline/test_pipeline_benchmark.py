@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.pipeline.stages.benchmark import add_default_metric
 from onnx_ops.ports import Dataset
 

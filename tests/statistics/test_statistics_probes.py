@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.statistics.probes import (
     InputDomain,
     ProbeGroup,
