@@ -205,7 +205,7 @@ def test_the_same_samples_give_the_same_probes() -> None:
 
 def test_no_samples_no_probes() -> None:
     empty = {"x": np.empty((0, 3))}
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no real samples"):
         learn_domains(empty)
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no real samples"):
         make_batch_inputs(empty)
