@@ -265,7 +265,8 @@ def explain_withheld_verdict(
     stands = {Verdict.PASS: comparison.high * bias < limit, Verdict.FAIL: comparison.low / bias > limit}
     if stands.get(comparison.verdict, True):
         return None
-    return f"biased host: a model against itself has the ratio {_exp(self_estimate):.4g}, which would move the interval as far"
+    ratio = _exp(self_estimate)
+    return f"biased host: a model against itself has the ratio {ratio:.4g}, which would move the interval as far"
 
 
 def should_continue(

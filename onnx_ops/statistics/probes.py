@@ -139,10 +139,12 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
     missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
     if declared.missing is not None:
         missing = np.full_like(missing, declared.missing)
-    largest = np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max
+    largest = float(np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max)
+    if kind != "f" and int(largest) > np.iinfo(array.dtype.name).max:  # float64 rounds 2**63 - 1 up
+        largest = float(np.nextafter(largest, 0.0))
     return InputDomain(
-        low=np.clip(low, -float(largest), float(largest)),
-        high=np.clip(high, -float(largest), float(largest)),
+        low=np.clip(low, -largest, largest),
+        high=np.clip(high, -largest, largest),
         whole=whole,
         listed=whole & _has_few_values(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
         categories=categories,
