@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from tests.adapters.azureml_parts import POLICY, enter, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call, Fault

@@ -27,7 +27,7 @@ from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGenera
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 
 

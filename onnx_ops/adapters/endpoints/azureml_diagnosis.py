@@ -12,7 +12,7 @@ from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, Scalar, ask, bear
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
 from onnx_ops.adapters.endpoints.cloud import run_check
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.plugins import EXTRAS, absent, install_hint, version
 

@@ -11,8 +11,7 @@ from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import Manifest, digest_file, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import server_process

@@ -33,7 +33,7 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
 from onnx_ops.adapters.endpoints.sagemaker_update import EndpointUpdate
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 
 _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})

@@ -11,7 +11,7 @@ from typing import Any
 from onnx_ops.adapters.aws import Clients, Scalar, clients, code_of, translated
 from onnx_ops.adapters.endpoints.cloud import run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed, settings_of
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import install_hint
 
