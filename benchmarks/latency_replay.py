@@ -25,7 +25,7 @@ import numpy.typing as npt
 from benchmarks.truth.claims import Claim, at_least, at_most, summary, table
 from benchmarks.truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_layers
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.measure.timing import split_log_ratios
 from onnx_ops.ports import RaceSamples, RaceSchedule
 from onnx_ops.statistics.latency import LOOKS, compare, compute_block_logs, explain_withheld_verdict, should_continue

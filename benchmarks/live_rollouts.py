@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.truth.claims import table
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import configure
 from onnx_ops.statistics.rollout.guardrails import FEWEST_REQUESTS
 from tests.chaos.test_live_rollouts import RAILS, WIDTH, Site

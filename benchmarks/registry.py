@@ -31,13 +31,13 @@ from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import Mirrored
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.glance import ask
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
-from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.release.reconcile import ask
+from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.mlflow_server import mlflow_server
 

@@ -29,7 +29,7 @@ from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure, promote

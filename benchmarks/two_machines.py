@@ -33,8 +33,8 @@ from benchmarks.debt.processes import comes_true, end_process, given_up_after, r
 from benchmarks.debt.project import MODEL, TARGET, Place, create_project, serve_first, watch
 from benchmarks.debt.sites import Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import gives_all_to
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MeasurementError, OnnxOpsError

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 
 FITTED, TUNED, TESTED = 512, 256, 384
 """Rows of the encoders: for the head, for decisions, for the score."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.adapters.isolation.environments import Environments, clean_environ
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 
 OLIVE, OPTIMUM = "Olive 0.13.0", "Optimum 0.1.0"
 _SAME = ("onnx==1.23.2", "onnxruntime==1.31.1", "torch==2.13.0", "numpy==2.4.6")

@@ -19,9 +19,9 @@ from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.app import connect
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.metric import ACCURACY
+from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.search import Budget
+from onnx_ops.domain.quantization import Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.measure.search import SearchContext, search

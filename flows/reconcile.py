@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from onnx_ops.orchestration.surroundings import project_of
 from prefect import State, flow
 
-from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, reconcile_as_task
-from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import bound_endpoints
 from onnx_ops.release.notify import notify_each
+from onnx_ops.release.reconcile import Glance, ask
 
 
 @flow(name="reconcile", persist_result=False)

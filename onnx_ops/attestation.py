@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_of, short
-from onnx_ops.domain.attestation import Attested, Envelope, Signature
+from onnx_ops.domain.attestation import Attested, Envelope, OverrideRecord, Signature
+from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import DecisionRecord, Verdict
-from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.ports import Signer, Verifier

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from onnx_ops import codec
 from onnx_ops.attestation import PAYLOAD_TYPE, TrustedKeys, authority_of, read, sign, target_of, verified
 from onnx_ops.domain.artifact import digest_bytes, hex_of
-from onnx_ops.domain.attestation import Envelope
+from onnx_ops.domain.attestation import Envelope, OverrideRecord
+from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.gate import DecisionRecord, Verdict
-from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError, UserError
 from onnx_ops.testing.fakes import FakeSigner
 

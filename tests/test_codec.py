@@ -11,21 +11,11 @@ from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo, TensorSpec
-from onnx_ops.domain.attestation import Attested, Envelope
+from onnx_ops.domain.attestation import Attested, Envelope, SignedOverride
+from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import (
-    Decision,
-    DecisionRecord,
-    Gate,
-    GateResult,
-    LatencyGate,
-    MetricGate,
-    ParityGate,
-    SignedDecision,
-    SizeGate,
-    Verdict,
-)
+from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate, ParityGate, SizeGate
 from onnx_ops.domain.ledger import (
     Configured,
     Held,
@@ -39,10 +29,10 @@ from onnx_ops.domain.ledger import (
     ReleaseState,
     Spoken,
 )
-from onnx_ops.domain.override import SignedOverride
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
-from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy
+from onnx_ops.domain.rollout import Action, Roles
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_client import Pace
+from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
@@ -25,19 +25,18 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
 from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
 from onnx_ops.domain.release import Publication
-from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.ports import Ports, Registry, Signer
-from onnx_ops.release.bell import Bell
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle, settle_each
 from onnx_ops.release.rollback import roll_back_each
-from onnx_ops.release.watch import Watcher
+from onnx_ops.release.watch import Bell, Watcher
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
 
 MODEL, TARGET = "linear", "cpu-1t"
-PACE = Pace(patience=20, answers=1, lag=1, pause=0.01, longest=0.1)
+POLICY = RetryPolicy(operation_s=20, answer_s=1, lag_s=1, pause_s=0.01, longest_s=0.1)
 """Azure's fake needs no minutes."""
 _WRITES = frozenset({"annotate", "delete_alias", "mirror", "publish", "set_alias"})
 
@@ -127,7 +126,7 @@ class Place:
         clock = WrongClock(self.ahead_s, self.time_file)
         ports = replace(project.ports, registry=self.registry.opened, ledger=self.ledger(), clock=clock)
         if self.config.provider == "azureml":
-            azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, pace=PACE)
+            azure = AzureEndpoints(project.settings.endpoints, project.settings.trusted_keys, policy=POLICY)
             ports = replace(ports, provider=lambda _: azure)
         return ports
 

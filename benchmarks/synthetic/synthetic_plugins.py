@@ -17,8 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime_session import machine
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import (
     ExportRequest,

@@ -6,8 +6,9 @@ import numpy as np
 
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import PairedCounts
-from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
+from onnx_ops.domain.gate import MetricGate
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.rules.metric import judge_metric
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.target import HardwareFingerprint
 
 _NONE = Digest("sha256:" + "0" * 64)
 _HARDWARE = HardwareFingerprint(

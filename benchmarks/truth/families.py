@@ -18,8 +18,8 @@ from torch import nn
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
+from onnx_ops.domain.evidence import SourceLimits
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.domain.structure import SourceLimits
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs
 from onnx_ops.ports import Exporter, ExportRequest, Tensors, Tree, TreeExporter
 

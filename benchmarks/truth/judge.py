@@ -25,7 +25,7 @@ from onnx_ops.adapters.optimizers.halves import HalfOptimizer
 from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import input_bounds

@@ -25,7 +25,8 @@ from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.gate import LatencyGate, Verdict
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.gate import LatencyGate
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.timing import PairedBenchmark, compare_latency
 from onnx_ops.ports import Tensors

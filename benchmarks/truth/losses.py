@@ -11,7 +11,7 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 from benchmarks.truth.claims import Claim, at_most, table
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.statistics.intervals import UNSEEN_CHANGES, bca_interval, ratio_interval, replicate
 from onnx_ops.statistics.metrics import mean
 from onnx_ops.statistics.scores import CANDIDATE, score
@@ -105,7 +105,7 @@ def _wrong(random: Random, population: Population, n: int, power: int, share: fl
     ours, limit = ratio_interval(mine, theirs, UNSEEN_CHANGES), GROWTH**power
     statistics = {"mine": mean(mine), "theirs": mean(theirs)}
     drawn = replicate(statistics, np.arange(n), int(random.integers(2**31)), RIVAL)
-    rival = bca_interval(drawn["mine"].over(drawn["theirs"]))
+    rival = bca_interval(drawn["mine"] / drawn["theirs"])
     both = [ours.high < limit, ours.low > limit]
     return both + ([False, False] if rival is None else [rival.high < limit, rival.low > limit])
 

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from benchmarks.truth.claims import Claim, table
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.statistics.intervals import tango_interval
 from onnx_ops.statistics.rules.metric import MetricLimit
 

@@ -20,8 +20,9 @@ from benchmarks.truth.evidence import evidence
 from benchmarks.truth.families import Exported, exports
 from benchmarks.truth.faults import FAULTS
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.parity import measure_parity

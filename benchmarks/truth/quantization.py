@@ -16,9 +16,9 @@ from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.evidence import evidence
 from benchmarks.truth.recipes import MODELS, Trained, make, variants
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import ParityMeasurement, WeightMeasurement
-from onnx_ops.domain.gate import GateResult, MetricGate, ParityGate, Verdict
-from onnx_ops.domain.metric import ACCURACY
+from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.paired_rows import count_pairs

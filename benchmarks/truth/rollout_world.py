@@ -15,9 +15,8 @@ import numpy.typing as npt
 from benchmarks.truth.rollout_users import Users, UserTraffic
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles, RolloutPolicy, Wait, next_action, split_state
-from onnx_ops.domain.rollout_judged import Guard, WaitKind
-from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
+from onnx_ops.domain.rollout import Action, ActionKind, Guard, Judged, Roles, Wait, WaitKind, next_action, split_state
+from onnx_ops.domain.rollout_policy import PLACES, QUANTILES, RolloutPolicy
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.evidence import FINE_GRID, compute_log_likelihood

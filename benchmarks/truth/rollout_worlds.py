@@ -8,8 +8,7 @@ from dataclasses import replace
 from benchmarks.truth.claims import Claim, at_least, at_most, table
 from benchmarks.truth.rollout_users import Users
 from benchmarks.truth.rollout_world import Result, Rollouts, World
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, SplitTest
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, SplitTest
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p50"), Guardrail(name="latency_p99"))
 NEVER = 10**9

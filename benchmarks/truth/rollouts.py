@@ -11,8 +11,7 @@ from benchmarks.truth.rollout_rivals import HEAD, draw, shown
 from benchmarks.truth.rollout_users import SLACK, SPREAD
 from benchmarks.truth.rollout_world import Rates, Result, Rollouts, World
 from benchmarks.truth.rollout_worlds import NEVER, RAILS
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_policy import ServiceLevel, SplitTest
+from onnx_ops.domain.rollout_policy import RolloutPolicy, ServiceLevel, SplitTest
 from onnx_ops.statistics.rollout import compute_clean_requests, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 

@@ -7,6 +7,7 @@ Two promises carry the store and the ledger: `write` is atomic (a reader sees th
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import tempfile
 import time
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from onnx_ops.errors import ServiceUnavailableError, storage_errors
+from onnx_ops.errors import ConflictError, ServiceUnavailableError, storage_errors
 from onnx_ops.plugins import imported, missing_package
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
 UNFINISHED_S = 3600.0
 """Age at which such a file counts as left by a killed writer."""
+_LOCK_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,32 @@ def durable_file(path: Path) -> Iterator[Path]:
         fsync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None]:
+    """Hold the lock (flock) on a file, which the system releases when the process dies.
+
+    Raises:
+        ConflictError: another process holds it for longer than `timeout_s`.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    with path.open("a") as stream:
+        while not try_lock(stream.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise ConflictError("another process is changing this endpoint", where=where)
+            time.sleep(_LOCK_PAUSE_S)
+        yield
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Lock a file (LOCK_SH or LOCK_EX) without waiting; return whether it is locked now."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class LocalObjects:

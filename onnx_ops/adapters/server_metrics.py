@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
+from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest

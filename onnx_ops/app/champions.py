@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from onnx_ops import codec
 from onnx_ops.app.memory import REQUEST, recall
 from onnx_ops.app.remote import Perform, requested
-from onnx_ops.domain.drift import Drift
+from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, Gate, Verdict
+from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Ports
-from onnx_ops.release.explain import decided
+from onnx_ops.release.audit import decided
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
 _CHAMPION = alias("champion", "")

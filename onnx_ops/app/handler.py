@@ -14,13 +14,13 @@ from onnx_ops import codec
 from onnx_ops.app.memory import remember
 from onnx_ops.app.turns import claimed
 from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
+from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import alias
-from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
 from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules

@@ -12,7 +12,7 @@ from onnx_ops.adapters.isolation.exporter import IsolatedExporter
 from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.config.settings import Settings
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Exporter, Exporters, Optimizer, Optimizers
 

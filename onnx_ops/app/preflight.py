@@ -17,7 +17,7 @@ from onnx_ops.config.functions import import_problems, siblings
 from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
-from onnx_ops.domain.recipes import types_problem
+from onnx_ops.domain.quantization import types_problem
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource

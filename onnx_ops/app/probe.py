@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from onnx_ops import plugins
 from onnx_ops.app.housing import environment
 from onnx_ops.domain.artifact import Digest, digest_json
-from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, Quantize
-from onnx_ops.domain.recipes import Arithmetic, arithmetic
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.quantization import Arithmetic, arithmetic
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline import UserCode, collect_user_code
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name

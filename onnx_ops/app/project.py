@@ -352,7 +352,7 @@ def execute(
     from onnx_ops.app.summary import summarise
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
-    from onnx_ops.release.abandon import leave_dropped, refuse_orphans
+    from onnx_ops.release.promote import leave_dropped, refuse_orphans
 
     require_packages(project, prepared.plan)
     name, stages = prepared.plan.pipeline, prepared.plan.stages

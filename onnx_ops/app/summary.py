@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
-from onnx_ops.domain.standing import Policy
 from onnx_ops.errors import UserError
 from onnx_ops.pipeline import RunResult
 from onnx_ops.ports import Ports, Store

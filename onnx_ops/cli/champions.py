@@ -11,7 +11,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
 
 if TYPE_CHECKING:
-    from onnx_ops.domain.drift import Drift
+    from onnx_ops.domain.decision import Drift
 
 
 @reported
@@ -33,7 +33,7 @@ def champions(
     from onnx_ops.app.child import Performer
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.domain.drift import exit_code
+    from onnx_ops.domain.decision import exit_code
 
     project = open_project()
     performer = Performer(settings=project.settings, ports=project.ports)

@@ -19,7 +19,7 @@ from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoint_tables import describe_pending
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import short
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import NotFoundError, OnnxOpsError
 from onnx_ops.ports import Diagnosing, HousedRuntime
 from onnx_ops.release.journal import bound_endpoints, readable

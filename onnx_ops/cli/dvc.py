@@ -27,7 +27,7 @@ def export_dvc(
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.explain import explain_release
+    from onnx_ops.release.audit import explain_release
     from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
     model, number = version_of(version, "export-dvc")

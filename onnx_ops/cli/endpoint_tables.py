@@ -13,8 +13,7 @@ from onnx_ops.domain.artifact import short
 
 if TYPE_CHECKING:
     from onnx_ops.domain.ledger import PendingRollback
-    from onnx_ops.release.orphans import Survey
-    from onnx_ops.release.prune import PrunePlan
+    from onnx_ops.release.prune import PrunePlan, Survey
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
 

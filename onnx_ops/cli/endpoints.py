@@ -164,7 +164,7 @@ def delete(
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.delete import delete_soon as end
+    from onnx_ops.release.promote import delete_soon as end
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
@@ -182,7 +182,7 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     from onnx_ops.cli.endpoint_tables import orphan_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.release.orphans import survey
+    from onnx_ops.release.prune import survey
 
     with working("status", "asking the providers", quiet=as_json):
         found = survey(ports, names)

@@ -273,7 +273,7 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
     from onnx_ops.config.functions import function_problem
     from onnx_ops.config.words import did_you_mean
-    from onnx_ops.domain.metric import METRICS
+    from onnx_ops.domain.gate import METRICS
 
     known = [str(one) for one in METRICS]
     if name is not None and ":" in name:
@@ -440,7 +440,7 @@ def _report(heading: Heading, decisions: Sequence[Any]) -> None:
 
     from onnx_ops.cli.terminal import console, print_table, print_text, verdict_markup
     from onnx_ops.cli.tool_reports import advise
-    from onnx_ops.domain.gate import Verdict
+    from onnx_ops.domain.decision import Verdict
     from onnx_ops.reporting.judgement import reason_of, table_rows
 
     out = console()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring, KnownKey
     from onnx_ops.config.settings import Settings
     from onnx_ops.ports import Ports
-    from onnx_ops.release.dependents import Dependent
+    from onnx_ops.release.audit import Dependent
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -126,7 +126,7 @@ def retire(
 
 def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
     """Whoever insists may retire a stolen key while the registry is down."""
-    from onnx_ops.release.dependents import dependents
+    from onnx_ops.release.audit import dependents
 
     try:
         return dependents(ports, known.key)

@@ -77,7 +77,7 @@ def quantize(
     from onnx_ops.cli.tools import telling
     from onnx_ops.config.builtin import find_target
     from onnx_ops.domain.pipeline import Quantize
-    from onnx_ops.domain.search import AUTO
+    from onnx_ops.domain.quantization import AUTO
     from onnx_ops.tools.quantize import quantize_file
 
     project = open_project()
@@ -114,7 +114,7 @@ def _calibrate(ranges: str, samples: int) -> Any:
     from typing import get_args, get_type_hints
 
     from onnx_ops.domain.pipeline import Calibrate
-    from onnx_ops.domain.recipes import DISTRIBUTION
+    from onnx_ops.domain.quantization import DISTRIBUTION
 
     known = get_args(get_type_hints(Calibrate)["method"])
     if ranges not in known:

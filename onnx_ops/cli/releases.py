@@ -30,8 +30,8 @@ def explain(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import explanation_report
-    from onnx_ops.domain.gate import combine
-    from onnx_ops.release.explain import explain as judge_again
+    from onnx_ops.domain.decision import combine
+    from onnx_ops.release.audit import explain as judge_again
 
     model, number = version_of(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):

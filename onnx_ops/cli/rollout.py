@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from onnx_ops.ports import Ports
-    from onnx_ops.release.rollout_view import RolloutView
+    from onnx_ops.release.status import RolloutView
 
 
 class RolloutWord(StrEnum):
@@ -81,7 +81,7 @@ def rollout(
 
 
 def _status(ports: Ports, endpoint: str, *, watch: bool, every: str, as_json: bool) -> None:
-    from onnx_ops.release.rollout_view import view
+    from onnx_ops.release.status import view
 
     pause_s = duration(every, "--every")
     seen = view(ports, endpoint)
@@ -103,7 +103,7 @@ def _follow(ports: Ports, seen: RolloutView | None, pause_s: float, *, as_json: 
     """Show the rollout until it ends: in place on a terminal, as lines of JSON, or what is new where neither is."""
     from rich.live import Live
 
-    from onnx_ops.release.rollout_view import view
+    from onnx_ops.release.status import view
 
     live = Live(console=_console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""

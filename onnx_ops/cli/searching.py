@@ -11,9 +11,9 @@ from onnx_ops.errors import NotFoundError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from onnx_ops.domain.metric import MetricDefinition
+    from onnx_ops.domain.gate import MetricDefinition
     from onnx_ops.domain.pipeline import Quantize
-    from onnx_ops.domain.search import Budget
+    from onnx_ops.domain.quantization import Budget
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Dataset, Ports, Tensors
     from onnx_ops.tools.quantize import QuantizedFile
@@ -46,7 +46,7 @@ def quantize_by_search(
 ) -> QuantizedFile:
     """Find the variant, write it, and beside it everything that was tried."""
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.domain.search import AUTO, ROLES
+    from onnx_ops.domain.quantization import AUTO, ROLES
     from onnx_ops.tools.quantize import VariantSearch, search_variant
 
     if section.exclude or section.options:
@@ -71,8 +71,7 @@ def quantize_by_search(
 
 
 def _metric(name: str) -> MetricDefinition:
-    from onnx_ops.domain.gate import MetricGate
-    from onnx_ops.domain.metric import METRICS
+    from onnx_ops.domain.gate import METRICS, MetricGate
 
     found = next((known for known in METRICS if known == name), None)
     if found is None:
@@ -84,7 +83,7 @@ def _budget(texts: tuple[str, ...]) -> Budget:
     from annotated_types import Unit
 
     from onnx_ops.config.quantities import parse_quantity
-    from onnx_ops.domain.search import Budget
+    from onnx_ops.domain.quantization import Budget
 
     hints = get_type_hints(Budget, include_extras=True)
     found: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnx_ops.cli.terminal import KEEP, console, print_error, print_table, print_text, verdict_markup
-from onnx_ops.domain.gate import Decision, Verdict
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
 from onnx_ops.reporting.formatting import format_figure, format_interval
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from onnx_ops.app.project import Project
     from onnx_ops.app.summary import Summary
     from onnx_ops.cli.targeting import Told
-    from onnx_ops.domain.drift import Drift
+    from onnx_ops.domain.decision import Drift
     from onnx_ops.domain.evidence import Evidence
-    from onnx_ops.domain.finding import Finding
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
-    from onnx_ops.release.explain import Explanation
+    from onnx_ops.domain.target import Finding
+    from onnx_ops.release.audit import Explanation
     from onnx_ops.reporting.comparison import ModelComparison
 
 _REASONS = 2

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from onnx_ops.cli.common import collecting
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import ConfigError, OnnxOpsError
 
 _COLOURS = {Verdict.PASS: "green", Verdict.INCONCLUSIVE: "yellow", Verdict.ERROR: "magenta", Verdict.FAIL: "red"}

@@ -10,9 +10,8 @@ from rich.markup import escape
 
 from onnx_ops import codec
 from onnx_ops.cli.terminal import KEEP, console, print_table, print_text
-from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.structure import Advice
+from onnx_ops.domain.evidence import Advice, RuntimeFacts
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.formatting import format_figure, format_interval
 from onnx_ops.reporting.structure import advice_lines
 from onnx_ops.tools.bench import BenchmarkFigure, SingleModelResult

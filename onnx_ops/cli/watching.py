@@ -19,11 +19,10 @@ from onnx_ops.app.project import Project
 from onnx_ops.cli.common import duration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.plugins import require
-from onnx_ops.release.bell import Bell
 from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.metrics import owed_metrics
 from onnx_ops.release.notify import Herald, Told
-from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.release.status import owed_metrics
+from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
 
 _SHORTEST, _LONGEST = 0.1, 86_400.0
 _LAST_WORDS_S = 15.0

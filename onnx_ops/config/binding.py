@@ -19,10 +19,10 @@ from pydantic_core import ErrorDetails
 
 from onnx_ops.config.quantities import SCALES, format_quantity, parse_quantity
 from onnx_ops.config.unions import annotated_with, refuse, tag_of, union, yaml_key
+from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.pipeline import NAME_PATTERN, Benchmark, Deploy, Pipeline, Quantize
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
-from onnx_ops.domain.standing import Prefer
 from onnx_ops.domain.target import Target
 
 LONGEST_NAME = 63

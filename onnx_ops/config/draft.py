@@ -8,10 +8,19 @@ from typing import Any, get_args
 
 from onnx_ops.config.binding import Bound
 from onnx_ops.config.document import Document, Loc
+from onnx_ops.domain.decision import Prefer, Preference
 from onnx_ops.domain.gate import Gate
-from onnx_ops.domain.inputs import InputValues
-from onnx_ops.domain.pipeline import Benchmark, DataSection, Deploy, Export, Quantize, Register, Train, Validate
-from onnx_ops.domain.standing import Prefer, Preference
+from onnx_ops.domain.pipeline import (
+    Benchmark,
+    DataSection,
+    Deploy,
+    Export,
+    InputValues,
+    Quantize,
+    Register,
+    Train,
+    Validate,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

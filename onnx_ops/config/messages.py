@@ -11,7 +11,7 @@ from onnx_ops.config.binding import Bound, yaml_keys
 from onnx_ops.config.document import BROKEN, Document, Finding
 from onnx_ops.config.unions import CUSTOM
 from onnx_ops.config.words import describe, did_you_mean, listing
-from onnx_ops.domain.recipes import DISTRIBUTION
+from onnx_ops.domain.quantization import DISTRIBUTION
 
 _KEY = "[key]"
 _YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}

@@ -9,8 +9,7 @@ from onnx_ops.config.document import Finding, Loc
 from onnx_ops.config.draft import Draft
 from onnx_ops.config.functions import function_problem
 from onnx_ops.config.words import listing
-from onnx_ops.domain.gate import MetricGate
-from onnx_ops.domain.metric import METRICS
+from onnx_ops.domain.gate import METRICS, MetricGate
 
 _LIMITS: Mapping[bool, tuple[str, ...]] = {True: ("max_drop", "min"), False: ("max_increase", "max")}
 """By whether higher is better."""

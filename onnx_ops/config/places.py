@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from onnx_ops.config.document import Finding
 from onnx_ops.config.draft import Draft
-from onnx_ops.domain.search import AUTO
+from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 
 

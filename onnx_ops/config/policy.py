@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx_ops.config.document import Document
 from onnx_ops.config.reading import bind_document, read_document
-from onnx_ops.domain.policy import PromotionPolicy
+from onnx_ops.domain.release import PromotionPolicy
 from onnx_ops.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from onnx_ops.config.targets import TargetFiles, profile_names
 from onnx_ops.config.text import read_file, shown_path
 from onnx_ops.config.words import did_you_mean, listing
 from onnx_ops.domain.pipeline import TRANSLATIONS, Pipeline, PluginData
-from onnx_ops.domain.search import AUTO
+from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 

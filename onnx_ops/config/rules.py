@@ -13,7 +13,7 @@ from onnx_ops.config.rollouts import rollout_findings, staging_findings
 from onnx_ops.config.searches import preference_findings, search_findings
 from onnx_ops.config.words import did_you_mean, listing, shorten
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.recipes import types_problem
+from onnx_ops.domain.quantization import types_problem
 
 Rule = Callable[[Draft], Iterator[Finding]]
 

@@ -9,9 +9,9 @@ from onnx_ops.config.draft import Draft
 from onnx_ops.config.metrics import metric_gates
 from onnx_ops.config.targets import FOLDER
 from onnx_ops.config.words import did_you_mean, listing
-from onnx_ops.domain.metric import ACCURACY
+from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import DataSection, Quantize, SklearnData
-from onnx_ops.domain.search import AUTO, ROLES
+from onnx_ops.domain.quantization import AUTO, ROLES
 from onnx_ops.domain.target import Target
 
 

@@ -11,8 +11,8 @@ from onnx_ops.config.document import Document, Finding
 from onnx_ops.config.gates import gate_findings
 from onnx_ops.config.reading import bind_document, read_document
 from onnx_ops.config.words import did_you_mean
+from onnx_ops.domain.execution import PROVIDER_OPTIONS
 from onnx_ops.domain.pipeline import NAME_PATTERN
-from onnx_ops.domain.provider_options import PROVIDER_OPTIONS
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
 

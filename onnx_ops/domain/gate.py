@@ -1,53 +1,113 @@
-"""Gates, verdicts and decisions."""
+"""Task metrics: what can be measured, and what shapes each value.
+
+Gates, verdicts and decisions.
+
+What a benchmark must measure for its gates, beyond what it always measures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Annotated, Literal, NoReturn, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias, cast
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.attestation import Attested
-from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.inputs import GroupRule, InputGroup
-from onnx_ops.domain.metric import IGNORED_TOKEN, TOP_K, Average, MetricDefinition, MetricName
 from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
-from onnx_ops.domain.standing import Standing
+
+MetricName: TypeAlias = Literal["accuracy", "top_k", "f1", "auc", "mae", "rmse", "r2", "cosine", "token_agreement"]
+Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
+
+TOP_K = 5
+IGNORED_TOKEN = -100
+"""What training code writes where a token of the label does not count."""
 
 
-class Verdict(Enum):
-    """PASS < INCONCLUSIVE < ERROR < FAIL; verdicts combine by taking the worst."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricTraits:
+    """What one metric is like.
 
-    PASS = "pass"  # noqa: S105 (a verdict, not a password)
-    INCONCLUSIVE = "inconclusive"
-    ERROR = "error"
-    FAIL = "fail"
+    `options` are the keys of a gate that shape it; `label_free` says that, without labels, the candidate is compared
+    with the baseline itself.
+    """
+
+    higher_is_better: bool = True
+    options: frozenset[str] = frozenset()
+    label_free: bool = False
+
+
+METRICS: Mapping[MetricName, MetricTraits] = {
+    "accuracy": MetricTraits(),
+    "top_k": MetricTraits(options=frozenset({"k"})),
+    "f1": MetricTraits(options=frozenset({"average", "positive"})),
+    "auc": MetricTraits(options=frozenset({"positive"})),
+    "mae": MetricTraits(higher_is_better=False),
+    "rmse": MetricTraits(higher_is_better=False),
+    "r2": MetricTraits(),
+    "cosine": MetricTraits(label_free=True),
+    "token_agreement": MetricTraits(options=frozenset({"ignore"}), label_free=True),
+}
+
+
+_CLASSES: frozenset[MetricName] = frozenset({"accuracy", "top_k", "f1", "auc"})
+_NUMBERS: frozenset[MetricName] = frozenset({"mae", "rmse", "r2"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricDefinition:
+    """Everything that shapes a metric's value, and no limit. `name` is None for an own metric, which has `use`.
+
+    Two definitions that measure the same are equal: what a gate leaves out has been filled in.
+    """
+
+    name: MetricName | None = None
+    use: str = ""
+    k: int | None = None
+    average: Average | None = None
+    positive: str | int | None = None
+    output: str | None = None
+    ignore: int | None = None
 
     @property
-    def rank(self) -> int:
-        return _RANKS[self]
-
-    def __lt__(self, other: Verdict) -> bool:
-        return self.rank < other.rank
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError("a verdict has four values; compare it with Verdict.PASS")
+    def label(self) -> str:
+        """Its name in evidence and tables; no two definitions share one."""
+        first = f"top_{self.k}" if self.name == "top_k" else self.name or self.use
+        parts = [first, self.average or ""]
+        parts += [
+            f"{key}:{value}"
+            for key, value in (("positive", self.positive), ("output", self.output), ("ignore", self.ignore))
+            if value is not None and (key, value) != ("ignore", IGNORED_TOKEN)
+        ]
+        return " ".join(part for part in parts if part)
 
     @property
-    def exit_code(self) -> int:
-        return _EXIT_CODES[self]
+    def label_free(self) -> bool:
+        """Whether models can be compared with each other where there are no labels."""
+        return self.name is not None and METRICS[self.name].label_free
+
+    @property
+    def other_kind(self) -> str:
+        """What the metric is of, and which metrics are of the other kind; empty for those that have none."""
+        if self.name in _CLASSES:
+            return f"{self.name} is of classes; for numbers use rmse, mae or r2."
+        return f"{self.name} is of numbers; for classes use accuracy, f1 or auc." if self.name in _NUMBERS else ""
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """None for an own metric: its gate says it."""
+        return None if self.name is None else METRICS[self.name].higher_is_better
 
 
-_RANKS = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.ERROR: 2, Verdict.FAIL: 3}
-_EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}
+ACCURACY = MetricDefinition(name="accuracy")
 
 
-def combine(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of them; INCONCLUSIVE if there are none, since silence is not success."""
-    return max(verdicts, key=lambda v: v.rank, default=Verdict.INCONCLUSIVE)
+InputGroup: TypeAlias = Literal[
+    "range", "batches", "lengths", "splits", "beyond_range", "missing", "infinite", "empty_batch"
+]
+"""Kinds of inputs that parity asks beside the real rows; `range` to `splits` are such as callers can send."""
+
+
+GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,97 +271,33 @@ def gates_on(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Ga
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateResult:
-    """One line of the gate table.
+class Asked:
+    """Numbers of requests in flight, and whether fresh processes are measured.
 
-    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on, and
-    `groups` in how many groups it came. `p_value` is the chance of a figure at least as good if the truth were at the
-    limit. An advisory result is shown and never enters a verdict.
+    `tolerances` are slow-downs that the measurement should be able to tell apart, by kind of gate: they say how long
+    to go on measuring. `speedup` holds those that a variant is only held to against the export; a speed-up of 10% is
+    the slow-down 1 / 1.1 - 1.
     """
 
-    gate: str
-    metric: str
-    limit: str
-    verdict: Verdict
-    reason: str
-    estimate: float | None = None
-    low: float | None = None
-    high: float | None = None
-    bound: float | None = None
-    unit: str = ""
-    n: int = 0
-    advisory: bool = False
-    groups: int = field(default=0, metadata=LATER)
-    p_value: float | None = field(default=None, metadata=LATER)
+    throughput: Sequence[int] = ()
+    starts: bool = False
+    tolerances: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The verdicts of one variant on one target together.
-
-    `faster_than_export` says whether a paired comparison shows, with confidence, that the variant beats the
-    float export on this target; None for the export itself or where it was not measured.
-    """
-
-    variant: str
-    target: str
-    results: tuple[GateResult, ...]
-    faster_than_export: bool | None = None
-    latency_ratio: float | None = None
-    standing: Standing | None = field(default=None, metadata=LATER)
-
-    @property
-    def verdict(self) -> Verdict:
-        return combine(r.verdict for r in self.results if not r.advisory)
-
-    @property
-    def verdicts(self) -> Mapping[str, Verdict]:
-        """The verdict of each kind of gate."""
-        by_gate: dict[str, list[Verdict]] = {}
-        for result in self.results:
-            if not result.advisory:
-                by_gate.setdefault(result.gate, []).append(result.verdict)
-        return {gate: combine(found) for gate, found in by_gate.items()}
-
-    @property
-    def reason(self) -> str:
-        """The reason of the worst result, in one line."""
-        binding = [r for r in self.results if not r.advisory]
-        if not binding:
-            return "no gate applied: nothing was judged"
-        worst = max(binding, key=lambda r: r.verdict.rank)
-        if worst.verdict is Verdict.PASS:
-            return "all gates passed"
-        return f"{worst.gate}: {worst.reason}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRecord:
-    """What is signed: one decision bound to the content it was made about.
-
-    `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
-    requests together. `custom_ops` are the libraries of operators that the target declares, `execution` says
-    how it runs a model.
-    `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
-    highest valid one counts.
-    """
-
-    schema: int = 1
-    model: str
-    release: Digest
-    variant: str
-    target: str
-    manifest: Digest
-    target_digest: Digest
-    gates_digest: Digest
-    evidence: Digest
-    verdict: Verdict
-    verdicts: Mapping[str, Verdict]
-    batchable: bool = False
-    custom_ops: tuple[Digest, ...] = ()
-    execution: Execution = field(default_factory=Execution)
-    decided_at: str
-    sequence: int
-
-
-SignedDecision: TypeAlias = Attested[DecisionRecord]
+def asked_by(gates: Iterable[Gate]) -> Asked:
+    levels: set[int] = set()
+    starts = False
+    limits: dict[str, set[float]] = {}
+    for gate in gates:
+        if isinstance(gate, ThroughputGate):
+            levels.add(gate.concurrency)
+        starts = starts or isinstance(gate, ColdStartGate | MemoryGate)
+        if isinstance(gate, LatencyGate | ThroughputGate | ColdStartGate | MemoryGate) and gate.max_regression:
+            limits.setdefault(gate.kind, set()).add(gate.max_regression)
+        if isinstance(gate, LatencyGate) and gate.min_speedup:
+            limits.setdefault("speedup", set()).add(1 / (1 + gate.min_speedup) - 1)
+    return Asked(
+        throughput=tuple(sorted(levels)),
+        starts=starts,
+        tolerances={kind: tuple(sorted(found)) for kind, found in sorted(limits.items())},
+    )

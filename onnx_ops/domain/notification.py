@@ -1,4 +1,7 @@
-"""What people are told about an endpoint, as a function of its ledger: so it does not matter which process acted."""
+"""What people are told about an endpoint, as a function of its ledger: so it does not matter which process acted.
+
+Events for programs: what people are told, and each step of a rollout, under names that can be relied on.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from onnx_ops.domain.artifact import Digest, digest_json
+from onnx_ops.domain.decision import Drift
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Held, Intent, LedgerEntry, Outcome, RefusedVersion, ReleaseState, follow
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
 QUIET_S = 3600.0
@@ -289,3 +295,99 @@ def _version(deployment: Deployment | None) -> str:
 
 def _stable(state: ReleaseState) -> str:
     return state.roles.stable.version if state.roles.stable is not None else ""
+
+
+PREFIX = "onnx-ops."
+
+NAMES: Mapping[What, str] = {
+    What.STARTED: "onnx-ops.rollout.started",
+    What.ADVANCED: "onnx-ops.rollout.advanced",
+    What.FINISHED: "onnx-ops.rollout.finished",
+    What.ROLLED_BACK: "onnx-ops.rollout.rolled-back",
+    What.WITHDRAWN: "onnx-ops.rollout.withdrawn",
+    What.HELD: "onnx-ops.rollout.held",
+    What.PAUSED: "onnx-ops.rollout.paused",
+    What.OPERATOR: "onnx-ops.rolled-back",
+    What.REFUSED: "onnx-ops.alias.refused",
+    What.TROUBLE: "onnx-ops.endpoint.trouble",
+    What.DRIFTED: "onnx-ops.champion.drifted",
+    What.TEST: "onnx-ops.test",
+}
+
+GATE_FAILED = "onnx-ops.gate.failed"
+REGISTERED = "onnx-ops.release.registered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a resource.
+
+    `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` how people call it; `labels` are what
+    triggers can filter by. `related` are other resources by their role. `at` is seconds since the epoch. `key` is the
+    same whenever the same thing is told again; None where nothing tells one occurrence from another.
+    """
+
+    event: str
+    resource: str
+    name: str
+    at: float
+    payload: Mapping[str, Json]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    related: Mapping[str, str] = field(default_factory=dict)
+    key: Digest | None = None
+
+
+def endpoint_id(name: str) -> str:
+    return f"{PREFIX}endpoint.{name}"
+
+
+def model_id(name: str) -> str:
+    return f"{PREFIX}model.{name}"
+
+
+def event_of(notice: Notification) -> Event:
+    """The event of a notification. What is in no ledger is about a model, everything else about an endpoint."""
+    drift = notice.what is What.DRIFTED
+    payload: dict[str, Json] = {
+        "what": notice.headline,
+        "why": notice.why,
+        "version": notice.version,
+        "serving": notice.serving,
+        "model": notice.model,
+        "actor": notice.actor,
+        "sequence": notice.sequence,
+        "commands": dict(notice.commands),
+        "link": notice.link,
+    }
+    return Event(
+        event=NAMES[notice.what],
+        resource=model_id(notice.model) if drift else endpoint_id(notice.endpoint),
+        name=notice.endpoint,
+        at=notice.at,
+        payload=payload,
+        labels={f"{PREFIX}severity": notice.severity.value},
+        related={"model": model_id(notice.model)} if notice.model and not drift else {},
+        key=digest_json([notice.endpoint, notice.sequence, notice.what.value, notice.at]) if notice.sequence else None,
+    )
+
+
+def notice_of(drift: Drift, *, at: float, actor: str) -> Notification:
+    """What people are told of a champion that has drifted; `at` is seconds since the epoch."""
+    return Notification(
+        endpoint=f"{drift.model}@{drift.target}",
+        sequence=0,
+        at=at,
+        actor=actor,
+        what=What.DRIFTED,
+        severity=Severity.WARNING,
+        headline=f"champion v{drift.version} ({drift.variant}) has drifted",
+        why=drift.reason,
+        commands={
+            "See what it was": f"onnx-ops explain {drift.model}/{drift.version} --target {drift.target}",
+            "Measure again": f"onnx-ops champions {drift.pipeline}",
+            "Choose again": f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --fresh benchmark",
+        },
+        model=drift.model,
+        version=drift.version,
+        serving=drift.version,
+    )

@@ -1,4 +1,7 @@
-"""A pipeline, its sections, and the plan that follows from it."""
+"""What callers may send to a model: declared in a pipeline file, else learnt from its data.
+
+A pipeline, its sections, and the plan that follows from it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,25 @@ from typing import Annotated, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.decision import Prefer
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.inputs import InputValues
 from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Seconds
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.search import AUTO, ROLES, Budget, Role, Tune
-from onnx_ops.domain.standing import Prefer
+from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, Tune
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputValues:
+    """The values of one input. What is left out is learnt from the rows of `validate.samples`."""
+
+    min: Annotated[float | None, doc("Smallest number that callers send.")] = None
+    max: Annotated[float | None, doc("Largest number that callers send.")] = None
+    values: Annotated[
+        tuple[int | float | str, ...] | None, MinLen(1), doc("The only numbers or texts that callers send: categories.")
+    ] = None
+    missing: Annotated[bool | None, doc("Whether callers send NaN for a missing number.")] = None
+
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
 """Names of pipelines, variants, targets and endpoints."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from onnx_ops.app.affected import knows_commit
 from onnx_ops.app.project import open_project
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.integrations.commits import judge_change, results

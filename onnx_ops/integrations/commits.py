@@ -15,8 +15,8 @@ from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import Summary, evidence_of, summarise
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Verdict, combine
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Verdict, combine
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError

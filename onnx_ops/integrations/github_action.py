@@ -20,7 +20,7 @@ from typing import Any
 from onnx_ops.adapters.github import REPOSITORY, Repository, plain
 from onnx_ops.app.affected import knows_commit
 from onnx_ops.app.project import open_project
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import judge_change, results

@@ -22,7 +22,8 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 from onnx_ops.app.handler import at_rest
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import RolloutPolicy, alias
+from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import (
     ConflictError,
     CorruptStateError,
@@ -34,9 +35,8 @@ from onnx_ops.errors import (
     UserError,
     quoted,
 )
-from onnx_ops.release.delete import delete
 from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.promote import configure, promote
+from onnx_ops.release.promote import configure, delete, promote
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.status import status
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.recipes import arithmetic
-from onnx_ops.domain.structure import Advice, Int8Coverage
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.evidence import Advice, Int8Coverage
+from onnx_ops.domain.quantization import arithmetic
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import nodes, read_structure
 from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage

@@ -14,7 +14,7 @@ import numpy as np
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.measure.files import load_arrays
 from onnx_ops.ports import Dataset, Store

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Tensors
 from onnx_ops.statistics.metrics import Array

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_ops.domain.evidence import WeightMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import slice_rows
@@ -27,8 +26,8 @@ from onnx_ops.onnx_graph.quantized_activations import (
 )
 from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, kept_weights, quantized_weights, show_layer_errors
 from onnx_ops.ports import Runtime, Tensors
-from onnx_ops.statistics.parity import LARGEST, compute_ratio, compute_weight_error
-from onnx_ops.statistics.quantization import ActivationStatistics
+from onnx_ops.statistics.parity import LARGEST, compute_ratio
+from onnx_ops.statistics.quantization import ActivationStatistics, compute_weight_error
 
 AS_WRITTEN = Target(
     name="as-written",
@@ -141,10 +140,10 @@ def _looked_at(
     for values, truth in zip(answers, originals, strict=True):
         for activation, seen in zip(activations, watched, strict=True):
             origin = activation.origin
-            seen.see(
+            seen.update(
                 values[activation.name], values[activation.read], truth.get(origin), truth.get(cut.get(origin, ""))
             )
-    return [one.measured() for one in watched]
+    return [one.summarize() for one in watched]
 
 
 def _values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:

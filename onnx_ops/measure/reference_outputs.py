@@ -12,9 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.inputs import InputValues
-from onnx_ops.domain.pipeline import SOURCE_TIME_S
-from onnx_ops.domain.structure import NanPolicy, SourceLimits
+from onnx_ops.domain.evidence import NanPolicy, SourceLimits
+from onnx_ops.domain.pipeline import SOURCE_TIME_S, InputValues
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
 from onnx_ops.onnx_graph.compatibility import aborts_without_rows

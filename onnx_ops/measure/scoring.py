@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, UserError

@@ -12,10 +12,19 @@ import numpy as np
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, digest_file
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Quantize
-from onnx_ops.domain.recipes import Arithmetic, searched
-from onnx_ops.domain.search import Budget, Entry, Recipe, Role, SearchRecord, Sensitivity, Trial
+from onnx_ops.domain.quantization import (
+    Arithmetic,
+    Budget,
+    Entry,
+    Recipe,
+    Role,
+    SearchRecord,
+    Sensitivity,
+    Trial,
+    searched,
+)
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
 from onnx_ops.measure.answers import read_answers, split_batches

@@ -19,7 +19,7 @@ from onnx_ops.domain.evidence import (
     Throughput,
     throughput_figure,
 )
-from onnx_ops.domain.measuring import Asked
+from onnx_ops.domain.gate import Asked
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.structure import Advice, FloatOperator, Int8Coverage
+from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import constants, read_model, read_structure
 

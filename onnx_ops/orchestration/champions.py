@@ -11,8 +11,8 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.app.champions import Reign, measure_again, reigns
 from onnx_ops.app.remote import Perform
-from onnx_ops.domain.drift import Drift, exit_code, notice_of
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Drift, Verdict, exit_code
+from onnx_ops.domain.notification import notice_of
 from onnx_ops.orchestration.tasks import run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.release.notify import notify_now

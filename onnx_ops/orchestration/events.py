@@ -11,9 +11,8 @@ from uuid import UUID
 
 from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import hex_of
-from onnx_ops.domain.event import GATE_FAILED, PREFIX, REGISTERED, Event, event_of, model_id
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.notification import Notification
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.notification import GATE_FAILED, PREFIX, REGISTERED, Event, Notification, event_of, model_id
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS

@@ -20,9 +20,8 @@ from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish
 from onnx_ops.orchestration.events import tell_run
 from onnx_ops.orchestration.tasks import PrefectExecutor, failed, run_as_task
 from onnx_ops.ports import Ports
-from onnx_ops.release.glance import Glance
 from onnx_ops.release.notify import notify_each
-from onnx_ops.release.reconcile import tell_registry
+from onnx_ops.release.reconcile import Glance, tell_registry
 from onnx_ops.release.rollback import Rolled, roll_back_each
 
 P = ParamSpec("P")

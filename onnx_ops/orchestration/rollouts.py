@@ -18,7 +18,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import notify_each
 from onnx_ops.release.reconcile import StepReport, settle
-from onnx_ops.release.trace import Trace, trace
+from onnx_ops.release.status import Trace, trace
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
 
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)

@@ -13,7 +13,7 @@ from prefect.logging import get_logger, get_run_logger
 from prefect.states import Completed, Failed
 
 from onnx_ops.domain.artifact import Manifest, short
-from onnx_ops.domain.gate import Decision, Verdict
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.ports import Work

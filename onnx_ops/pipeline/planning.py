@@ -8,13 +8,11 @@ from dataclasses import replace
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
-from onnx_ops.domain.gate import MetricGate, gates_on
-from onnx_ops.domain.measuring import Asked, asked_by
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.decision import Policy
+from onnx_ops.domain.gate import ACCURACY, Asked, MetricDefinition, MetricGate, asked_by, gates_on
 from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.search import AUTO
-from onnx_ops.domain.standing import Policy
+from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.pipeline.stage_settings import (
     REQUIREMENTS,

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, StorageError, storage_errors
 from onnx_ops.ports import Clock, Executor, Observer, Work

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import EXPORT, Attempts, DataSection, Pipeline, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.pipeline.user_code import UserCode
 from onnx_ops.ports import Exporter, Ports, SessionExporter

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.ports.data import Tensors
 
 

@@ -8,11 +8,10 @@ from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.artifact import Digest, Manifest, Stored
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
-from onnx_ops.domain.finding import Finding
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.domain.rollout_observed import Reading, Thresholds
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.rollout_observations import Reading, Thresholds
+from onnx_ops.domain.target import Finding, Target
 from onnx_ops.errors import OnnxOpsError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from onnx_ops.domain.artifact import Manifest
-from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.domain.quantities import Json
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
 from onnx_ops.ports.data import Array, Tensors
 
 

@@ -1,8 +1,13 @@
-"""Reading and writing the ledger of one endpoint: intent before effect, outcome after it."""
+"""Keeps the lease of an effect for as long as the effect is under way: a cloud takes twenty minutes for an update.
+
+Reading and writing the ledger of one endpoint: intent before effect, outcome after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -20,12 +25,48 @@ from onnx_ops.errors import (
     RefusedError,
     ServiceUnavailableError,
 )
-from onnx_ops.ports import Ports
-from onnx_ops.release.decided import COME_BACK, why_rejected
-from onnx_ops.release.lease import LEASE_SECONDS, kept
+from onnx_ops.ports import Clock, Ports
+from onnx_ops.release.decision_policy import COME_BACK, why_rejected
 
-LOOKS = 10
-"""Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
+LEASE_SECONDS = 120.0
+"""How long an intent keeps other drivers away. A holder that is seen to be dead loses it at once."""
+LOOK_S = 1.0
+"""How often the time is looked at, in seconds of this machine."""
+
+
+@contextmanager
+def kept(renew: Callable[[], bool], clock: Clock) -> Iterator[None]:
+    """Renew a lease that was taken just now, each time that half of it is over, until the block ends.
+
+    It is done beside the block, which may stand in a request of an SDK for long. So a process that was killed or
+    stopped does not renew, and is overtaken after one lease.
+
+    Args:
+        renew: false once the lease is somebody else's; what it raises is tried again at the next look.
+    """
+    over = threading.Event()
+    keeper = threading.Thread(target=_keep, args=(renew, clock, over), name="lease", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+
+
+def _keep(renew: Callable[[], bool], clock: Clock, over: threading.Event) -> None:
+    due = clock.now() + LEASE_SECONDS / 2
+    while not over.wait(LOOK_S):
+        now = clock.now()
+        if now < due:
+            continue
+        try:
+            if not renew():
+                return
+        except OnnxOpsError:
+            continue
+        due = now + LEASE_SECONDS / 2
+
 
 Effect: TypeAlias = Callable[[int], None]
 
@@ -206,20 +247,6 @@ class Journal:
                     raise
             else:
                 return
-
-
-def looking_again(attempt: Callable[[], _Result]) -> _Result:
-    """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
-
-    Raises:
-        LedgerConflictError: others never let it write.
-    """
-    for _ in range(LOOKS - 1):
-        try:
-            return attempt()
-        except LedgerConflictError:
-            continue
-    return attempt()
 
 
 def numbered(state: EndpointState, generation: int) -> EndpointState:

@@ -10,18 +10,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from onnx_ops.domain.ledger import Held, LedgerEntry, Notified
+from onnx_ops.domain.ledger import LedgerEntry, Notified
 from onnx_ops.domain.notification import QUIET_S, Notification, news, trial
-from onnx_ops.domain.rollout import Wait, WaitKind, Word
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
 from onnx_ops.ports import Following, Notifier, Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.patience import Patience
+from onnx_ops.release.retry import Patience
 
 ATTEMPTS = 20
 """Times to get the next ledger entry from drivers that are writing too."""
 
-_FOR_A_PERSON = (WaitKind.HELD, WaitKind.PAUSED, WaitKind.WORD)
 _log = logging.getLogger(__name__)
 
 
@@ -33,21 +31,6 @@ class Told:
     notifier: str
     sent: tuple[Notification, ...] = ()
     trouble: str = ""
-
-
-def note_wait(journal: Journal, wait: Wait) -> None:
-    """Write down that a rollout goes on by a person only, once for each step and kind of wait.
-
-    What an operator paused himself is news to nobody.
-
-    Raises:
-        ConflictError: somebody else acted meanwhile.
-    """
-    state = journal.state
-    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is Word.PAUSE:
-        return
-    if state.held is None or (state.held.wait, state.held.step) != (wait.kind, state.roles.step):
-        journal.append(Held(wait=wait.kind, step=state.roles.step, why=wait.why))
 
 
 def notify_due(ports: Ports, endpoint: str, *, through: Callable[[str], bool] = lambda _: True) -> tuple[Told, ...]:

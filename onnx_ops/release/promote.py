@@ -1,25 +1,196 @@
-"""Asks for a version to serve a target: the challenger alias, after verification."""
+"""Endpoints that a changed pipeline file would leave behind: running, paid for, and managed by nobody.
+
+Takes an endpoint out of service for good; its ledger stays.
+
+Asks for a version to serve a target: the challenger alias, after verification.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign
+from onnx_ops.domain.attestation import LONGEST_REASON, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Configured, Mirrored, Override
-from onnx_ops.domain.override import LONGEST_REASON, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.ledger import Abandoned, Configured, Deleted, Mirrored, Override, ReleaseState
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import RolloutPolicy, alias
-from onnx_ops.errors import RefusedError, UserError
+from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
 from onnx_ops.ports import Ports
-from onnx_ops.release.abandon import leave, moved_from, refusal
-from onnx_ops.release.approve import approve
-from onnx_ops.release.decided import override_of, standing_override
-from onnx_ops.release.delete import finish_deletion
-from onnx_ops.release.desired import entry_of, refuse_rejected
-from onnx_ops.release.journal import Journal, looking_again, siblings, stream
+from onnx_ops.release.decision_policy import override_of, standing_override
+from onnx_ops.release.journal import Journal, bound_endpoints, readable, siblings, stream
+from onnx_ops.release.registry_sync import approve, entry_of, refuse_rejected
+from onnx_ops.release.retry import PATIENCE_S, looking_again, within
+
+
+def refuse_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
+    """Look at what a pipeline's endpoints are bound to, before anything is done.
+
+    Args:
+        ports: the outside world.
+        pipeline: its name.
+        configs: every endpoint that its file names.
+        abandon: why endpoints may be left behind.
+
+    Raises:
+        RefusedError: an endpoint would be left behind, and nobody says that it may.
+        UserError: an endpoint that exists cannot be changed as the file says.
+    """
+    orphans = [state.config for state in dropped(ports, pipeline, configs) if state.config is not None]
+    for config in configs:
+        orphans += [bound for bound in (moved_from(ports, readable(ports, config.endpoint), config),) if bound]
+    if orphans and not abandon:
+        raise refusal(ports, orphans)
+
+
+def dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
+    """Endpoints that the pipeline has bound, that serve, and that its file names no longer."""
+    named = {config.endpoint for config in configs}
+    states = (readable(ports, name) for name in bound_endpoints(ports) if name not in named)
+    return tuple(s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s))
+
+
+def moved_from(ports: Ports, state: ReleaseState, config: EndpointConfig) -> EndpointConfig | None:
+    """What an endpoint that serves is bound to, if `config` is another one: at another provider, or another place.
+
+    Raises:
+        UserError: an endpoint that exists cannot be changed so.
+    """
+    bound = state.config
+    if bound is None or not _exists(state) or (bound.provider, bound.settings) == (config.provider, config.settings):
+        return None
+    provider = ports.provider(bound.provider)
+    if bound.provider != config.provider or provider.place(bound) != provider.place(config):
+        return bound
+    provider.check_change(bound, config)
+    return None
+
+
+def refusal(ports: Ports, orphans: Sequence[EndpointConfig]) -> RefusedError:
+    """Says what would stay behind, as it is seen now."""
+    names = [config.endpoint for config in orphans]
+    return RefusedError(
+        f"{', '.join(names)} would be left behind, and nobody would manage or delete it",
+        where=f"pipeline {orphans[0].pipeline}",
+        why="; ".join(_seen(ports, config) for config in orphans),
+        remedy=f"Take the change back; or delete first what is there, with `onnx-ops delete {names[0]}`; or leave it "
+        "there with `onnx-ops run FILE --abandon REASON`: it then runs, and is paid for, until somebody deletes it at "
+        "its provider.",
+    )
+
+
+def leave_dropped(
+    ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
+) -> tuple[str, ...]:
+    """Unbind the endpoints that the file names no longer, and record why; returns their names."""
+    names = tuple(state.endpoint for state in dropped(ports, pipeline, configs))
+    for name in names:
+        looking_again(partial(_leave, ports, name, reason, actor))
+    return names
+
+
+def _leave(ports: Ports, endpoint: str, reason: str, actor: str) -> None:
+    leave(Journal.open(ports, endpoint, actor=actor), reason=reason)
+
+
+def leave(journal: Journal, *, reason: str) -> None:
+    """Unbind an endpoint and record why; nothing is done to it.
+
+    Raises:
+        ConflictError: somebody is changing it right now.
+    """
+    journal.refuse_while_changed()
+    config = journal.config
+    place = journal.ports.provider(config.provider).place(config)
+    journal.append(Abandoned(reason=reason, place=place))
+
+
+def _exists(state: ReleaseState) -> bool:
+    """Whether anything was ever begun there, and is to stay."""
+    if state.deleting:
+        return False
+    return state.roles.stable is not None or state.open_intent is not None or state.pending_rollback is not None
+
+
+def _seen(ports: Ports, config: EndpointConfig) -> str:
+    """Where an endpoint stands, and what it serves there."""
+    provider = ports.provider(config.provider)
+    place = provider.place(config)
+    try:
+        actual = provider.observe(config)
+    except OnnxOpsError as error:
+        return f"{place}: what it serves cannot be seen ({error})"
+    if actual is None:
+        return f"{place}: what it serves cannot be seen"
+    return f"{place} serves " + ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items())
+
+
+def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") -> None:
+    """End the endpoint and unbind its name. Killed in between, the next call or the reconciler completes it.
+
+    Its versions, their aliases and what was rolled back here stay as they are.
+
+    Raises:
+        NotFoundError: no such endpoint.
+        ConflictError: somebody is changing it right now.
+        StillPendingError: it could not be ended yet, and every reconciliation tries again.
+    """
+    asked = False
+
+    def attempt() -> None:
+        nonlocal asked
+        journal = Journal.open(ports, endpoint, actor=actor)
+        if asked and not journal.state.deleting:
+            return  # somebody else has completed it
+        config = journal.config
+        journal.refuse_while_changed()
+        if not journal.state.deleting:
+            journal.append(Deleted(reason=reason))
+            asked = True
+        try:
+            finish_deletion(journal, reason=reason)
+        except LedgerConflictError:
+            raise
+        except (OnnxOpsError, OSError) as error:
+            raise _still_owed(config.endpoint, str(error)) from error
+
+    looking_again(attempt)
+
+
+def delete_soon(
+    ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", patience_s: float = PATIENCE_S
+) -> None:
+    """`delete`, for which the caller waits `patience_s` seconds at most; then it is `StillPendingError`."""
+    call = partial(delete, ports, endpoint, reason=reason, actor=actor)
+    late = f"it did not end within {patience_s:g} s"
+    error = within({endpoint: call}, patience_s, lambda _: _still_owed(endpoint, late))[endpoint]
+    if error is not None:
+        raise error
+
+
+def finish_deletion(journal: Journal, *, reason: str = "") -> None:
+    """End an endpoint that the ledger says is to go.
+
+    Raises:
+        ServiceUnavailableError: it could not be ended.
+    """
+    config = journal.config
+    journal.ports.provider(config.provider).remove(config)
+    journal.append(Deleted(reason=reason, done=True))
+
+
+def _still_owed(endpoint: str, why: str) -> StillPendingError:
+    return StillPendingError(
+        "accepted, still owed: the endpoint's end",
+        where=endpoint,
+        why=why,
+        remedy="Every `onnx-ops reconcile` and watch tries again. Take it back with "
+        f"`onnx-ops rollback --withdraw {endpoint} --reason ...`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,171 @@
-"""Retention: which versions, model folders, stored contents and things at providers nobody needs any more, and their
-removal."""
+"""Collects the content store: what was put there and nobody needs any more.
+
+Needed is what a recorded result names, what the ledger or a decision behind an alias names, and what any of these
+documents names in turn. A result is recorded only after its files were put; so what is young stays, as a run may be
+about to record it.
+
+What stands at a provider and is needed by no release: found, and removed.
+
+Retention: which versions, model folders, stored contents and things at providers nobody needs any more, and their
+removal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, Stored
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, Leftover
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
-from onnx_ops.errors import RefusedError
+from onnx_ops.domain.rollout_policy import DAY
+from onnx_ops.errors import ConflictError, CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.collect import collect, unneeded
 from onnx_ops.release.journal import bound_endpoints
-from onnx_ops.release.orphans import Survey, discard, needed, survey
+
+YOUNGEST_S = DAY
+"""Content younger than this stays whatever is asked for: no stage takes longer from its first file to its record."""
+_LARGEST_DOCUMENT = 1 << 22
+"""Bytes. Documents that name others are far smaller; weights and samples are not read for digests."""
+_DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
+
+
+def unneeded(ports: Ports, *, older_than_s: float) -> tuple[Stored, ...]:
+    """What is in the store, older than that (and than a day), and needed by nothing. Nothing is changed.
+
+    Raises:
+        ServiceUnavailableError: store, ledger or registry do not answer.
+        CorruptStateError: a ledger is damaged: what it needs is not known.
+    """
+    before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
+    # Before the results are read: what is recorded meanwhile cannot rest on old content that nobody has put again.
+    held = ports.store.contents()
+    sizes = {one.digest: one.size_bytes for one in held if one.digest is not None}
+
+    def names(digest: Digest) -> Iterable[Digest]:
+        if sizes.get(digest, _LARGEST_DOCUMENT) >= _LARGEST_DOCUMENT:
+            return ()
+        try:
+            return digests_in(ports.store.read(digest))
+        except CorruptStateError:
+            return ()
+
+    needed = reachable(_roots(ports), names)
+    return tuple(one for one in held if one.at < before and (one.digest is None or one.digest not in needed))
+
+
+def collect(ports: Ports, contents: Sequence[Stored]) -> tuple[Stored, ...]:
+    """Remove what `unneeded` found; returns what went. What somebody put again meanwhile stays.
+
+    Each removal stands for itself: killed in between, the next one goes on.
+    """
+    return tuple(one for one in contents if ports.store.forget(one))
+
+
+def reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
+    """The roots, what they name, and so on."""
+    found: set[Digest] = set()
+    left = list(roots)
+    while left:
+        digest = left.pop()
+        if digest not in found:
+            found.add(digest)
+            left += names(digest)
+    return frozenset(found)
+
+
+def digests_in(data: bytes) -> frozenset[Digest]:
+    """Every digest that stands anywhere in the bytes: rather one too many than one too few."""
+    return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
+
+
+def _roots(ports: Ports) -> set[Digest]:
+    roots = {digest for manifest in ports.store.results() for digest in manifest.files.values()}
+    for endpoint in ports.ledger.endpoints():
+        for entry in ports.ledger.read(endpoint):
+            roots |= digests_in(codec.dumps(entry))
+    registry = ports.registry()
+    for model, aliases in registry.all_aliases().items():
+        for version in set(aliases.values()):
+            try:
+                decisions = registry.version(model, version).decisions
+            except NotFoundError:  # something else than onnx-ops registered it
+                continue
+            for signed in decisions.values():
+                roots |= digests_in(codec.dumps(signed))
+    return roots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphan:
+    """A leftover of an endpoint that is, or was."""
+
+    endpoint: str
+    provider: str
+    leftover: Leftover
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found, and the endpoints whose provider could not say: there may be more."""
+
+    orphans: tuple[Orphan, ...] = ()
+    silent: tuple[str, ...] = ()
+
+
+def needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
+    """What an endpoint serves, may go back to at once, or is about to serve."""
+    roles = state.roles
+    held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
+    if state.open_intent is not None:
+        held += state.open_intent.action.state.deployments
+    if state.pending_rollback is not None:
+        held += state.pending_rollback.action.state.deployments
+    if state.config is not None:
+        actual = ports.provider(state.config.provider).observe(state.config)
+        held += state.known.values() if actual is None else actual.deployments
+    return tuple(held)
+
+
+def survey(ports: Ports, endpoints: Sequence[str]) -> Survey:
+    """What is left of these endpoints and needed by none of them, nor by any other. Nothing is changed."""
+    states = [ports.ledger.state(name) for name in ports.ledger.endpoints()]
+    manifests = frozenset(deployment.manifest for state in states for deployment in needed(ports, state))
+    found, silent = [], []
+    for config in _configs(states, endpoints):
+        try:
+            left = ports.provider(config.provider).leftovers(config, manifests)
+        except ServiceUnavailableError:
+            silent.append(config.endpoint)
+        else:
+            found += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
+    return Survey(orphans=tuple(found), silent=tuple(silent))
+
+
+def discard(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
+    """Remove orphans; returns those that went. One that came into use meanwhile stays.
+
+    Raises:
+        ServiceUnavailableError: a provider does not answer; what was removed until then stays removed.
+    """
+    states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
+    configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
+    gone = []
+    for one in found:
+        try:
+            ports.provider(one.provider).discard(configs[one.endpoint], one.leftover)
+        except ConflictError:
+            continue
+        gone.append(one)
+    return tuple(gone)
+
+
+def _configs(states: Sequence[ReleaseState], endpoints: Sequence[str]) -> list[EndpointConfig]:
+    return [state.config for state in states if state.config is not None and state.endpoint in endpoints]
+
 
 KEEP_RELEASES = 5
 

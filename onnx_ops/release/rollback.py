@@ -26,9 +26,9 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Ports
-from onnx_ops.release.approve import fetch
-from onnx_ops.release.journal import Journal, damage, looking_again, numbered, pinned, readable
-from onnx_ops.release.patience import PATIENCE_S, within
+from onnx_ops.release.journal import Journal, damage, numbered, pinned, readable
+from onnx_ops.release.registry_sync import fetch
+from onnx_ops.release.retry import PATIENCE_S, looking_again, within
 from onnx_ops.release.status import Wanted, wanted_endpoints
 
 _PAUSE_S = 0.1

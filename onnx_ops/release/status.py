@@ -1,11 +1,19 @@
-"""What an endpoint does, and what happened to it."""
+"""What an endpoint does, and what happened to it.
+
+The last rollout of an endpoint, in progress or over, as its ledger tells it.
+
+What a person sees of a rollout: where it is, what the figures say, and what it waits for.
+
+What endpoints owe, as metrics: for an alarm that does not depend on a message that somebody has to read.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import assert_never
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, assert_never
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
@@ -27,12 +35,19 @@ from onnx_ops.domain.ledger import (
     RollbackRequested,
     Spoken,
     Withdrawn,
+    follow,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles
-from onnx_ops.domain.rollout_policy import QUANTILES
+from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles
+from onnx_ops.domain.rollout_observations import Observations
+from onnx_ops.domain.rollout_policy import QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import Outliving, Ports
 from onnx_ops.release.journal import Journal, bound_endpoints, readable
+from onnx_ops.release.registry_sync import Desired
+from onnx_ops.release.rollout_metrics import look, next_move
+
+if TYPE_CHECKING:
+    from onnx_ops.statistics.rollout.judge import EvidencePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,3 +276,166 @@ def _action_told(action: Action) -> str:
     if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
         return f"{action.kind.value} {before} -> {stable.name}: {split}"
     return f"{action.kind.value}: {split}"
+
+
+_STORY = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """One thing that was done or said. `at` is seconds since the epoch, `percent` the candidate's share afterwards."""
+
+    at: float
+    actor: str
+    what: str
+    why: str
+    percent: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A rollout from its start. `observations` are what was counted of it, also where it is over; `end` is how it
+    ended, None while it goes on."""
+
+    candidate: Deployment
+    stable: Deployment | None
+    steps: tuple[TracedStep, ...]
+    policy: RolloutPolicy
+    observations: Observations | None
+    end: ActionKind | None
+
+
+def trace(endpoint: str, entries: Sequence[LedgerEntry]) -> Trace | None:
+    """The endpoint's last rollout that had a step before its last one; None if there was none."""
+    state, found = ReleaseState(endpoint=endpoint), None
+    for entry in entries:
+        action = _done(state, entry)
+        state = follow(state, entry)
+        if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
+            found = Trace(
+                candidate=action.roles.candidate,
+                stable=action.roles.stable,
+                steps=(_step(entry, action),),
+                policy=state.policy,
+                observations=state.trial,
+                end=None,
+            )
+        elif found is not None and found.end is None:
+            done = action is not None and action.kind in _STORY
+            steps = [_step(entry, action)] if action is not None and done else _said(entry)
+            found = replace(
+                found,
+                steps=(*found.steps, *steps),
+                policy=state.policy,
+                observations=state.trial or found.observations,
+                end=action.kind if action is not None and done and state.roles.candidate is None else None,
+            )
+    return found
+
+
+def _done(before: ReleaseState, entry: LedgerEntry) -> Action | None:
+    """The action that this entry says was done, if it counts."""
+    body, opened = entry.body, before.open_intent
+    if isinstance(body, Outcome) and body.ok and isinstance(opened, Intent) and body.of == before.generation:
+        return opened.action
+    return None
+
+
+def _step(entry: LedgerEntry, action: Action) -> TracedStep:
+    candidate = action.roles.candidate
+    percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
+    return TracedStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
+
+
+def _said(entry: LedgerEntry) -> list[TracedStep]:
+    body = entry.body
+    if isinstance(body, Spoken):
+        what, why = f"operator says {body.word.value}", body.reason
+    elif isinstance(body, Outcome) and not body.ok:
+        what, why = "failed", body.detail
+    elif body.kind == "held":
+        what, why = body.wait.value, body.why
+    else:
+        return []
+    return [TracedStep(at=entry.at, actor=entry.actor, what=what, why=why)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutView:
+    """A rollout in progress. `step` indexes `steps`; `seconds` is how long it has been there.
+
+    `judged` and `evidence` are None and empty where no figures decide, or none could be read. `next` says in one line
+    what the next step of a driver would do, or what is waited for.
+    """
+
+    endpoint: str
+    stable: str
+    candidate: str
+    step: int
+    steps: tuple[PlannedStep, ...]
+    seconds: float
+    next: str
+    judged: Judged | None = None
+    evidence: tuple[EvidencePath, ...] = ()
+
+
+def view(ports: Ports, endpoint: str) -> RolloutView | None:
+    """None if no rollout is in progress. Asks the endpoint and its metrics, never the registry.
+
+    Raises:
+        NotFoundError: no pipeline has bound this endpoint.
+    """
+    journal = Journal.open(ports, endpoint)
+    config, state = journal.config, journal.state
+    stable, candidate = state.roles.stable, state.roles.candidate
+    if stable is None or candidate is None:
+        return None
+    from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
+
+    seen = look(journal)
+    actual = ports.provider(config.provider).observe(config)
+    move = next_move(journal, Desired(wanted=candidate), actual, seen)
+    found = seen.observations
+    began = state.trial.began if state.trial is not None else ports.clock.now()
+    return RolloutView(
+        endpoint=endpoint,
+        stable=stable.name,
+        candidate=candidate.name,
+        step=state.roles.step,
+        steps=state.policy.planned(),
+        seconds=max(0.0, ports.clock.now() - began),
+        next=f"next: {move.why}" if isinstance(move, Action) else move.why,
+        judged=None if found is None else judge(found, state.policy),
+        evidence=() if found is None else trace_guardrails(found, state.policy),
+    )
+
+
+def owed_metrics(ports: Ports) -> str:
+    """Rollbacks and deletions that are owed, in Prometheus' text format: 0 where nothing is.
+
+    Raises:
+        ServiceUnavailableError: the ledger does not answer.
+    """
+    now = ports.clock.now()
+    states = [readable(ports, name) for name in bound_endpoints(ports)]
+    rollbacks = {s.endpoint: max(0.0, now - s.pending_rollback.at) if s.pending_rollback else 0.0 for s in states}
+    return "".join(
+        (
+            *_gauge("onnx_ops_rollback_owed_seconds", "Age of the rollback that is owed.", rollbacks),
+            *_gauge(
+                "onnx_ops_rollback_failed_attempts",
+                "Attempts to roll back that failed.",
+                {s.endpoint: s.pending_rollback.attempts if s.pending_rollback else 0 for s in states},
+            ),
+            *_gauge(
+                "onnx_ops_deletion_owed",
+                "Whether the endpoint is still to be deleted.",
+                {s.endpoint: int(s.deleting) for s in states},
+            ),
+        )
+    )
+
+
+def _gauge(name: str, text: str, values: dict[str, float] | dict[str, int]) -> list[str]:
+    samples = [f"{name}{{endpoint={json.dumps(endpoint)}}} {value:g}\n" for endpoint, value in sorted(values.items())]
+    return [f"# HELP {name} {text}\n# TYPE {name} gauge\n", *samples]

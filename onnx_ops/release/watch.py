@@ -1,4 +1,6 @@
-"""Reconciles all endpoints again and again: every so often, and at once where somebody rings.
+"""Wakes a loop that waits: for some models, or to end it.
+
+Reconciles all endpoints again and again: every so often, and at once where somebody rings.
 
 Every pass looks at everything anew (aliases, ledgers, endpoints, time), so nothing is lost with a ring that is.
 """
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import logging
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,10 +18,50 @@ from enum import StrEnum
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Ports
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.glance import Glance, Seen, ask
-from onnx_ops.release.patience import Patience
-from onnx_ops.release.reconcile import StepReport
+from onnx_ops.release.reconcile import Glance, Seen, StepReport, ask
+from onnx_ops.release.retry import Patience
+
+_MOST = 1000
+"""Models that can be waiting to be looked at; a bell rung for more is answered by the next pass over everything."""
+
+
+class Bell:
+    """`wake` may be called in any thread, `stop` also in a signal handler: a SimpleQueue can be put to within a put."""
+
+    def __init__(self) -> None:
+        self._rung: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._models: set[str] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def wake(self, model: str) -> None:
+        """Have the endpoints of a model looked at soon; ringing again before that changes nothing."""
+        with self._lock:
+            if model in self._models or len(self._models) >= _MOST:
+                return
+            self._models.add(model)
+        self._rung.put(True)
+
+    def stop(self) -> None:
+        """End the loop before its next effect."""
+        self._stopped = True
+        self._rung.put(True)
+
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def wait(self, seconds: float) -> frozenset[str]:
+        """Wait until the bell is rung, at most for some seconds; the models that it was rung for."""
+        try:
+            self._rung.get(timeout=max(seconds, 0.0))
+            while True:
+                self._rung.get_nowait()
+        except queue.Empty:
+            pass
+        with self._lock:
+            models, self._models = frozenset(self._models), set()
+        return models
+
 
 _log = logging.getLogger(__name__)
 

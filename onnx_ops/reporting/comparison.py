@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, PairedCounts, PairedRatios, ScoreComparison
-from onnx_ops.domain.gate import Decision
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
 from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for

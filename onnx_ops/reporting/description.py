@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.artifact import short
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Provenance
 from onnx_ops.reporting.formatting import result_figure, result_interval
 

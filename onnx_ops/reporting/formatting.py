@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onnx_ops.domain.gate import GateResult
+from onnx_ops.domain.decision import GateResult
 
 NOTHING = "–"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
 from onnx_ops.statistics.latency import compare
 

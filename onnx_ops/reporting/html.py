@@ -8,23 +8,16 @@ from html import escape
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short
+from onnx_ops.domain.decision import Decision, Verdict, combine
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
+from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flat_origins
-from onnx_ops.domain.search import SearchRecord
 from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base_comparisons, champion_comparisons
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.formatting import format_figure
 from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.metrics import (
-    Measured,
-    champion_values,
-    headline,
-    median_latency,
-    sampled_rows,
-    task_values,
-)
+from onnx_ops.reporting.metrics import Measured, champion_values, headline, median_latency, sampled_rows, task_values
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,

@@ -8,9 +8,8 @@ from html import escape
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
-from onnx_ops.domain.structure import Advice
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.domain.evidence import Advice, Evidence
 from onnx_ops.reporting.description import markdown
 from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
 from onnx_ops.reporting.gate_table import chip, gate_table

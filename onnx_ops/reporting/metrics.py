@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples, Starts
-from onnx_ops.domain.gate import Decision, Verdict
-from onnx_ops.domain.metric import ACCURACY, METRICS
+from onnx_ops.domain.gate import ACCURACY, METRICS
 from onnx_ops.domain.quantities import Json
 from onnx_ops.reporting.formatting import format_figure, format_interval
 from onnx_ops.statistics.intervals import value_interval

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, gate_of
-from onnx_ops.domain.gate import Decision, Verdict
 from onnx_ops.reporting.formatting import format_figure, number, scale_for
 from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
 from onnx_ops.reporting.style import STYLE

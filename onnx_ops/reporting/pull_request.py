@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.gate import Decision, Verdict, combine
+from onnx_ops.domain.decision import Decision, Verdict, combine
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.comparison import ModelComparison, VariantLine
 from onnx_ops.reporting.description import markdown, result_table

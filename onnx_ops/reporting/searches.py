@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from html import escape
 
-from onnx_ops.domain.search import SearchRecord, Trial
+from onnx_ops.domain.quantization import SearchRecord, Trial
 from onnx_ops.reporting.formatting import NOTHING, format_figure, number
 from onnx_ops.reporting.gate_table import table
 from onnx_ops.reporting.plots import Figure, Key

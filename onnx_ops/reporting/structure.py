@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.structure import ActivationMeasurement, Advice, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, Int8Coverage, SourceLimits, TreeStructure
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {

@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops.domain.artifact import MODEL_FILE, TensorSpec
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.structure import NAN_PROPERTY
+from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.protocol.tensors import DTYPE_OF_ONNX, numpy_dtype

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict, combine
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.gate import Decision, GateResult, Verdict, combine
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
-from onnx_ops.domain.standing import Policy
 
 LATENCY = Policy()
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import Gate, GateResult, LatencyGate, MetricGate, Verdict
+from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.statistics.judge import compute_ranking_metrics, judge
 from onnx_ops.statistics.latency import compare_latency_quantile

@@ -1,6 +1,6 @@
-"""Rows that belong together: their numbers, what they cost in evidence, and the signs of them where nothing names them.
+"""Rows that belong together: their design effect, and how to detect them where no array names the groups.
 
-Rows of one patient, customer or video are right and wrong together. Their errors then vary more than those of as many
+Rows of one patient, customer or video are right and wrong together. Their errors vary more than those of as many
 independent rows, by a factor that survey statistics calls the design effect (Kish 1965, Survey Sampling, ch. 5).
 """
 
@@ -20,27 +20,26 @@ Array: TypeAlias = npt.NDArray[Any]
 
 UNSEEN_GROUPS = 1.5
 """Groups of mean size that are added to those seen, as if all their rows had changed together.
-
-It keeps groups that were missed by chance from leading to a PASS; chosen by simulation (`benchmarks/truth/grouped.py`).
-"""
+It keeps groups that were missed by chance from leading to a PASS; chosen by simulation
+(`benchmarks/truth/grouped.py`)."""
 
 _FEWEST_CARRYING = 20
-"""Of fewer groups with a change the score interval is wide enough, and no change at all is a pass."""
+"""With fewer changed groups the score interval is wide enough, and no change at all is a pass."""
 
 ALARM = 0.02
-"""Share of data sets with independent rows of which neighbouring rows look alike by chance."""
+"""Share of data sets with independent rows whose neighbouring rows look alike by chance."""
 
 _HINT = 1 / 3
-"""As `ALARM`, where the inputs of neighbouring rows are alike as well."""
+"""Same as `ALARM`, where the inputs of neighbouring rows are also alike."""
 
 _ALIKE = 0.005
-"""Share of data sets in any order of which the inputs of neighbouring rows are alike by chance."""
+"""Share of data sets in random order whose neighbouring rows have similar inputs by chance."""
 _ALIKE_ROWS, _ALIKE_COLUMNS = 1000, 32
-"""At most so many successive rows are held against each other, and numbers of each."""
+"""Maximum number of successive rows that are compared, and of values of each."""
 
 _PERMUTATIONS = 399
 _ROWS = 20_000
-"""At most so many rows are searched for signs."""
+"""Maximum number of rows that are searched."""
 _WINDOWS = (2, 4, 8, 16, 32, 64)
 _COLUMNS = 8
 _ID = re.compile(
@@ -51,7 +50,10 @@ _ID = re.compile(
 
 
 def number_groups(array: Array) -> Array | None:
-    """The group of each row as a number from 0; None if it is not one value a row, or one is missing."""
+    """Return the group of each row as a number from 0.
+
+    None if the array does not hold one value a row, or a value is missing.
+    """
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm":
         return None
@@ -64,41 +66,41 @@ def number_groups(array: Array) -> Array | None:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Of arrays that no key names, those that may tell which rows belong together: their values repeat."""
-    found: dict[str, Array] = {}
+    """Return the arrays without a key that may name groups, as numbers: their values repeat."""
+    columns: dict[str, Array] = {}
     for name, array in arrays.items():
         numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
-        if numbers is not None and len(found) < _COLUMNS and 5 <= numbers.max() + 1 <= 2 / 3 * len(numbers):
-            found[name] = numbers
-    return found
+        if numbers is not None and len(columns) < _COLUMNS and 5 <= numbers.max() + 1 <= 2 / 3 * len(numbers):
+            columns[name] = numbers
+    return columns
 
 
 def typical_size(group: Array) -> float:
-    """Mean size of the group of a row."""
+    """Return the mean size of the group of a row."""
     sizes = np.bincount(group)
     return float((sizes**2).sum() / len(group))
 
 
 def compute_design_effect(values: Array, group: Array) -> float:
-    """How many times as many rows it takes as of independent ones to know the mean of `values` as well; at least 1.
+    """Return how many times as many rows the mean of `values` takes as independent ones; at least 1.
 
     Args:
         values: one a row, between -1 and 1.
         group: number of each row's group.
     """
     sizes = np.bincount(group)
-    kept = sizes > 0
+    occupied = sizes > 0
     sums = np.bincount(group, weights=values)
-    return float(compute_effect_of_sums(sums[kept], sizes[kept], np.square(values).sum()))
+    return float(compute_effect_of_sums(sums[occupied], sizes[occupied], np.square(values).sum()))
 
 
 def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
-    """`compute_design_effect` of many data sets at once.
+    """Compute `compute_design_effect` for many data sets at once.
 
     Includes `UNSEEN_GROUPS`, and the allowance for few groups: a quantile of Student's t in place of the normal one
-    (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of freedom are those of the groups, or where
-    few of them carry the changes those of Satterthwaite (1946, Biometrics Bulletin 2:110-114): a change of which 24
-    rows tell is skewed, and a limit of it errs in 5.8 % in place of 5 %.
+    (Korn and Graubard 1998, Survey Methodology 24:193-201). Its degrees of freedom are those of the groups or, where
+    few of them carry the changes, those of Satterthwaite (1946, Biometrics Bulletin 2:110-114): a change shown by 24
+    rows is skewed, and its limit errs in 5.8 % instead of 5 %.
 
     Args:
         sums: of the values of each group, of shape (…, groups).
@@ -128,35 +130,35 @@ def detect_grouping(
     label: Array | None,
     seed: int,
 ) -> tuple[str, ...]:
-    """What speaks for rows that belong together, in words; empty if nothing does.
+    """Return the signs that rows belong together, as phrases; empty if there are none.
 
-    Rows that were shuffled and of which no array tells the group leave no trace but copies.
+    Shuffled rows whose group no array names leave no trace but copies.
 
     Args:
         inputs: of the models.
         columns: see `find_group_columns`.
-        signals: what was seen of each row: right or wrong, or by how much a model is better than another.
-        label: classes, where there are; a set that is sorted by them is no reason for an alarm.
+        signals: one value a row: right or wrong, or by how much a model is better than another.
+        label: classes, if any; a data set that is sorted by them raises no alarm.
         seed: of the permutations.
     """
     if not signals:
         return ()
     rows = min(len(signals[0]), _ROWS)
-    seen = [_without_classes(signal[:rows].astype(np.float64), label) for signal in signals]
+    centred = [_centre_by_class(signal[:rows].astype(np.float64), label) for signal in signals]
     draw = np.random.default_rng(seed)
     orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
-    shuffled = [np.concatenate([signal[None], signal[orders]]) for signal in seen if signal.any()]
-    found = [*_copies(inputs, rows), *_telling(columns, shuffled, rows)]
-    chance = _chance([_window_variances(values) for values in shuffled])
+    shuffled = [np.concatenate([signal[None], signal[orders]]) for signal in centred if signal.any()]
+    signs = [*_find_copies(inputs, rows), *_find_telling_columns(columns, shuffled, rows)]
+    chance = _compute_chance([_window_variances(values) for values in shuffled])
     if chance <= ALARM:
-        found.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
-    elif chance <= _HINT and _neighbours_alike(inputs, label, rows, draw):
-        found.append(f"neighbouring rows have inputs alike, and err together more often than usual (p = {chance:.2g})")
-    return tuple(found)
+        signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
+    elif chance <= _HINT and _are_neighbours_alike(inputs, label, rows, draw):
+        signs.append(f"neighbouring rows have inputs alike, and err together more often than usual (p = {chance:.2g})")
+    return tuple(signs)
 
 
-def _without_classes(signal: Array, label: Array | None) -> Array:
-    """Less the mean of each row's class."""
+def _centre_by_class(signal: Array, label: Array | None) -> Array:
+    """Subtract the mean of each row's class."""
     if label is not None and label.ndim == 1 and label.dtype.kind in "iubU":
         known, numbers = np.unique(label[: len(signal)], return_inverse=True)
         if len(known) <= len(signal) / 10:
@@ -164,17 +166,19 @@ def _without_classes(signal: Array, label: Array | None) -> Array:
     return np.asarray(signal - signal.mean())
 
 
-def _neighbours_alike(inputs: Mapping[str, Array], label: Array | None, rows: int, draw: np.random.Generator) -> bool:
-    """Whether successive rows have inputs nearer to each other than rows in another order would have.
+def _are_neighbours_alike(
+    inputs: Mapping[str, Array], label: Array | None, rows: int, draw: np.random.Generator
+) -> bool:
+    """Return whether successive rows have more similar inputs than rows in another order.
 
-    An input by which the rows are sorted is left out: it is no group.
+    An input that the rows are sorted by is left out: it names no group.
     """
     rows = min(rows, _ALIKE_ROWS)
     numbers = [array[:rows].reshape(rows, -1) for array in inputs.values() if array.dtype.kind in "fiub"]
     values = []
     for column in (column for array in numbers for column in array.T[:: -(-array.shape[1] // _ALIKE_COLUMNS)]):
         exact = np.nan_to_num(column.astype(np.float64), posinf=0, neginf=0)
-        steps, rest = np.diff(exact), _without_classes(exact, label)
+        steps, rest = np.diff(exact), _centre_by_class(exact, label)
         if rest.std() > 0 and (steps < 0).any() and (steps > 0).any():
             values.append(np.clip(rest / rest.std(), -3, 3).astype(np.float32))
     if not values:
@@ -182,63 +186,63 @@ def _neighbours_alike(inputs: Mapping[str, Array], label: Array | None, rows: in
     table = np.stack(values, axis=1)
     orders = [np.arange(rows), *np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)]
     products = np.array([[np.vdot(table[order][1:], table[order][:-1])] for order in orders])
-    return _chance([products]) <= _ALIKE
+    return _compute_chance([products]) <= _ALIKE
 
 
-def _copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
-    """Rows of measured numbers or texts that occur twice; of a few categories equal rows are a matter of course."""
+def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
+    """Yield whether rows occur twice. Rows of a few categories are naturally equal, and are not checked."""
     flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
     if not any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "US" for array in flat):
         return
-    known = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
-    if known < 0.9 * rows:
-        yield f"{1 - known / rows:.0%} of the rows repeat the inputs of another row"
+    distinct = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
+    if distinct < 0.9 * rows:
+        yield f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row"
 
 
-def _telling(columns: Mapping[str, Array], shuffled: Sequence[Array], rows: int) -> Iterator[str]:
+def _find_telling_columns(columns: Mapping[str, Array], shuffled: Sequence[Array], rows: int) -> Iterator[str]:
     for name, numbers in columns.items():
         group = numbers[:rows]
         sizes = np.maximum(np.bincount(group), 1)
-        chance = _chance([_between(values, group, sizes) for values in shuffled])
-        if chance <= ALARM or _ID.search(name):
-            why = f"whose rows err together (p = {chance:.2g})" if chance <= ALARM else "which nothing uses"
+        p = _compute_chance([_sum_between(values, group, sizes) for values in shuffled])
+        if p <= ALARM or _ID.search(name):
+            why = f"whose rows err together (p = {p:.2g})" if p <= ALARM else "which nothing uses"
             yield f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
 
 
-def _between(values: Array, group: Array, sizes: Array) -> Array:
-    """Weighted squares of the groups' means, of shape (permutations, 1)."""
+def _sum_between(values: Array, group: Array, sizes: Array) -> Array:
+    """Return weighted squares of the groups' means, of shape (permutations, 1)."""
     places = group[None, :] + len(sizes) * np.arange(len(values))[:, None]
     sums = np.bincount(places.ravel(), weights=values.ravel(), minlength=len(values) * len(sizes))
     return np.asarray((sums.reshape(len(values), -1) ** 2 / sizes).sum(axis=1)[:, None])
 
 
 def _window_variances(values: Array) -> Array:
-    """Mean squared sums over all windows of successive rows, of shape (permutations, lengths)."""
+    """Return mean squared sums over windows of successive rows, of shape (permutations, lengths)."""
     sums = np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1)
     lengths = [length for length in _WINDOWS if 8 * length <= values.shape[1]] or [2]
     return np.stack([((sums[:, n:] - sums[:, :-n]) ** 2).mean(axis=1) for n in lengths], axis=1)
 
 
-def _chance(signals: Sequence[Array]) -> float:
-    """Chance of the first row's statistics among their permutations; 1 if there are no signals.
+def _compute_chance(signals: Sequence[Array]) -> float:
+    """Return the chance of the first row's statistics among their permutations; 1 without signals.
 
-    Of each signal the largest statistic counts, in standard deviations. What the signals say adds up (Fisher's method),
-    and the permutations tell how often as much is said where they depend on each other.
+    Of each signal the largest statistic counts, in standard deviations. The signals are combined by Fisher's method;
+    the permutations account for their dependence.
 
     Args:
         signals: of shape (permutations, statistics), permuted alike.
     """
     if not signals:
         return 1.0
-    logs = [np.log(_shares(_largest(statistics))) for statistics in signals]
-    return float(_shares(-np.sum(logs, axis=0))[0])
+    logs = [np.log(_rank_shares(_standardise_largest(statistics))) for statistics in signals]
+    return float(_rank_shares(-np.sum(logs, axis=0))[0])
 
 
-def _largest(statistics: Array) -> Array:
+def _standardise_largest(statistics: Array) -> Array:
     spread = statistics[1:].std(axis=0)
     return np.asarray(((statistics - statistics[1:].mean(axis=0)) / np.where(spread > 0, spread, np.inf)).max(axis=1))
 
 
-def _shares(values: Array) -> Array:
-    """Of the values that are no smaller than each of them."""
+def _rank_shares(values: Array) -> Array:
+    """Return, for each value, the share of values that are no smaller."""
     return np.asarray(1 - np.searchsorted(np.sort(values), values - 1e-9 * np.abs(values)) / len(values))

@@ -1,4 +1,10 @@
-"""Confidence intervals of task metrics: proportions, the paired bootstrap, and ratios of losses."""
+"""Confidence intervals of task metrics: proportions, the paired bootstrap, and ratios of losses.
+
+`tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap (`replicate`, `bca_interval`)
+draws rows or groups once for all models, so that what they share cancels out; a statistic is a function of weights (how
+often each row counts), which lets it be computed for many resamples at once. `ratio_interval` is for the ratio of two
+sums of losses on the same rows, and holds where few rows carry most of the loss.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +37,16 @@ RESAMPLES = 2000
 """The 5 % quantile of so many has a standard error of 0.5 percentage points of probability."""
 
 GROUPS = 200
-"""Rows are left out in at most so many groups: the acceleration needs no finer jackknife."""
+"""Rows are left out in at most this many groups: the acceleration needs no finer jackknife."""
 
 _CELLS = 1 << 21
-"""Resamples times rows that are held at once."""
+"""Resamples times rows that are held in memory at once."""
 
 _TAIL = 0.9
-"""With some hundred rows the interval of auc errs in up to 5.3 % in place of 5 % on one side without it."""
+"""Without it, with some hundred rows, the interval of auc errs on one side in up to 5.3 % instead of 5 %."""
 
 _UNDEFINED_SHARE = 0.01
-"""Of resamples. Where more of them are undefined, an interval would tell of the lucky ones only."""
+"""Share of undefined resamples above which an interval would be biased."""
 
 Losses: TypeAlias = npt.NDArray[np.float64]
 
@@ -51,47 +57,47 @@ _CUT = 0.9
 """Quantile of |u| at which the harmless side is cut."""
 
 _FAR, _HALVINGS = 128, 20
-"""A limit that lies further away, in units of the first guess of it, is not sought."""
+"""A limit further away than `_FAR`, in units of its first estimate, is not searched for."""
 
 
 def change_interval(counts: PairedCounts) -> Interval:
-    """Change of a share of right rows, candidate minus baseline; grouped rows count as fewer independent ones.
+    """Return the change of a share of right rows, candidate minus baseline; groups count as fewer rows.
 
     Raises:
         ValueError: see `tango_interval`.
     """
-    n, lost, won = _independent(counts)
+    n, lost, won = _count_independent(counts)
     estimate, low, high = tango_interval(n, lost, won)
     return Interval(estimate=estimate, low=low, high=high)
 
 
 def change_p_value(counts: PairedCounts, bound: float) -> float:
-    """Chance of so good a change, or a better one, where the true change equals `bound`."""
-    n, lost, won = _independent(counts)
+    """Return the chance of a change at least as good where the true change equals `bound`."""
+    n, lost, won = _count_independent(counts)
     return float(special.ndtr(-_tango_score(n, lost, won, bound)))
 
 
 def value_interval(counts: PairedCounts) -> Interval:
-    """The candidate's share of right rows; grouped rows count as fewer independent ones."""
-    right, n = _independent_value(counts)
+    """Return the candidate's share of right rows; grouped rows count as fewer independent ones."""
+    right, n = _count_independent_right(counts)
     estimate, low, high = clopper_pearson(right, n)
     return Interval(estimate=estimate, low=low, high=high)
 
 
 def value_p_value(counts: PairedCounts, bound: float) -> float:
-    """Chance of so large a share, or a larger one, where the true share equals `bound`."""
-    right, n = _independent_value(counts)
+    """Return the chance of a share at least as large where the true share equals `bound`."""
+    right, n = _count_independent_right(counts)
     return float(special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
 
 
-def _independent_value(counts: PairedCounts) -> tuple[float, float]:
-    """Right rows, and rows, of as much evidence without groups."""
+def _count_independent_right(counts: PairedCounts) -> tuple[float, float]:
+    """Return right rows, and rows, of as much evidence without groups."""
     effect = min(counts.value_effect, max(1, counts.n))
     return (counts.both + counts.only_candidate) / effect, counts.n / effect
 
 
-def _independent(counts: PairedCounts) -> tuple[float, float, float]:
-    """Rows, lost and won ones of as much evidence without groups."""
+def _count_independent(counts: PairedCounts) -> tuple[float, float, float]:
+    """Return rows, lost and won rows of as much evidence without groups."""
     effect = min(counts.change_effect, max(1, counts.n))
     return counts.n / effect, counts.only_baseline / effect, counts.only_candidate / effect
 
@@ -99,9 +105,9 @@ def _independent(counts: PairedCounts) -> tuple[float, float, float]:
 def tango_interval(
     n: float, only_baseline: float, only_candidate: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Score interval for the difference of two proportions on the same rows, candidate minus baseline.
+    """Return a score interval for the difference of two proportions on the same rows.
 
-    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few rows or none are
+    Tango 1998, Statistics in Medicine 17:891-908, eqs. (24)-(27). It keeps its level where few or no rows are
     discordant, where an interval from the normal approximation collapses.
 
     Args:
@@ -111,7 +117,7 @@ def tango_interval(
         confidence: of the two-sided interval.
 
     Returns:
-        (estimate, low, high) between -1 and 1.
+        (estimate, low, high) of candidate minus baseline, between -1 and 1.
 
     Raises:
         ValueError: the counts are negative or exceed n, or n is 0.
@@ -135,7 +141,7 @@ def tango_interval(
 
 
 def _tango_score(n: float, b: float, c: float, difference: float) -> float:
-    """Standardised distance of (c - b) / n from `difference`, the variance estimated under that difference."""
+    """Return the standardised distance of (c - b) / n from `difference`, the variance estimated under it."""
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)
     only_b = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
@@ -147,7 +153,7 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 
 
 def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Exact interval for a proportion (Clopper and Pearson 1934, Biometrika 26:404-413).
+    """Return an exact interval for a proportion (Clopper and Pearson 1934, Biometrika 26:404-413).
 
     Returns:
         (estimate, low, high).
@@ -164,13 +170,13 @@ def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) 
 
 
 def advise_sample_size(n: int) -> str:
-    """What to tell a person about the number of rows; empty if there is nothing to tell."""
+    """Return advice about the number of rows; empty if there are enough."""
     return f"below {FEW_SAMPLES} samples expect inconclusive" if n < FEW_SAMPLES else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicates:
-    """A statistic of the rows as they are, of each resample, and with each group of rows left out."""
+    """A statistic of the rows, of each resample, and with each group of rows left out."""
 
     observed: float
     resampled: npt.NDArray[np.float64]
@@ -178,61 +184,68 @@ class Replicates:
 
     @property
     def spread(self) -> bool:
-        """Whether the resamples differ by more than rounding."""
+        """Return whether the resamples differ by more than rounding."""
         values = self.resampled[np.isfinite(self.resampled)]
         return bool(values.size and np.ptp(values) > 1e-12 * max(1.0, abs(self.observed)))
 
-    def minus(self, other: Replicates) -> Replicates:
-        return _joined(np.subtract, self, other)
+    def __sub__(self, other: Replicates) -> Replicates:
+        """Return the replicates of the difference of two statistics."""
+        return _combine(np.subtract, self, other)
 
-    def over(self, other: Replicates) -> Replicates:
-        return _joined(np.divide, self, other)
+    def __truediv__(self, other: Replicates) -> Replicates:
+        """Return the replicates of the ratio of two statistics."""
+        return _combine(np.divide, self, other)
 
 
 def replicate(
     statistics: Mapping[str, Statistic], groups: npt.NDArray[np.int64], seed: int, resamples: int = RESAMPLES
 ) -> dict[str, Replicates]:
-    """All statistics on the same resamples, drawn from the seed.
+    """Compute all statistics on the same resamples.
 
     Args:
         statistics: of the rows.
         groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws rows.
         seed: of the draws.
-        resamples: how many.
+        resamples: number of resamples.
     """
     draw = np.random.default_rng(seed)
     rows, units = len(groups), int(groups.max()) + 1
     at_once = max(1, _CELLS // rows)
-    found: dict[str, list[Any]] = {name: [] for name in statistics}
+    values: dict[str, list[Any]] = {name: [] for name in statistics}
     for start in range(0, resamples, at_once):
-        weights = _draw(draw, min(at_once, resamples - start), units)[:, groups]
+        count = min(at_once, resamples - start)
+        drawn = draw.integers(0, units, (count, units)) + units * np.arange(count)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=count * units).reshape(count, units)
+        weights = counts.astype(np.float64)[:, groups]
         for name, statistic in statistics.items():
-            found[name].append(statistic(weights))
-    kept = _left_out(units)[:, groups]
+            values[name].append(statistic(weights))
+    folds = min(GROUPS, units)
+    left_out = (np.arange(units)[None, :] % folds != np.arange(folds)[:, None]).astype(np.float64)[:, groups]
     return {
         name: Replicates(
             observed=float(statistic(np.ones((1, rows)))[0]),
-            resampled=np.concatenate(found[name]),
-            left_out=np.concatenate([statistic(kept[i : i + at_once]) for i in range(0, len(kept), at_once)]),
+            resampled=np.concatenate(values[name]),
+            left_out=np.concatenate([statistic(left_out[i : i + at_once]) for i in range(0, len(left_out), at_once)]),
         )
         for name, statistic in statistics.items()
     }
 
 
 def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Interval | None:
-    """Bias-corrected and accelerated bootstrap interval; None where too many resamples are undefined.
+    """Return the bias-corrected and accelerated bootstrap interval; None if too many resamples are undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
     size. The acceleration is that of the jackknife over groups of rows, which has the same expectation as over single
-    ones. The levels are those of Student's t with as many degrees of freedom as rows of equal influence would have
-    (Satterthwaite 1946, Biometrics Bulletin 2:110-114): where ten rows carry a change, its spread is known from ten.
+    ones. The levels are those of Student's t with the degrees of freedom of rows of equal influence (Satterthwaite
+    1946, Biometrics Bulletin 2:110-114): where ten rows carry a change, its spread is known from ten.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(replicates.observed):
         return None
     below = np.mean(values < replicates.observed) + np.mean(values == replicates.observed) / 2
     bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
-    influences = _influences(replicates.left_out)
+    left_out = replicates.left_out[np.isfinite(replicates.left_out)]
+    influences = left_out.mean() - left_out if left_out.size else left_out
     far = special.stdtrit(_degrees(influences), 1 - _TAIL * (1 - confidence) / 2)
     levels = bias + np.array([-far, far])
     levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(influences) * levels, 0.1))
@@ -244,33 +257,18 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
     )
 
 
-def _influences(left_out: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    values = left_out[np.isfinite(left_out)]
-    return values.mean() - values if values.size else values
-
-
 def _acceleration(influences: npt.NDArray[np.float64]) -> float:
     squares = float(np.sum(influences**2))
     return float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
 
 
 def _degrees(influences: npt.NDArray[np.float64]) -> float:
-    """Degrees of freedom of the variance that the influences add up to; 1 at least."""
+    """Return the degrees of freedom of the variance that the influences add up to; at least 1."""
     fourth = float(np.sum(influences**4))
     return max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else float(influences.size))
 
 
-def _draw(draw: np.random.Generator, resamples: int, rows: int) -> Weights:
-    chosen = draw.integers(0, rows, (resamples, rows)) + rows * np.arange(resamples)[:, None]
-    return np.bincount(chosen.ravel(), minlength=resamples * rows).reshape(resamples, rows).astype(np.float64)
-
-
-def _left_out(rows: int) -> Weights:
-    groups = min(GROUPS, rows)
-    return np.asarray(np.arange(rows)[None, :] % groups != np.arange(groups)[:, None], dtype=np.float64)
-
-
-def _joined(operation: Any, one: Replicates, other: Replicates) -> Replicates:
+def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:
     with np.errstate(all="ignore"):
         return Replicates(
             observed=float(operation(np.float64(one.observed), np.float64(other.observed))),
@@ -280,39 +278,47 @@ def _joined(operation: Any, one: Replicates, other: Replicates) -> Replicates:
 
 
 def ratio_interval(mine: Losses, theirs: Losses, unseen: float, confidence: float = CONFIDENCE) -> Interval:
-    """Interval for the ratio of the means of two losses, one a row (or sums, one a group of rows).
+    """Return an interval for the ratio of the means of two losses.
+
+    A ratio `r` is tested by the sign of the mean of `u = mine - r * theirs` (Fieller 1954, Journal of the Royal
+    Statistical Society B 16:175-185), with Student's t. Resampling errs here: rows that are not in the sample are in no
+    resample. Two measures, each for one side of the interval alone, make up for skew and heavy tails: `unseen` more
+    rows count as far to the dangerous side as the worst row, and losses on the harmless side may be cut, since a mean
+    that is below zero although its lowest values were raised is below zero. `benchmarks/truth/losses.py` measures the
+    error rates.
 
     Args:
-        mine: losses of shape (rows,), of any sign.
-        theirs: what they are divided by; their sum is positive.
-        unseen: rows of the worst kind seen that may be missing by chance.
+        mine: losses of shape (rows,), one a row or summed by group, of any sign.
+        theirs: the losses to divide by; their sum is positive.
+        unseen: rows of the worst kind that may be missing by chance.
         confidence: of the two-sided interval.
     """
     estimate = float(mine.sum() / theirs.sum())
     quantile = float(special.stdtrit(len(mine) - 1, (1 + confidence) / 2))
-
     cut = int(_CUT * (len(mine) - 1))
 
     def beyond(side: int, distance: float) -> bool:
-        """Whether a ratio so far from the estimate is surely too far."""
+        """Return whether a ratio this far from the estimate is rejected."""
         away = side * (mine - (estimate + side * distance) * theirs)
         raised = np.maximum(away, -np.partition(np.abs(away), cut)[cut])
-        return min(_upper(away, quantile, unseen), _upper(raised, quantile, unseen)) < 0
+        return min(_bound_mean(away, quantile, unseen), _bound_mean(raised, quantile, unseen)) < 0
 
-    step = max(_upper(mine - estimate * theirs, quantile, unseen) / float(theirs.mean()), 1e-12 * abs(estimate), 1e-300)
-    below, above = (_least_distance(functools.partial(beyond, side), step) for side in (-1, 1))
+    step = max(
+        _bound_mean(mine - estimate * theirs, quantile, unseen) / float(theirs.mean()), 1e-12 * abs(estimate), 1e-300
+    )
+    below, above = (_find_least_distance(functools.partial(beyond, side), step) for side in (-1, 1))
     return Interval(estimate=estimate, low=estimate - below, high=estimate + above)
 
 
-def _upper(values: Losses, quantile: float, unseen: float) -> float:
-    """Upper limit of the mean."""
+def _bound_mean(values: Losses, quantile: float, unseen: float) -> float:
+    """Return an upper limit of the mean."""
     mean = float(values.mean())
     error = quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
     return mean + error + unseen * (float(values.max()) - mean) / len(values)
 
 
-def _least_distance(beyond: Callable[[float], bool], step: float) -> float:
-    """The least distance that is beyond the interval, or a large one where none is."""
+def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
+    """Return the least distance beyond the interval, or a large one if there is none."""
     inside, outside = 0.0, step / 8
     while not beyond(outside):
         inside, outside = outside, 2 * outside
@@ -325,7 +331,7 @@ def _least_distance(beyond: Callable[[float], bool], step: float) -> float:
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:
-    """How many equally bad rows would carry the losses as evenly, and the numbers of those that carry half of them."""
+    """Return the effective number of rows that carry the losses, and the rows that carry half of them."""
     total, squares = float(losses.sum()), float(np.square(losses).sum())
     if squares <= 0:
         return float(len(losses)), ()

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from onnx_ops.domain.decision import Decision, GateResult, Standing, Verdict
 from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
     Evidence,
     Interval,
     LatencyComparison,
@@ -22,22 +24,17 @@ from onnx_ops.domain.evidence import (
     throughput_figure,
 )
 from onnx_ops.domain.gate import (
+    ACCURACY,
     ColdStartGate,
-    Decision,
     Gate,
-    GateResult,
     LatencyGate,
     MemoryGate,
     MetricGate,
     ParityGate,
     SizeGate,
     ThroughputGate,
-    Verdict,
 )
-from onnx_ops.domain.metric import ACCURACY
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.standing import Standing
-from onnx_ops.domain.structure import ActivationMeasurement
 from onnx_ops.statistics.intervals import change_interval
 from onnx_ops.statistics.latency import compare, compare_quantile
 from onnx_ops.statistics.rules.common import join_lines

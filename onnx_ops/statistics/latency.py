@@ -1,6 +1,4 @@
-"""Latency: is one model slower or faster than another on a noisy machine, and does it keep an absolute limit?
-
-Block medians of runs in turns, freed of what a probe tells about the machine's speed at each run."""
+"""Latency: whether a model is slower or faster than another on a noisy machine, and keeps an absolute limit."""
 
 from __future__ import annotations
 
@@ -13,36 +11,36 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics import special
 
 LOOKS = (5, 6, 8, 11, 15, 20, 28, 40)
-"""Session pairs after which the samples may be looked at."""
+"""Session pairs after which an interim look at the samples is allowed."""
 
 ALPHA = 0.05
 """One-sided error rate of a whole comparison."""
 
 _SHARE = 4
-"""Part of the error rate that each look's interval may spend. Looks at the same samples err together, and all but the
-last carry `DRIFT`: `benchmarks.truth.latency` counts how often all of them together err."""
+"""The error rate of each look is `ALPHA` / `_SHARE`. Looks at the same samples err together, and all but the last carry
+`DRIFT`; `benchmarks.truth.latency` measures how often they err in total."""
 
 DRIFT = 0.035
-"""How far the log ratio of the pairs that are not yet measured may lie from that of the others."""
+"""How far the log ratio of the pairs that are not yet measured may be from that of the others."""
 
 LARGEST_CORRELATION = 0.75
-"""Of neighbouring pairs. Forty of them cannot tell more from a trend."""
+"""Of neighbouring pairs. Forty pairs cannot tell a larger one from a trend."""
 
 _FEWEST_CORRELATED = 7
 """Pairs from which on their correlation is estimated."""
 
 _ERRORS = 1.5
-"""Standard errors by which a correlation is taken to be larger than measured, times the correlation: independent pairs
-pay nothing for it. By too small a correlation one limit in fifteen was missed where pairs vary by as much as it."""
+"""Standard errors that are added to a measured correlation, times the correlation, so that independent pairs pay
+nothing. Without it, one limit in fifteen was missed where pairs vary by as much as it."""
 
 _USUAL_SD, _SPELLS_SD = 0.015, 0.028
-"""Memory layout makes sessions vary by 1 to 1.5 %, each on its own. More is the work of spells of the machine, which
-last: until pairs can show whether they are correlated, they count as if they were."""
+"""Memory layout makes sessions vary by 1 to 1.5 %, independently. A larger variation comes from slow spells of the
+machine, which last: pairs count as correlated until enough of them show whether they are."""
 
 _TREND_ALPHA = 0.01
 
@@ -52,7 +50,7 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 PARTS = 20
-"""Points of the curve of run time over probe, of each model."""
+"""Points of the curve of run time over probe, for each model."""
 
 FEWEST_PER_PART = 10
 
@@ -61,9 +59,9 @@ _TICK_NS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Latency of B over latency of A. `low` and `high` are one-sided bounds; 0 and infinity where there is none.
+    """Latency of B over latency of A, with one-sided bounds; 0 and infinity where there is none.
 
-    `rest` is the factor by which what is not yet measured of a run may move them: 1 after the last look.
+    `rest` is the factor by which the unmeasured part of a run may move the bounds: 1 after the last look.
     """
 
     verdict: Verdict
@@ -76,7 +74,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileComparison:
-    """A quantile against a limit, in its unit. `needed` runs let it pass if no further run exceeds the limit."""
+    """A quantile against a limit. With `needed` runs it passes if no further run exceeds the limit."""
 
     verdict: Verdict
     quantile: float
@@ -88,7 +86,7 @@ class QuantileComparison:
 
 
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
-    """Centre of a symmetric distribution with a distribution-free confidence bound on each side.
+    """Return the centre of a symmetric distribution with a distribution-free bound on each side.
 
     Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., §3.2-3.3: the
     median of the Walsh averages, and those of them that the signed-rank test does not reject. The test's
@@ -113,7 +111,7 @@ def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, flo
 
 @functools.cache
 def _signed_rank_quantile(n: int, alpha: float) -> int:
-    """Largest c with P(T < c) <= alpha, T being Wilcoxon's signed-rank statistic of n values."""
+    """Return the largest c with P(T < c) <= alpha for Wilcoxon's signed-rank statistic T."""
     if n > _EXACT_UP_TO:
         mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
         return max(0, math.floor(mean + 0.5 + float(special.ndtri(alpha)) * math.sqrt(variance)))
@@ -125,12 +123,11 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
 
 
 def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: float) -> tuple[float, float, float]:
-    """Estimate and bounds of the log ratio over session pairs.
+    """Return the log ratio over session pairs with its bounds.
 
-    The blocks of one session pair share what its two sessions happened to get (memory layout, core), so a pair
-    counts once, by its median. Treating blocks as independent makes one bound in five miss where one in twenty
-    may. Below six pairs the signed-rank distribution has no point as rare as a look needs; Student's interval
-    takes its place there.
+    The blocks of one session pair share the memory layout and core that its sessions happened to get, so a pair counts
+    once, by its median. With blocks as independent samples, one bound in five misses where one in twenty may. Below six
+    pairs the signed-rank distribution has no point as rare as a look needs; Student's interval takes its place.
 
     Returns:
         (estimate, low, high) of log(B / A); infinite bounds for a single pair.
@@ -152,26 +149,26 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
 
 
 def run_interval(log_ratios: Sequence[Sequence[float]], alpha: float = ALPHA) -> tuple[float, float, float]:
-    """`session_interval` of one look, for pairs that follow one another on a machine that has spells.
+    """Return `session_interval` of one look for consecutive, possibly correlated pairs.
 
-    With the correlation r of neighbours, n pairs tell as much as n (1 - r) / (1 + r) independent ones: the interval is
-    wider by the root of that, and by what Student's distribution is wider for so few. r is estimated without the bias
-    that small samples have (Marriott and Pope 1954, Biometrika 41:390).
+    With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones: the interval is wider
+    by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
+    samples (Marriott and Pope 1954, Biometrika 41:390).
 
     Args:
-        log_ratios: of the blocks, one sequence for each session pair, in the order of measuring; at least one.
+        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
         alpha: one-sided error rate over all looks.
 
     Raises:
         ValueError: there is no pair.
     """
     estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
-    factor = _widening([float(np.median(pair)) for pair in log_ratios if len(pair)], alpha / _SHARE)
+    factor = _compute_widening([float(np.median(pair)) for pair in log_ratios if len(pair)], alpha / _SHARE)
     return estimate, estimate - factor * (estimate - low), estimate + factor * (high - estimate)
 
 
-def _widening(values: Sequence[float], alpha: float) -> float:
-    """By how much an interval for independent values is too narrow for these, which follow one another."""
+def _compute_widening(values: Sequence[float], alpha: float) -> float:
+    """Return how many times too narrow an interval for independent values is for consecutive ones."""
     n, centred = len(values), np.asarray(values) - np.mean(values)
     squares = float(centred @ centred)
     if n < 2 or not squares > 0:
@@ -189,10 +186,10 @@ def _widening(values: Sequence[float], alpha: float) -> float:
 
 
 def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
-    """Change of the log ratio from the first pair to the last, where it is surely a trend of B beside A; else None.
+    """Return the change of the log ratio from the first to the last pair, or None if it is not significant.
 
-    What slows A and B alike is in no pair. The slope is that of least squares, tested as if residuals were as many as
-    their correlation leaves.
+    What slows A and B alike is in no pair. The slope is that of least squares, tested with as many residuals as their
+    correlation leaves.
     """
     values = np.array([np.median(pair) for pair in log_ratios if len(pair)])
     n = len(values)
@@ -200,22 +197,22 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
         return None
     time = np.arange(n) - (n - 1) / 2
     slope = float(time @ values) / float(time @ time)
-    rest = values - values.mean() - slope * time
-    error = math.sqrt(float(rest @ rest) / (n - 2) / float(time @ time)) * _widening(
-        [float(x) for x in rest], _TREND_ALPHA / 2
+    residuals = values - values.mean() - slope * time
+    error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(time @ time)) * _compute_widening(
+        [float(x) for x in residuals], _TREND_ALPHA / 2
     )
-    surely = abs(slope) > -float(special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
-    return slope * (n - 1) if surely and slope else None
+    is_significant = abs(slope) > -float(special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
+    return slope * (n - 1) if is_significant and slope else None
 
 
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
-    """PASS if B is surely less than `1 + tolerance` times as slow as A, FAIL if it surely is more: by `run_interval`.
+    """Compare B with A: PASS if B is surely less than `1 + tolerance` times as slow, FAIL if surely more.
 
-    What the rest of a run would bring, its first pairs do not tell. Before the last look a verdict must also hold if
-    each bound lay further out by `DRIFT`, times the share of the run that is missing.
+    The bounds are those of `run_interval`. The first pairs of a run do not tell what the rest will bring: before the
+    last look a verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of the run.
 
     Args:
-        log_ratios: of the blocks, one sequence for each session pair, in the order of measuring; at least one.
+        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
         alpha: one-sided error rate over all looks.
 
@@ -232,14 +229,14 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
 def estimate_pairs_needed(
     log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA
 ) -> int | None:
-    """Pairs in one run after which the interval would lie on one side of the limit if the ratio stays what it is.
+    """Return the pairs in one run after which the interval would exclude the limit at the same ratio.
 
-    None where the limit is so near that a hundred times the longest run would not do.
+    None if a hundred times the longest run would not be enough.
     """
     estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
     distance = math.log1p(tolerance) - estimate
     pairs = [float(np.median(pair)) for pair in log_ratios if len(pair)]
-    half = (high - estimate if distance > 0 else estimate - low) * _widening(pairs, alpha / _SHARE)
+    half = (high - estimate if distance > 0 else estimate - low) * _compute_widening(pairs, alpha / _SHARE)
     if not abs(distance) * 100 > half:
         return None
     needed = len(pairs) * (half / distance) ** 2
@@ -253,22 +250,23 @@ def explain_withheld_verdict(
     *,
     alpha: float = ALPHA,
 ) -> str | None:
-    """Why no verdict may be given on this host, or None.
+    """Return why no verdict may be given on this host, or None.
 
-    A model against itself has the ratio 1. By as much as it was measured otherwise, the interval of B may be wrong as
-    well: where it would reach the limit then, nothing is decided. How wide the self-test's own interval is does not
-    matter: the noise of the host is in the interval of B too.
+    A model against self_estimate has the ratio 1. The interval of B may be bias by as much as the measured self-ratio
+    is: where it would then reach the limit, the verdict is withheld. The width of the self-test's own interval does not
+    matter, since the noise of the host is in the interval of B too.
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
         return "the noise of the host was not measured"
-    found = compare(log_ratios, tolerance=tolerance, alpha=alpha)
-    itself = session_interval(self_log_ratios, alpha)[0]
-    off, limit = _exp(abs(itself)), 1 + tolerance
-    off *= found.rest
-    stands = {Verdict.PASS: found.high * off < limit, Verdict.FAIL: found.low / off > limit}
-    if stands.get(found.verdict, True):
+    comparison = compare(log_ratios, tolerance=tolerance, alpha=alpha)
+    self_estimate = session_interval(self_log_ratios, alpha)[0]
+    bias, limit = _exp(abs(self_estimate)), 1 + tolerance
+    bias *= comparison.rest
+    stands = {Verdict.PASS: comparison.high * bias < limit, Verdict.FAIL: comparison.low / bias > limit}
+    if stands.get(comparison.verdict, True):
         return None
-    return f"biased host: a model against itself has the ratio {_exp(itself):.4g}, which would move the interval as far"
+    ratio = _exp(self_estimate)
+    return f"biased host: a model against itself has the ratio {ratio:.4g}, which would move the interval as far"
 
 
 def should_continue(
@@ -278,7 +276,9 @@ def should_continue(
     *,
     alpha: float = ALPHA,
 ) -> bool:
-    """Whether to measure on to the next look: a limit is undecided, or the host too biased for it, and looks remain.
+    """Return whether to measure up to the next look.
+
+    True while looks remain and a limit is undecided, or the host is too biased for it.
 
     Args:
         log_ratios: all session pairs so far.
@@ -301,23 +301,23 @@ def should_continue(
 
 
 def get_next_look(pairs: int) -> int:
-    """Session pairs at the look that follows `pairs`; the last look if none does."""
+    """Return the session pairs at the look after `pairs`, or at the last look."""
     return LOOKS[min(bisect.bisect_right(LOOKS, pairs), len(LOOKS) - 1)]
 
 
 def compare_latency_quantile(
     samples_ns: npt.ArrayLike, q: float, limit_s: float, *, confidence: float = 0.95
 ) -> QuantileComparison:
-    """`compare_quantile` of single runs: samples in nanoseconds, limit and result in seconds."""
+    """Compare a quantile of single runs in nanoseconds with a limit in seconds."""
     return compare_quantile(np.asarray(samples_ns, dtype=np.float64) / 1e9, q, limit_s, confidence=confidence)
 
 
 def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confidence: float = 0.95) -> QuantileComparison:
-    """Quantile `q` of independent samples against an upper limit, by the binomial distribution of its exceedances.
+    """Compare quantile `q` of independent samples with an upper limit.
 
-    The bounds are order statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2), so nothing is
-    assumed about the shape of the distribution. Fewer samples than could ever pass (299 for the 99th percentile at
-    95 %, 5 for the median) are INCONCLUSIVE.
+    The test is that of the binomial distribution of exceedances, and the bounds are order statistics (Conover,
+    Practical Nonparametric Statistics, 3rd ed., §3.2): nothing is assumed about the shape of the distribution. Fewer
+    samples than could ever pass (299 for the 99th percentile at 95 %, 5 for the median) are INCONCLUSIVE.
 
     Args:
         samples: shape (runs,), in any unit.
@@ -348,7 +348,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
-    """Fewest runs at which `exceeding` of them above the limit still show that quantile `q` keeps it."""
+    """Return the fewest runs that pass quantile `q` with `exceeding` of them above the limit."""
     short, enough = exceeding, exceeding + 1
     while special.bdtr(exceeding, enough, 1 - q) > 1 - confidence:
         short, enough = enough, 2 * enough
@@ -362,7 +362,7 @@ def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 
 
 
 def _exp(value: float) -> float:
-    """Not numpy's, whose last digit is another one with AVX-512: evidence is judged alike on every machine."""
+    """Return exp(value). NumPy's last digit differs with AVX-512; evidence is judged alike on every machine."""
     try:
         return math.exp(value)
     except OverflowError:
@@ -372,45 +372,46 @@ def _exp(value: float) -> float:
 def compute_block_logs(
     nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike, probe: npt.ArrayLike | None = None
 ) -> Floats:
-    """Log of the median run of each block, up to a constant that all models share.
+    """Return the log of the median run of each block, up to a constant that all models share.
 
-    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that kept its
-    core tells more than ten that did not: with runs of 2 ms at a load of three a core, pairs varied by 6.7 %, and by
-    9.4 % where three such runs were asked for. Where a probe was timed around each run, what it says about the run is
-    taken off first: `_explained`.
+    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that usable its
+    core is worth more than ten that did not: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and by
+    9.4 % with at least three such runs required. Where a probe was timed around each run, its explanation of the run
+    time is subtracted first (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (heats, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
-        probe: the same shape, in any unit; how long a piece of work that is always the same took around the run. None,
-            or values that are not positive, not finite or all alike, tell nothing.
+        probe: the same shape, in any unit; duration of a fixed piece of work around the run. None, or values that are
+            not
+            positive, not finite or all alike, have no effect.
 
     Returns:
-        Shape (heats, blocks, models). Only differences between models mean something.
+        Shape (heats, blocks, models). Only differences between models have a meaning.
 
     Raises:
-        MeasurementError: a block has no positive duration, so that there is no ratio.
+        MeasurementError: a block has no positive duration.
     """
     times = np.asarray(nanoseconds, dtype=np.float64)
     lost = np.asarray(preempted, dtype=bool)
-    kept = ~lost | lost.all(axis=-1, keepdims=True)
-    if not (np.nanmedian(np.where(kept, times, np.nan), axis=-1) > 0).all():
+    usable = ~lost | lost.all(axis=-1, keepdims=True)
+    if not (np.nanmedian(np.where(usable, times, np.nan), axis=-1) > 0).all():
         raise MeasurementError(
             "a block of runs took no measurable time", remedy="Time more rows in one request: `benchmark.batch`."
         )
     logs = np.log(np.maximum(times, _TICK_NS))
-    slowness = None if probe is None else _slowness(np.asarray(probe, dtype=np.float64))
+    slowness = None if probe is None else _measure_slowness(np.asarray(probe, dtype=np.float64))
     if slowness is not None:
-        logs = logs - _explained(logs, kept, slowness)
-    return np.asarray(np.nanmedian(np.where(kept, logs, np.nan), axis=-1), dtype=np.float64)
+        logs = logs - _explain_by_probe(logs, usable, slowness)
+    return np.asarray(np.nanmedian(np.where(usable, logs, np.nan), axis=-1), dtype=np.float64)
 
 
-def _slowness(probe: Floats) -> Floats | None:
-    """Log of each probe, less what is usual after that model beside the others; None if it tells nothing.
+def _measure_slowness(probe: Floats) -> Floats | None:
+    """Return the log of each probe, less what is usual after that model; None if it has no information.
 
-    A model that leaves cold caches or a lower clock behind slows the probes after it, always; that is its own doing,
-    and must not excuse its runs. What is usual is read off runs of the same round, most of which meet the machine in
-    the same state: over all runs, a slow spell that one model had a little more of would pass for it.
+    A model that leaves cold caches or a lower clock behind always slows the probes after it; that must not excuse its
+    own runs. The usual value comes from runs of the same round, most of which meet the machine in the same state: over
+    all runs, a slow spell that one model had slightly more of would look like it.
     """
     if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
         return None
@@ -419,15 +420,15 @@ def _slowness(probe: Floats) -> Floats | None:
     return logs - beside.mean(axis=1)[:, np.newaxis] if np.ptp(logs) > 0 else None
 
 
-def _explained(logs: Floats, kept: Flags, slowness: Floats) -> Floats | float:
-    """What a run takes on a machine that slow, as the mean over the models' own curves: the same for all of them.
+def _explain_by_probe(logs: Floats, usable: Flags, slowness: Floats) -> Floats | float:
+    """Return the run time that the machine's slowness explains, as the mean over the models' curves.
 
-    A curve is a model's median run over its median probe in parts of equally many runs, straight in between.
+    A curve is a model's median run over its median probe in parts of equally many runs, linear in between.
     """
     curves = []
     for model in range(logs.shape[2]):
-        counts = kept[:, :, model]
-        x, y = slowness[:, :, model][counts], logs[:, :, model][counts]
+        chosen = usable[:, :, model]
+        x, y = slowness[:, :, model][chosen], logs[:, :, model][chosen]
         parts = min(PARTS, len(x) // FEWEST_PER_PART)
         if parts < 2:
             return 0.0

@@ -1,9 +1,7 @@
-"""Task metrics as functions of row weights: `statistic(weights)` of shape (resamples, rows) gives (resamples,) values.
+"""Task metrics as functions of row weights: `statistic(weights)` maps (resamples, rows) to (resamples,).
 
 A value is NaN where the weighted rows do not define it.
-
-
-Models as a task metric sees them: a statistic over rows, what it reads of each row, and what a row can cost."""
+"""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.metric import Average, MetricDefinition
+from onnx_ops.domain.gate import Average, MetricDefinition
 from onnx_ops.statistics.intervals import Statistic, Weights
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -22,18 +20,18 @@ CustomMetric: TypeAlias = Callable[[Array, Array], float]
 
 
 def mean(values: Array) -> Statistic:
-    """Mean of one value a row."""
+    """Return the mean of one value a row."""
     return lambda weights: weights @ values / weights.sum(axis=1)
 
 
 def rmse(errors: Array) -> Statistic:
-    """Root of the mean of squared errors, one error a row."""
+    """Return the root of the mean of squared errors, one error a row."""
     squared = mean(np.square(errors, dtype=np.float64))
     return lambda weights: np.sqrt(squared(weights))
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
-    """Share of the labels' variance that the predictions explain; undefined for constant labels."""
+    """Return the share of the labels' variance that the predictions explain; undefined for constant labels."""
     centred = labels - labels.mean()
     residuals = np.square(labels - predictions)
 
@@ -46,21 +44,22 @@ def r2(labels: Array, predictions: Array) -> Statistic:
 
 
 def f1(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> Statistic:
-    """Harmonic mean of precision and recall.
+    """Return the harmonic mean of precision and recall.
 
     Args:
         labels: class numbers of shape (rows,), below `classes`.
         predictions: likewise.
-        classes: how many there are.
+        classes: number of classes.
         average: `binary` is that of the class `positive`; `macro` the mean over the classes that occur; `weighted` the
-            same by their number of labels; `micro` from the counts over all classes.
-        positive: number of a class.
+            same
+            weighted by their number of labels; `micro` is computed from the counts over all classes.
+        positive: number of the positive class.
     """
     right = _indicator(labels, classes, labels == predictions)
-    true, said = _indicator(labels, classes), _indicator(predictions, classes)
+    true, predicted = _indicator(labels, classes), _indicator(predictions, classes)
 
     def statistic(weights: Weights) -> npt.NDArray[np.float64]:
-        hits, support, total = right @ weights.T, true @ weights.T, (true + said) @ weights.T
+        hits, support, total = right @ weights.T, true @ weights.T, (true + predicted) @ weights.T
         with np.errstate(all="ignore"):
             each = 2 * hits / total
             match average:
@@ -77,7 +76,7 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
 
 
 def f1_step(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> float:
-    """Upper bound of what one more row of a wrong class takes off the F1 of these predictions."""
+    """Return an upper bound of what one more row of a wrong class takes off the F1 of these predictions."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
     total = support + np.bincount(predictions, minlength=classes)
@@ -96,19 +95,19 @@ def f1_step(labels: Array, predictions: Array, classes: int, average: Average, p
             return float((share * missed).max() + (share * taken).max())
 
 
-def _indicator(numbers: Array, classes: int, kept: Array | None = None) -> Any:
-    """Sparse (classes, rows): 1 where the row is of the class, and kept."""
+def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> Any:
+    """Return a sparse (classes, rows) matrix: 1 where the row is of the class, and selected."""
     from scipy import sparse  # takes long to import, and few metrics need it
 
-    rows = np.arange(len(numbers)) if kept is None else np.flatnonzero(kept)
+    rows = np.arange(len(numbers)) if selected is None else np.flatnonzero(selected)
     shape = (classes, len(numbers))
     return sparse.csr_array((np.ones(len(rows)), (numbers[rows], rows)), shape=shape)
 
 
 def auc(positive: Array, scores: Array) -> Statistic:
-    """Area under the ROC curve: the chance that a positive row scores above a negative one, ties counted half.
+    """Return the area under the ROC curve: the chance that a positive row scores above a negative one.
 
-    Undefined where one of the classes has no rows.
+    Ties count half. Undefined where one of the classes has no rows.
     """
     order = np.argsort(scores, kind="stable")
     is_positive = positive[order].astype(np.float64)
@@ -127,20 +126,23 @@ def auc(positive: Array, scores: Array) -> Statistic:
 
 
 def custom(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
-    """A person's own function on the rows that a resample has; undefined where it refuses them."""
+    """Return a user's own function on the rows that a resample has; undefined where it raises."""
 
     def value(weights: npt.NDArray[np.float64]) -> float:
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
         try:
             return float(function(predictions[rows], labels[rows]))
-        except Exception:  # a person's own code may raise anything; on all rows it was seen not to
+        except Exception:  # user code may raise anything; on all rows together it did not
             return float("nan")
 
     return lambda weights: np.array([value(one) for one in weights])
 
 
 def cosine_rows(one: Array, other: Array) -> Array:
-    """Cosine of the rows of two (rows, dimensions) arrays; 1 for equal rows, else 0 where one is zero."""
+    """Return the cosine of the rows of two (rows, dimensions) arrays.
+
+    1 for equal rows, otherwise 0 where one of the two is zero.
+    """
     a, b = one.astype(np.float64), other.astype(np.float64)
     product = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     cosine = np.divide((a * b).sum(axis=1), product, out=np.zeros(len(a)), where=product > 0)
@@ -148,24 +150,26 @@ def cosine_rows(one: Array, other: Array) -> Array:
 
 
 def token_rows(one: Array, reference: Array, ignore: int) -> Array:
-    """Share of equal tokens in each row of two (rows, length) arrays; NaN where the reference has none that counts."""
+    """Return the share of equal tokens in each row of two (rows, length) arrays; NaN for rows to ignore."""
     counted = reference != ignore
     with np.errstate(all="ignore"):
         return np.asarray(((one == reference) & counted).sum(axis=1) / counted.sum(axis=1))
 
 
 def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
-    """Whether the column of each row's label has one of its k highest scores; ties count against it."""
+    """Return whether the column of each row's label has one of its k highest scores; ties count against it."""
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricStatistic:
-    """One model's answers to the rows.
+    """One model's answers as a task metric reads them.
 
-    `reads` is what the metric takes from them, one entry a row. `step` is the most that one more row gone wrong could
-    cost; None for a metric without a range.
+    Args:
+        statistic: the metric as a function of row weights.
+        reads: the values that the metric reads, one entry a row.
+        step: the most that one more wrong row can cost; None for a metric without a range.
     """
 
     statistic: Statistic
@@ -176,16 +180,22 @@ class MetricStatistic:
 def build_metric_statistic(
     definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
 ) -> MetricStatistic:
-    """The side of one model; for the arguments see `scores.score`.
+    """Build the statistic of one model; the arguments are those of `scores.score`.
 
     Raises:
-        ValueError: the definition is no score of these arguments.
+        ValueError: the metric cannot be computed from these arguments.
     """
     match definition.name:
         case "f1":
-            return _classes(definition, label, answers)
+            # The positive class has a number even where no row is of it.
+            known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
+            true, predicted, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
+            settings = (true, predicted, len(known), definition.average or "macro", positive)
+            return MetricStatistic(statistic=f1(*settings), reads=answers, step=f1_step(*settings))
         case "auc":
-            return _ranking(label, answers)
+            # A wrong row scores at random: it loses to half of the rows of the other class.
+            fewer = min(int(label.sum()), int((~label).sum()))
+            return MetricStatistic(statistic=auc(label, answers), reads=answers, step=1 / (2 * max(1, fewer)))
         case "mae":
             return MetricStatistic(statistic=mean(np.abs(label - answers)), reads=answers)
         case "rmse":
@@ -193,30 +203,15 @@ def build_metric_statistic(
         case "r2":
             return MetricStatistic(statistic=r2(label, answers), reads=answers)
         case "cosine":
-            return _shares(cosine_rows(answers, label))
+            return _build_mean(cosine_rows(answers, label))
         case "token_agreement" if definition.ignore is not None:
-            return _shares(token_rows(answers, label, definition.ignore))
+            return _build_mean(token_rows(answers, label, definition.ignore))
         case None if function is not None:
             return MetricStatistic(statistic=custom(function, answers, label), reads=answers)
         case _:
-            raise ValueError(f"{definition.label} is no score of these arguments")
+            raise ValueError(f"{definition.label} cannot be computed from these arguments")
 
 
-def _classes(definition: MetricDefinition, label: Array, answers: Array) -> MetricStatistic:
-    average = definition.average or "macro"
-    # The positive class has a number even where no row is of it.
-    known, numbers = np.unique(np.concatenate([label, answers, [1]]), return_inverse=True)
-    true, said, positive = numbers[: len(label)], numbers[len(label) : -1], int(numbers[-1])
-    settings = (true, said, len(known), average, positive)
-    return MetricStatistic(statistic=f1(*settings), reads=answers, step=f1_step(*settings))
-
-
-def _ranking(positive: Array, scores: Array) -> MetricStatistic:
-    """A row gone wrong scores at random: it loses to half of the rows of the other class."""
-    fewer = min(int(positive.sum()), int((~positive).sum()))
-    return MetricStatistic(statistic=auc(positive, scores), reads=scores, step=1 / (2 * max(1, fewer)))
-
-
-def _shares(values: Array) -> MetricStatistic:
-    """A row gone wrong has nothing in common with what it should be."""
+def _build_mean(values: Array) -> MetricStatistic:
+    """Build the mean of values of which a wrong row has 0."""
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))

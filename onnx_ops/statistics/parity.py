@@ -14,29 +14,18 @@ from onnx_ops.statistics.probes import MIN_NOISE_ROWS, REAL
 
 Floats = npt.NDArray[np.float64]
 AnyArray = npt.NDArray[np.generic]
-
+Tensors = Mapping[str, AnyArray]
 LARGEST = 1e30
-"""Stands for infinity in figures that must be written as JSON."""
+"""Stands for infinity in values that are written as JSON."""
 
 _RTOL = {"float16": 5e-3, "bfloat16": 3e-2}
 _RTOL_DEFAULT = 1e-3
 _ATOL_OF_RTOL = 1e-2
 _TOLERANCE_FACTOR = 10.0
 _BFLOAT16_EPSILON = 2.0**-7
-
-Tensors = Mapping[str, AnyArray]
-
 DIVERGENCE_FACTOR = 16.0
-"""Error / noise above which a value has departed: 153 of 189 faults then show at the culprit or right after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Distance:
-    error: float = 0.0
-    noise: float = 0.0
-    ratio: float = 0.0
-    mismatch: str = ""
-    tolerance: str = ""
+"""Error / noise above which a value diverges. With 16, 153 of 189 injected faults show at the faulty node or its
+successor."""
 
 
 def measure_output(
@@ -48,24 +37,23 @@ def measure_output(
     double: AnyArray | None,
     epsilon: float = 0.0,
 ) -> ParityMeasurement:
-    """Distance of an export's output from the source's answers in float32 (`single`) and float64 (`double`).
+    """Measure how far an export's output is from the source's answers.
 
-    Floats: error = max |onnx - double|, noise = max(max |single - double|, 2 eps max |double|), over the values that
-    are finite in all three; a value that is NaN or infinite unlike both answers is a mismatch. eps is that of
-    float32, or of a coarser output. With one answer only, rtol 1e-3 + atol 1e-5 max |answer| takes the noise's place
-    (for float16 outputs rtol 5e-3, for bfloat16 3e-2, with a hundredth of it times the largest answer), divided by 10
-    so that the default limit of the ratio is that tolerance.
+    Floats: error = max |onnx - double| and noise = max(max |single - double|, 2 eps max |double|), over the values that
+    are finite in all three. A value that is NaN or infinite unlike both answers is a mismatch. eps is that of float32,
+    or of a coarser output. With one answer only, the noise is (rtol |answer| + atol max |answer|) / 10 with rtol 1e-3
+    (float16 5e-3, bfloat16 3e-2) and atol = rtol / 100, so that the default limit of the ratio equals that tolerance.
 
-    Everything else: error = share of rows that differ where both answers agree, and there is no noise.
+    Other types: error = share of rows that differ where both answers agree; there is no noise.
 
     A ratio without noise is 0 if nothing differs, else `LARGEST`, which also caps error and noise.
 
     Args:
-        group: name of the group of inputs.
+        group: name of the input group.
         output: name of the output.
         onnx: the export's answer; axis 0 is the batch.
-        single: the source's answer in float32, if there is one.
-        double: the source's answer in float64, if there is one.
+        single: the source's answer in float32, or None.
+        double: the source's answer in float64, or None.
         epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
 
     Raises:
@@ -79,87 +67,67 @@ def measure_output(
             else "the source's answers in float32 and float64 have different shapes",
             where=f"output {output}, inputs {group}",
         )
-    distance = _distance(onnx, single, double, reference, epsilon)
-    return ParityMeasurement(
-        output=output,
-        group=group,
-        rows=int(onnx.shape[0]) if onnx.ndim else 1,
-        error=distance.error,
-        noise=distance.noise,
-        ratio=distance.ratio,
-        mismatch=distance.mismatch,
-        tolerance=distance.tolerance,
-    )
-
-
-def _distance(
-    onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, reference: AnyArray, epsilon: float
-) -> _Distance:
+    rows = int(onnx.shape[0]) if onnx.ndim else 1
+    blank = ParityMeasurement(output=output, group=group, rows=rows, error=0.0, noise=0.0, ratio=0.0)
     if onnx.shape != reference.shape:
-        return _Distance(mismatch=f"shape {onnx.shape}, the source gives {reference.shape}")
+        return replace(blank, mismatch=f"shape {onnx.shape}, the source gives {reference.shape}")
     if is_text(onnx) != is_text(reference):
-        return _Distance(mismatch=f"type {onnx.dtype}, the source gives {reference.dtype}")
+        return replace(blank, mismatch=f"type {onnx.dtype}, the source gives {reference.dtype}")
     if not (is_float(onnx) or is_float(reference)):
-        return _label_distance(onnx, reference, reference if single is None else single)
+        error = _label_error(onnx, reference, reference if single is None else single)
+        return replace(blank, error=error, ratio=compute_ratio(error, 0.0))
     answer = onnx.astype(np.float64)
     answers = [a.astype(np.float64) for a in (double, single) if a is not None]
-    if text := _non_finite_mismatch(answer, answers):
-        return _Distance(mismatch=text)
+    if mismatch := _describe_non_finite_mismatch(answer, answers):
+        return replace(blank, mismatch=mismatch)
     finite = np.isfinite(answer) & np.logical_and.reduce([np.isfinite(a) for a in answers])
     if not finite.any():
-        return _Distance()
-    usable = [a[finite] for a in answers]
-    if len(usable) == 2:
-        return _noise_distance(answer[finite], usable[1], usable[0], max(epsilon, compute_epsilon(onnx)))
-    return _tolerance_distance(answer[finite], usable[0], onnx.dtype.name)
-
-
-def _noise_distance(onnx: Floats, single: Floats, double: Floats, epsilon: float) -> _Distance:
-    with np.errstate(over="ignore"):
-        error = float(np.abs(onnx - double).max())
-        noise = max(float(np.abs(single - double).max()), 2 * epsilon * float(np.abs(double).max()))
-    return _Distance(error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=compute_ratio(error, noise))
-
-
-def _tolerance_distance(onnx: Floats, reference: Floats, dtype: str) -> _Distance:
-    """Error and noise are those of the value that is worst off."""
-    rtol = _RTOL.get(dtype, _RTOL_DEFAULT)
-    atol = rtol * _ATOL_OF_RTOL
+        return blank
+    answer, usable, tolerance = answer[finite], [a[finite] for a in answers], ""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        errors = np.abs(onnx - reference)
-        noises = (rtol * np.abs(reference) + atol * np.abs(reference).max()) / _TOLERANCE_FACTOR
-        worst = int(np.argmax(np.where(errors == 0, 0.0, errors / noises)))
-    error, noise = float(errors[worst]), float(noises[worst])
-    told = f"rtol {rtol:g} + atol {atol:g} × max |answer|"
-    return _Distance(
-        error=min(error, LARGEST), noise=min(noise, LARGEST), ratio=compute_ratio(error, noise), tolerance=told
+        if len(usable) == 2:
+            error = float(np.abs(answer - usable[0]).max())
+            scale = 2 * max(epsilon, compute_epsilon(onnx)) * float(np.abs(usable[0]).max())
+            noise = max(float(np.abs(usable[1] - usable[0]).max()), scale)
+        else:
+            rtol = _RTOL.get(onnx.dtype.name, _RTOL_DEFAULT)
+            atol = rtol * _ATOL_OF_RTOL
+            errors, size = np.abs(answer - usable[0]), np.abs(usable[0])
+            noises = (rtol * size + atol * size.max()) / _TOLERANCE_FACTOR
+            worst = int(np.argmax(np.where(errors == 0, 0.0, errors / noises)))
+            error, noise = float(errors[worst]), float(noises[worst])
+            tolerance = f"rtol {rtol:g} + atol {atol:g} × max |answer|"
+    return replace(
+        blank,
+        error=min(error, LARGEST),
+        noise=min(noise, LARGEST),
+        ratio=compute_ratio(error, noise),
+        tolerance=tolerance,
     )
 
 
-def _label_distance(onnx: AnyArray, double: AnyArray, single: AnyArray) -> _Distance:
+def _label_error(onnx: AnyArray, double: AnyArray, single: AnyArray) -> float:
     if not onnx.size:
-        return _Distance()
+        return 0.0
     if is_text(onnx):
         onnx, double, single = (a.astype(np.str_) for a in (onnx, double, single))
     wrong = (onnx != double) & (single == double)
-    rows = wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong)
-    error = float(rows.mean())
-    return _Distance(error=error, ratio=compute_ratio(error, 0.0))
+    return float((wrong.reshape(len(wrong), -1).any(axis=1) if wrong.ndim else np.atleast_1d(wrong)).mean())
 
 
-def _non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> str:
-    found = _kind_of_number(onnx)
-    strange = np.logical_and.reduce([found != _kind_of_number(a) for a in answers])
-    if not strange.any():
+def _describe_non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> str:
+    kind = _classify_numbers(onnx)
+    mismatched = np.logical_and.reduce([kind != _classify_numbers(a) for a in answers])
+    if not mismatched.any():
         return ""
-    first = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(strange)))
-    where = np.atleast_1d(onnx)[first], np.atleast_1d(answers[0])[first]
-    count = f"{int(strange.sum())} of {strange.size} values"
-    return f"{count} are non-finite on one side only; at {first} {where[0]:g}, the source gives {where[1]:g}"
+    first = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(mismatched)))
+    pair = np.atleast_1d(onnx)[first], np.atleast_1d(answers[0])[first]
+    count = f"{int(mismatched.sum())} of {mismatched.size} values"
+    return f"{count} are non-finite on one side only; at {first} {pair[0]:g}, the source gives {pair[1]:g}"
 
 
-def _kind_of_number(array: Floats) -> npt.NDArray[np.int8]:
-    """0 finite, 1 infinite, -1 minus infinite, 2 NaN."""
+def _classify_numbers(array: Floats) -> npt.NDArray[np.int8]:
+    """Return 0 for finite values, 1 for infinity, -1 for minus infinity, 2 for NaN."""
     kind = np.zeros(array.shape, dtype=np.int8)
     kind[np.isposinf(array)] = 1
     kind[np.isneginf(array)] = -1
@@ -168,10 +136,10 @@ def _kind_of_number(array: Floats) -> npt.NDArray[np.int8]:
 
 
 def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasurement, ...]:
-    """Small batches judged by the noise of all real rows.
+    """Judge small batches by the noise of all real rows.
 
-    A batch group holds real rows, but may hold so few that its own rounding errors happen to be tiny. Below 32 rows
-    its noise is the larger of its own and that of the same output on the real samples.
+    A batch group may hold so few real rows that its own rounding errors happen to be tiny. Below 32 rows its noise is
+    the larger of its own and that of the same output on the real samples.
     """
     real: dict[str, float] = {}
     for m in measurements:
@@ -185,41 +153,15 @@ def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasure
     return tuple(pooled)
 
 
-def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
-    """Largest |original - dequantized| in quantization steps.
-
-    Args:
-        original: the float weight.
-        dequantized: the same shape, what the quantized weight stands for.
-        scale: the step, of a shape that broadcasts against the weight (one step, or one for each channel).
-
-    Returns:
-        Steps; `LARGEST` if a weight is not finite, or moved where the step is 0.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
-    before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
-    if before.shape != after.shape:
-        raise ValueError(f"a weight of shape {before.shape} became one of shape {after.shape}")
-    if not before.size:
-        return 0.0
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        moved = np.abs(before - after)
-        steps = np.where(moved == 0, 0.0, moved / np.abs(np.asarray(scale, dtype=np.float64)))
-    largest = float(steps.max())
-    return min(largest, LARGEST) if not np.isnan(largest) else LARGEST
-
-
 def compute_ratio(error: float, noise: float) -> float:
-    """error / noise; 0 without an error, `LARGEST` at most and where there is no noise."""
+    """Return error / noise: 0 without an error, at most `LARGEST`, and `LARGEST` without noise."""
     if error == 0:
         return 0.0
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
 def compute_epsilon(array: AnyArray) -> float:
-    """Spacing of the array's floats relative to their size, never finer than that of float32."""
+    """Return the relative spacing of the array's floats, never finer than that of float32."""
     single = float(np.finfo(np.float32).eps)
     if array.dtype.name == "bfloat16":
         return _BFLOAT16_EPSILON
@@ -227,23 +169,25 @@ def compute_epsilon(array: AnyArray) -> float:
 
 
 def is_float(array: AnyArray) -> bool:
+    """Return whether the array holds floats, bfloat16 included."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def is_text(array: AnyArray) -> bool:
+    """Return whether the array holds texts."""
     return array.dtype.kind in "USO"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergentValue:
-    """The value that departs first, and by what multiple of its noise; `LARGEST` if its shape or NaNs differ."""
+    """The first divergent value and its error / noise; `LARGEST` if shape or NaNs differ."""
 
     value: str
     ratio: float
 
 
 def is_divergent(measurement: ParityMeasurement, factor: float = DIVERGENCE_FACTOR) -> bool:
-    """Whether a value is farther from its source than rounding explains."""
+    """Return whether a value is farther from its source than rounding explains."""
     return bool(measurement.mismatch) or not measurement.ratio <= factor
 
 
@@ -254,17 +198,17 @@ def find_first_divergence(
     double: Tensors | None = None,
     factor: float = DIVERGENCE_FACTOR,
 ) -> DivergentValue | None:
-    """The first of the values, in the order given, whose error exceeds `factor` times its own noise.
+    """Return the first value whose error exceeds `factor` times its own noise.
 
-    Only floats are compared: an integer or a boolean turns on a tie as soon as what it is made of rounds differently,
-    and if it is really wrong the next float shows it. Values that a side lacks are passed over.
+    Only floats are compared: integers and booleans change on a tie as soon as their inputs round differently, and a
+    real fault shows at the next float. Values that one side lacks are skipped.
 
     Args:
         names: values in topological order.
         onnx: the export's values by name.
         single: the source's values in float32.
-        double: the source's values in float64, where it can be run so; without them fixed tolerances apply.
-        factor: largest error / noise of a value that has not departed.
+        double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
+        factor: largest error / noise of a value that does not diverge.
     """
     for name in names:
         if name not in onnx or name not in single or "f" not in (onnx[name].dtype.kind, single[name].dtype.kind):
@@ -272,21 +216,21 @@ def find_first_divergence(
         exact = double.get(name) if double is not None else None
         if exact is not None and exact.shape != single[name].shape:
             exact = None
-        found = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
-        if is_divergent(found, factor):
-            return DivergentValue(value=name, ratio=LARGEST if found.mismatch else found.ratio)
+        measurement = measure_output(group="", output=name, onnx=onnx[name], single=single[name], double=exact)
+        if is_divergent(measurement, factor):
+            return DivergentValue(value=name, ratio=LARGEST if measurement.mismatch else measurement.ratio)
     return None
 
 
 def pick_evenly(names: Sequence[str], limit: int) -> list[str]:
-    """At most `limit` of the names, evenly, the last one always among them."""
+    """Return at most `limit` of the names, evenly spaced, always with the last one."""
     if len(names) <= limit:
         return list(names)
     return [names[(index + 1) * len(names) // limit - 1] for index in range(limit)]
 
 
 def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
-    """At most 32 rows: the one that is worst off, and others evenly, so that the noise is a fair sample."""
+    """Return at most 32 rows: the worst one, and evenly spaced others as a sample of the noise."""
     count = len(reference)
     if count <= MIN_NOISE_ROWS:
         return list(range(count))
@@ -297,7 +241,7 @@ def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
 
 
 def find_worst_row(onnx: AnyArray, reference: AnyArray) -> int:
-    """The row that is farthest off, one that is NaN on one side only before all others. The shapes are equal."""
+    """Return the row with the largest difference; NaN on one side only counts as largest."""
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
         with np.errstate(all="ignore"):
@@ -310,38 +254,38 @@ def find_worst_row(onnx: AnyArray, reference: AnyArray) -> int:
 def measure_batch_invariance(
     batched: Tensors, alone: Sequence[Tensors], noise: Mapping[str, float] | None = None
 ) -> tuple[BatchInvariance, ...]:
-    """How far the rows of one batch are from the same rows asked one by one.
+    """Measure how far the rows of one batch are from the same rows run one by one.
 
-    Floats: the unit of the ratio is the noise of that output, or, without one, a tenth of rtol 1e-3 +
-    atol 1e-5 max |answer|. Labels have no noise of their own: where the model has scores too, a label is as far off
-    as the scores are, so that a tie is no finding; where it has none, every change counts. A value that is finite on
-    one side only is `LARGEST` off.
+    Floats: the ratio is in units of the output's noise or, without one, of a tenth of rtol 1e-3 + atol 1e-5 max
+    |answer|. Labels have no noise: where the model also has scores, a label counts as much as the scores differ, so
+    that a tie is no finding; otherwise every change counts. A value that is finite on one side only counts as
+    `LARGEST`.
 
     Args:
         batched: outputs of one run on n rows, by name.
-        alone: outputs of n runs, each on one row, in the same order.
-        noise: the source's own rounding noise by output; outputs that are not in it have none.
+        alone: outputs of n runs on one row each, in the same order.
+        noise: the source's rounding noise by output.
 
     Returns:
-        One figure for each output that has one entry a row in every run; others say nothing of rows.
+        One measurement for each output that has one entry a row in every run.
     """
     known = noise or {}
     floats: list[BatchInvariance] = []
     labels: list[BatchInvariance] = []
     for name, together in sorted(batched.items()):
-        if (single := _stacked(name, together, alone)) is not None:
+        if (single := _stack_rows(name, together, alone)) is not None:
             kind = floats if together.dtype.kind == "f" else labels
-            kind.append(_compared(name, together, single, known.get(name, 0.0)))
+            kind.append(_compare_batches(name, together, single, known.get(name, 0.0)))
     if floats:
         worst = max(m.ratio for m in floats)
-        labels = [_as_far(label, worst) for label in labels]
+        labels = [replace(label, ratio=min(label.ratio, worst)) for label in labels]
     return tuple(sorted((*floats, *labels), key=lambda m: m.output))
 
 
 def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, float]:
-    """The source's rounding noise by float output, from its answers in float32 and float64 to the same rows.
+    """Return the source's rounding noise by float output, from its answers in float32 and float64.
 
-    Empty if it lacks one of the two. The noise is that of parity: max(max |single - double|, 2 eps max |double|).
+    Empty if one of the two is missing. The noise is that of parity: max(max |single - double|, 2 eps max |double|).
     """
     if single is None or double is None:
         return {}
@@ -352,7 +296,7 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
     }
 
 
-def _stacked(name: str, together: AnyArray, alone: Sequence[Tensors]) -> AnyArray | None:
+def _stack_rows(name: str, together: AnyArray, alone: Sequence[Tensors]) -> AnyArray | None:
     rows = [tensors[name] for tensors in alone if name in tensors]
     if not rows or together.ndim == 0 or together.shape[0] != len(alone):
         return None
@@ -361,39 +305,19 @@ def _stacked(name: str, together: AnyArray, alone: Sequence[Tensors]) -> AnyArra
     return np.concatenate(rows)
 
 
-def _compared(name: str, together: AnyArray, single: AnyArray, noise: float) -> BatchInvariance:
-    # Fixed tolerances, as for a source that has one answer only; the noise then takes their place.
-    found = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
-    error, ratio = found.error, found.ratio
-    if found.mismatch:
+def _compare_batches(name: str, together: AnyArray, single: AnyArray, noise: float) -> BatchInvariance:
+    # Fixed tolerances, as for a source with one answer; the noise then takes their place.
+    measurement = measure_output(group=REAL, output=name, onnx=together, single=single, double=None)
+    error, ratio = measurement.error, measurement.ratio
+    is_scores = together.dtype.kind == "f"
+    if measurement.mismatch:
         error = ratio = LARGEST
-    elif together.dtype.kind == "f" and noise > 0:
-        error = _largest_difference(together, single)
+    elif is_scores and noise > 0:
+        first, second = together.astype(np.float64), single.astype(np.float64)
+        finite = np.isfinite(first) & np.isfinite(second)
+        error = min(float(np.abs(first[finite] - second[finite]).max(initial=0.0)), LARGEST)
         ratio = min(error / noise, LARGEST)
-    return BatchInvariance(
-        output=name, rows=len(single), error=error, ratio=ratio, changed=_changed(together, single, error)
-    )
-
-
-def _largest_difference(together: AnyArray, single: AnyArray) -> float:
-    first, second = together.astype(np.float64), single.astype(np.float64)
-    finite = np.isfinite(first) & np.isfinite(second)
-    return min(float(np.abs(first[finite] - second[finite]).max(initial=0.0)), LARGEST)
-
-
-def _changed(together: AnyArray, single: AnyArray, error: float) -> float | None:
-    if together.dtype.kind != "f":
-        return error
-    if together.ndim != 2 or together.shape[1] < 2:
-        return None
-    return float((together.argmax(axis=1) != single.argmax(axis=1)).mean())
-
-
-def _as_far(label: BatchInvariance, ratio: float) -> BatchInvariance:
-    return BatchInvariance(
-        output=label.output,
-        rows=label.rows,
-        error=label.error,
-        ratio=min(label.ratio, ratio),
-        changed=label.changed,
-    )
+    changed = None if is_scores else error
+    if is_scores and together.ndim == 2 and together.shape[1] > 1:
+        changed = float((together.argmax(axis=1) != single.argmax(axis=1)).mean())
+    return BatchInvariance(output=name, rows=len(single), error=error, ratio=ratio, changed=changed)

@@ -1,4 +1,9 @@
-"""Probes: input groups made from real samples on which a wrong export shows."""
+"""Probes: input groups made from real samples on which a wrong export shows. Deterministic.
+
+The domain of an input is the set of values that callers can send, learned from real rows, the graph and what the
+pipeline declares. A difference on a group within the domain refuses the export; on other groups (NaN where the data
+has none, rows of a thousandfold size, no rows at all) it is advisory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import InputValues
 
 AnyArray = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float64]
@@ -16,7 +21,8 @@ Bools = npt.NDArray[np.bool_]
 Tensors = Mapping[str, AnyArray]
 
 MARGIN = 0.5
-"""By how much of its width a range of real numbers is widened at each end: rows are a sample of what callers send."""
+"""Share of its width by which a range of real numbers is widened at each end: rows are a sample of what callers
+send."""
 
 _MOST_CATEGORIES = 64
 _MOST_PLACES = 1 << 16
@@ -24,7 +30,7 @@ _MOST_PLACES = 1 << 16
 Rows = npt.NDArray[np.intp]
 
 REAL = "real"
-"""Name of the group that holds real samples as they are."""
+"""Name of the group of unchanged real samples."""
 
 MIN_NOISE_ROWS = 32
 """Rows below which the largest rounding error is not a fair sample of the noise."""
@@ -35,22 +41,23 @@ _RANGE_ROWS = 3 * MIN_NOISE_ROWS
 _FACTORS = {"x10": 10.0, "x1e3": 1e3, "x1e5": 1e5, "x1e-8": 1e-8, "negatives": -1.0}
 
 Axes = Mapping[str, Sequence[tuple[str, int]]]
-"""Places (input, axis) of each free axis by its symbol; axis 0, the batch, is not among them."""
+"""Places (input, axis) of each free axis by its symbol, without axis 0, the batch."""
 
 _GROUP_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDomain:
-    """The values of one input by place, a place being an element of a row.
+    """The values of one input by place; a place is an element of a row.
 
     Args:
-        low, high: finite bounds, of a shape that broadcasts against a row.
+        low: finite lower bounds, of a shape that broadcasts against a row.
+        high: finite upper bounds, same shape.
         whole: places that hold whole numbers only; same shape.
-        listed: places that take the values which were seen there, and no others; same shape.
-        categories: the only values there are, whatever the place; None where any between the bounds may come.
-        recombined: whether places vary independently of each other, so that any mixture of rows is a row.
-        missing: places at which NaN may come; same shape.
+        listed: places that take only the values that occur there; same shape.
+        categories: all possible values, whatever the place; None if any value between the bounds is possible.
+        recombined: whether places vary independently, so that any mixture of rows is a valid row.
+        missing: places that may hold NaN; same shape.
     """
 
     low: Floats
@@ -67,40 +74,39 @@ def learn_domains(
     declared: Mapping[str, InputValues] | None = None,
     bounds: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, InputDomain]:
-    """The domain of each input.
+    """Learn the domain of each input.
 
-    Tables (2-D floats) have a range for each column; images, series and whole numbers of other ranks one for all
+    Tables (2-D floats) have a range for each column; images, series and whole numbers of other ranks have one for all
     places. A range of real numbers is widened by half its width at each end, but not across zero; one of whole numbers
-    is not. Where a column of a table holds up to 64 different whole numbers these may be categories, so that no others
-    are in the domain.
+    is not. A table's column with up to 64 distinct whole numbers may hold categories, so that no others are in the
+    domain.
 
     Args:
-        samples: real rows by input, axis 0 is the batch.
-        declared: what the pipeline says of some inputs.
-        bounds: least and largest index that the graph takes of whole-number inputs that are indices.
+        samples: real rows by input; axis 0 is the batch.
+        declared: values that the pipeline declares for some inputs.
+        bounds: smallest and largest index that the graph accepts, for inputs that are indices.
 
     Raises:
         ValueError: there is no row, or texts are declared for an input of numbers.
     """
     if not min((len(array) for array in samples.values()), default=0):
-        raise ValueError("the domain is learnt from real samples, and there are none")
-    found = {}
+        raise ValueError("there are no real samples to learn the domain from")
+    domains = {}
     for name, array in samples.items():
         try:
-            found[name] = _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
+            domains[name] = _learn(array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name))
         except ValueError as error:
             raise ValueError(f"input {name!r}: {error}") from error
-    return found
+    return domains
 
 
 def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
     categories = None if declared.values is None else np.asarray(declared.values)
     kind = array.dtype.kind
     if kind not in "fiu":
-        nothing = np.zeros(())
         return InputDomain(
-            low=nothing,
-            high=nothing,
+            low=np.zeros(()),
+            high=np.zeros(()),
             whole=np.ones((), dtype=bool),
             listed=np.ones((), dtype=bool),
             categories=categories if kind in "USO" else None,
@@ -108,7 +114,7 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
             missing=np.zeros((), dtype=bool),
         )
     if categories is not None and categories.dtype.kind not in "fiu":
-        raise ValueError(f"its values are numbers, and {declared.values} are declared")
+        raise ValueError(f"its values are numbers, but {declared.values} are declared")
     values = array.astype(np.float64)
     finite = np.isfinite(values)
     by_place = array.ndim <= 2 and values[0].size <= _MOST_PLACES
@@ -133,58 +139,58 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
     missing: Bools = np.asarray(np.isnan(values).any(axis=axes))
     if declared.missing is not None:
         missing = np.full_like(missing, declared.missing)
-    largest = np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max
+    largest = float(np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max)
+    if kind != "f" and int(largest) > np.iinfo(array.dtype.name).max:  # float64 rounds 2**63 - 1 up
+        largest = float(np.nextafter(largest, 0.0))
     return InputDomain(
-        low=np.clip(low, -float(largest), float(largest)),
-        high=np.clip(high, -float(largest), float(largest)),
+        low=np.clip(low, -largest, largest),
+        high=np.clip(high, -largest, largest),
         whole=whole,
-        listed=whole & _few(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
+        listed=whole & _has_few_values(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
         categories=categories,
         recombined=(array.ndim <= 2 and not binary) or bound is not None,
         missing=missing,
     )
 
 
-def _few(values: Floats) -> Bools:
-    """Columns that hold few different values."""
-    ordered = np.sort(values, axis=0)
-    different = 1 + (np.diff(ordered, axis=0) != 0).sum(axis=0)
-    return np.asarray((different <= _MOST_CATEGORIES) & (different < len(values) / 2))
+def _has_few_values(columns: Floats) -> Bools:
+    distinct = 1 + (np.diff(np.sort(columns, axis=0), axis=0) != 0).sum(axis=0)
+    return np.asarray((distinct <= _MOST_CATEGORIES) & (distinct < len(columns) / 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeGroup:
-    """Rows of one kind. `inside` says whether callers can send them."""
+    """Rows of one kind. `inside`: callers can send them."""
 
     inputs: Tensors
     inside: bool = True
 
 
 def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
-    """96 rows within the domain: its ends and their mixtures, one place at an end, and values in between.
+    """Make 96 rows within the domain: its bounds and their mixtures, one place at a bound, and values in between.
 
-    Places that do not vary independently keep real rows. So do text and booleans, but that the columns of a table of
-    texts are mixed.
+    Places that do not vary independently keep real rows. So do texts and booleans, except that the columns of a table
+    of texts are mixed.
 
     Args:
-        samples: real inputs by name, axis 0 is the batch.
-        domains: of each input.
+        samples: real inputs by name; axis 0 is the batch.
+        domains: the domain of each input.
 
     Raises:
         ValueError: there is no row.
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
-    return {name: _in_range(array, rows, domains[name], draw) for name, array in samples.items()}
+    return {name: _draw_in_range(array, rows, domains[name], draw) for name, array in samples.items()}
 
 
 def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Real rows in batches of 1, 2, 3, 17, 64 and 257, each starting where the one before ended.
+    """Cut real rows into batches of 1, 2, 3, 17, 64 and 257 rows, one after the other.
 
     Raises:
         ValueError: there is no row.
     """
-    count = _count(samples)
+    count = _count_rows(samples)
     groups: dict[str, Tensors] = {}
     start = 0
     for size in BATCH_SIZES:
@@ -195,76 +201,77 @@ def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
 
 
 def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
-    """Real rows, rows within the domain, and 32 rows each of what lies outside of it.
+    """Make the groups: real rows, rows within the domain, and 32 rows of each kind outside of it.
 
-    `beyond_range` holds multiples of real rows; a multiple that an input's type cannot hold is left out;
-    `beyond_range:texts` empty and unseen texts. The rows of
-    `missing` and `infinite` have one such element in each float input; NaN where it may come, if it may anywhere.
-    Only floats are distorted; a group that would only repeat real rows is left out.
+    `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
+    holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
+    may occur if it may occur everywhere. Only floats are changed; a group that would only repeat real rows is left out.
 
     Args:
-        samples: real inputs by name, axis 0 is the batch.
-        domains: of each input.
-        empty: whether a batch of no rows is among them.
+        samples: real inputs by name; axis 0 is the batch.
+        domains: the domain of each input.
+        empty: whether to add a batch of no rows.
 
     Raises:
         ValueError: there is no row.
     """
-    found = {REAL: ProbeGroup(inputs=samples)}
+    groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
     if kinds - set("b"):
-        found["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
+        groups["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
         for name, factor in _FACTORS.items():
-            if all(_holds(array, factor) for array in samples.values()):
-                multiple = {n: _multiple(array[rows], factor) for n, array in samples.items()}
-                found[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
-        holed = any(domain.missing.any() for domain in domains.values())
-        anywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
-        at = {name: domain.missing for name, domain in domains.items()} if holed else anywhere
-        found["missing"] = ProbeGroup(inputs=_distorted(samples, rows, (np.nan,), at), inside=holed)
-        found["infinite"] = ProbeGroup(inputs=_distorted(samples, rows, (np.inf, -np.inf), anywhere), inside=False)
+            if all(_can_hold(array, factor) for array in samples.values()):
+                multiple = {n: _multiply(array[rows], factor) for n, array in samples.items()}
+                groups[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
+        has_missing = any(domain.missing.any() for domain in domains.values())
+        everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
+        places = {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
+        groups["missing"] = ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing)
+        groups["infinite"] = ProbeGroup(
+            inputs=_insert_values(samples, rows, (np.inf, -np.inf), everywhere), inside=False
+        )
     if "U" in kinds:
-        found["beyond_range:texts"] = ProbeGroup(
+        groups["beyond_range:texts"] = ProbeGroup(
             inputs={
-                name: _replaced(array[rows], domains[name]) if array.dtype.kind == "U" else array[rows]
+                name: _replace_texts(array[rows], domains[name]) if array.dtype.kind == "U" else array[rows]
                 for name, array in samples.items()
             },
             inside=False,
         )
     if empty:
-        found["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
-    return found
+        groups["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
+    return groups
 
 
 def take_rows(samples: Tensors, count: int) -> Tensors:
-    """The first `count` rows; rows repeat if there are fewer."""
-    chosen = np.arange(count) % _count(samples)
+    """Return the first `count` rows; rows repeat if there are fewer."""
+    chosen = np.arange(count) % _count_rows(samples)
     return {name: array[chosen] for name, array in samples.items()}
 
 
-def _count(samples: Tensors) -> int:
+def _count_rows(samples: Tensors) -> int:
     count = min((len(array) for array in samples.values()), default=0)
     if not count:
-        raise ValueError("probes are made from real samples, and there are none")
+        raise ValueError("there are no real samples to make probes from")
     return count
 
 
 def _even_rows(samples: Tensors, rows: int) -> Rows:
-    count = _count(samples)
+    count = _count_rows(samples)
     return np.arange(rows) * max(1, count // rows) % count
 
 
-def _in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> AnyArray:
+def _draw_in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.random.Generator) -> AnyArray:
     chosen = array[rows]
     if domain.categories is not None:
         return draw.choice(domain.categories, chosen.shape).astype(array.dtype)
     if array.dtype.kind not in "fiu":
-        return _mixed(array, chosen.shape, draw) if domain.recombined else chosen
-    made = _numbers(chosen, domain, draw)
+        return _mix_rows(array, chosen.shape, draw) if domain.recombined else chosen
+    made = _draw_numbers(chosen, domain, draw)
     if domain.listed.any():
-        made = np.where(domain.listed, _mixed(array, chosen.shape, draw).astype(np.float64), made)
+        made = np.where(domain.listed, _mix_rows(array, chosen.shape, draw).astype(np.float64), made)
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
@@ -273,7 +280,7 @@ def _in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.random.
     return made.astype(array.dtype)
 
 
-def _numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -> Floats:
+def _draw_numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -> Floats:
     shape = chosen.shape
     low: Floats = np.broadcast_to(domain.low, shape[1:])
     high: Floats = np.broadcast_to(domain.high, shape[1:])
@@ -291,28 +298,23 @@ def _numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    if chosen.dtype.kind in "iu":
-        made[2 * third :] = _swept(low, high, made[2 * third :].shape)
+    if chosen.dtype.kind in "iu":  # whole numbers from end to end, as many different ones as fit
+        swept = made[2 * third :].shape
+        count, width = int(np.prod(swept)), high - low + 1
+        step = np.maximum(1.0, np.floor(width / max(1, count)))
+        made[2 * third :] = low + (np.arange(count).reshape(swept) * step) % np.maximum(width, 1)
     return np.where(domain.whole, np.clip(np.round(made), np.ceil(low), np.floor(high)), made)
 
 
-def _swept(low: Floats, high: Floats, shape: tuple[int, ...]) -> Floats:
-    """Whole numbers from end to end, as many different ones as fit."""
-    count = int(np.prod(shape))
-    width = high - low + 1
-    step = np.maximum(1.0, np.floor(width / max(1, count)))
-    return np.asarray(low + (np.arange(count).reshape(shape) * step) % np.maximum(width, 1))
-
-
-def _mixed(array: AnyArray, shape: tuple[int, ...], draw: np.random.Generator) -> AnyArray:
+def _mix_rows(array: AnyArray, shape: tuple[int, ...], draw: np.random.Generator) -> AnyArray:
     return np.take_along_axis(array, draw.integers(0, len(array), shape), axis=0)
 
 
-def _distorted(samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]) -> Tensors:
-    """The rows with one of the values in each, walking over the places where it may stand."""
-    found = {name: array[rows] for name, array in samples.items()}
+def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]) -> Tensors:
+    """Put one of the values into each row, walking over the places that may hold it."""
+    inputs = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
-        chosen = found[name]
+        chosen = inputs[name]
         if chosen.dtype.kind != "f":
             continue
         flat = chosen.astype(np.float64).reshape(len(chosen), -1)
@@ -320,23 +322,23 @@ def _distorted(samples: Tensors, rows: Rows, values: Sequence[float], at: Mappin
         if places.size:
             row = np.arange(len(chosen))
             flat[row, places[row * max(1, len(places) // len(chosen)) % len(places)]] = np.resize(values, len(chosen))
-            found[name] = flat.reshape(chosen.shape).astype(chosen.dtype)
-    return found
+            inputs[name] = flat.reshape(chosen.shape).astype(chosen.dtype)
+    return inputs
 
 
-def _replaced(chosen: AnyArray, domain: InputDomain) -> AnyArray:
-    """Empty and unseen texts in turn; texts of declared categories stay."""
+def _replace_texts(chosen: AnyArray, domain: InputDomain) -> AnyArray:
+    """Use an empty, an unseen and the real text in turn; texts of declared categories stay."""
     if domain.categories is not None:
         return chosen
     row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
     return np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
 
 
-def _multiple(chosen: AnyArray, factor: float) -> AnyArray:
+def _multiply(chosen: AnyArray, factor: float) -> AnyArray:
     return (chosen.astype(np.float64) * factor).astype(chosen.dtype) if chosen.dtype.kind == "f" else chosen
 
 
-def _holds(array: AnyArray, factor: float) -> bool:
+def _can_hold(array: AnyArray, factor: float) -> bool:
     if array.dtype.kind != "f":
         return True
     values = np.abs(array.astype(np.float64))
@@ -345,47 +347,43 @@ def _holds(array: AnyArray, factor: float) -> bool:
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """One, a smaller odd size, the next odd one above, and the double; never the size itself."""
+    """Return one, a smaller odd size, the next odd one above, and the double; never the size itself."""
     smaller, larger = (size // 2) | 1, size + 1 + size % 2
     return tuple(sorted({1, smaller, larger, 2 * size} - {size}))
 
 
 def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
-    """32 real rows at other sizes of each free axis, and of all of them at once, cut or repeated to fit.
+    """Make 32 real rows at other sizes of each free axis, and of all of them at once.
 
-    A symbol that several inputs share gets one size in all of them. Groups of more than 64 MiB are left out.
+    Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them. Groups of more than
+    64 MiB are left out.
 
     Args:
-        samples: real inputs by name, axis 0 is the batch.
-        axes: where each symbol stands.
+        samples: real inputs by name; axis 0 is the batch.
+        axes: the places of each symbol.
 
     Raises:
         ValueError: there is no row.
     """
     rows = take_rows(samples, MIN_NOISE_ROWS)
-    present = {symbol: _size(rows, places) for symbol, places in axes.items() if places}
-    wanted = [{symbol: size} for symbol, known in present.items() for size in choose_other_sizes(known)]
+    present = {symbol: int(rows[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}
+    ranked = {symbol: choose_other_sizes(size) for symbol, size in present.items()}
+    wanted = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(present) > 1:
-        ranked = {symbol: choose_other_sizes(known) for symbol, known in present.items()}
         wanted += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
         wanted.append({symbol: sizes[(place + 1) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
     groups: dict[str, Tensors] = {}
     for sizes in wanted:
-        made = _resized(rows, axes, sizes)
+        made = _resize(rows, axes, sizes)
         if sum(array.nbytes for array in made.values()) <= _GROUP_BYTES:
             groups["lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())] = made
     return groups
 
 
-def _size(rows: Tensors, places: Sequence[tuple[str, int]]) -> int:
-    name, axis = places[0]
-    return int(rows[name].shape[axis])
-
-
-def _resized(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> dict[str, AnyArray]:
-    found = dict(rows)
+def _resize(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> dict[str, AnyArray]:
+    inputs = dict(rows)
     for symbol, size in sizes.items():
         for name, axis in axes[symbol]:
-            here = found[name].shape[axis]
-            found[name] = np.take(found[name], np.arange(size) % here, axis=axis) if here else found[name]
-    return found
+            here = inputs[name].shape[axis]
+            inputs[name] = np.take(inputs[name], np.arange(size) % here, axis=axis) if here else inputs[name]
+    return inputs

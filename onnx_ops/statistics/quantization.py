@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.structure import ActivationMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement
 from onnx_ops.statistics.parity import LARGEST
 
 Floats = npt.NDArray[np.float64]
@@ -17,17 +17,22 @@ AnyArray = npt.NDArray[np.generic]
 _LEVELS = 255
 
 TINY = 1e-30
-"""Values nearer to 0 do not count as values that a range must hold."""
+"""Values closer to 0 are not counted as values that a range must hold."""
 
 _SPACINGS = 4
-"""Spacings of float32 at a value by which its rounding may miss the middle of a step."""
+"""Spacings of float32 at a value by which rounding may miss the middle of a step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ActivationStatistics:
-    """One activation over several runs. `step`, `low` and `high` describe its levels as it is written.
+    """Accumulates the error of one quantized activation over several runs.
 
-    `bounded`: its range is that of the function that makes it.
+    Args:
+        tensor: name of the activation.
+        step: quantization step.
+        low: lowest level.
+        high: highest level.
+        bounded: whether the range is that of the function that computes it.
     """
 
     tensor: str
@@ -36,7 +41,7 @@ class ActivationStatistics:
     high: float
     bounded: bool = False
     values: int = 0
-    strange: bool = False
+    non_finite: bool = False
     largest: float = 0.0
     outside: int = 0
     squares: float = 0.0
@@ -45,66 +50,86 @@ class ActivationStatistics:
     least: float = 0.0
     most: float = 0.0
 
-    def see(self, written: AnyArray, read: AnyArray, original: AnyArray | None, meant: AnyArray | None = None) -> None:
-        """Take in one run.
+    def update(
+        self, written: AnyArray, read: AnyArray, original: AnyArray | None, meant: AnyArray | None = None
+    ) -> None:
+        """Add one run.
 
         Args:
-            written: the quantized model's value before QuantizeLinear, any shape.
-            read: after DequantizeLinear, the same shape.
-            original: the float export's value of that name; None if it has none, or one of another shape.
-            meant: what the float export makes of it by a ReLU or Clip, which a range can stand for; None without.
+            written: the quantized model's value before QuantizeLinear.
+            read: the value after DequantizeLinear, of the same shape.
+            original: the float export's value of that name, or None.
+            meant: the same after a ReLU or Clip of the float export which the range stands for, or None.
         """
         before, after = written.astype(np.float64), read.astype(np.float64)
         exact = original.astype(np.float64) if original is not None and original.shape == written.shape else None
         cut = meant.astype(np.float64) if meant is not None and meant.shape == written.shape else exact
         truth = before if cut is None else cut
-        self.strange |= not (np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all())
-        inside = (before >= self.low - self.step / 2) & (before <= self.high + self.step / 2)
+        lowest, highest = self.low - self.step / 2, self.high + self.step / 2
+        self.non_finite |= not (np.isfinite(before).all() and np.isfinite(after).all() and np.isfinite(truth).all())
+        inside = (before >= lowest) & (before <= highest)
         rounding = _SPACINGS * np.spacing(np.abs(before).astype(np.float32)).astype(np.float64)
         with np.errstate(invalid="ignore"):
             wrong = np.maximum(np.abs(after - before) - rounding, 0.0)[inside]
         self.largest = max(self.largest, float(wrong.max(initial=0.0)))
-        beyond = truth > self.high + self.step / 2
+        beyond = truth > highest
         if self.low < 0:  # a range that begins at 0 cuts off below on purpose
-            beyond |= truth < self.low - self.step / 2
+            beyond |= truth < lowest
         self.outside += int(beyond.sum())
         self.values += int(truth.size)
         self.least = min(self.least, float(truth.min(initial=0.0)))
         self.most = max(self.most, float(truth.max(initial=0.0)))
         with np.errstate(over="ignore", invalid="ignore"):
-            nearest = np.clip(truth, self.low - self.step / 2, self.high + self.step / 2)
-            self.clipped += float(((truth - nearest)[beyond] ** 2).sum())
-        if exact is not None:
-            kept = inside & ~beyond
-            with np.errstate(over="ignore", invalid="ignore"):
-                self.squares += float(((after - exact)[kept] ** 2).sum())
-            self.compared += int(kept.sum())
+            self.clipped += float(((truth - np.clip(truth, lowest, highest))[beyond] ** 2).sum())
+            if exact is not None:
+                usable = inside & ~beyond
+                self.squares += float(((after - exact)[usable] ** 2).sum())
+                self.compared += int(usable.sum())
 
-    def measured(self) -> ActivationMeasurement:
-        """What was seen, noise and departure in units of step / sqrt(12); NaN or infinity as `LARGEST`."""
+    def summarize(self) -> ActivationMeasurement:
+        """Return the measurement: noise and departure in units of step / sqrt(12), `LARGEST` if not finite.
+
+        Clipping is measured against steps of at least 8 bits: what a finer step gains may not be clipped. The stretch
+        is that of the tighter end, since a symmetric range of values of one sign fits at one end only.
+        """
         unit = self.step / math.sqrt(12)
         departure = math.sqrt(self.squares / self.compared) / unit if self.compared else None
-        if departure is not None and not math.isfinite(departure):
-            departure = LARGEST
+        step = max(self.step, (self.high - self.low) / _LEVELS)
+        clipping = self.clipped / self.values / (step**2 / 12) if self.values else 0.0
+        reached = ((self.low, self.least), (self.high, self.most))
+        stretches = [end / value for end, value in reached if abs(value) > TINY]
         return ActivationMeasurement(
             tensor=self.tensor,
             values=self.values,
-            noise=LARGEST if self.strange else min(self.largest / unit, LARGEST),
+            noise=LARGEST if self.non_finite else min(self.largest / unit, LARGEST),
             saturated=self.outside / self.values if self.values else 0.0,
-            departure=departure,
-            clipping=self._clipping(),
-            stretch=self._stretch(),
+            departure=departure if departure is None or math.isfinite(departure) else LARGEST,
+            clipping=min(clipping, LARGEST) if math.isfinite(clipping) else LARGEST,
+            stretch=None if self.bounded or not stretches or self.non_finite else min(*stretches, LARGEST),
         )
 
-    def _clipping(self) -> float:
-        """A step finer than that of 8 bits is taken for one: what it loses less by rounding may not be clipped."""
-        step = max(self.step, (self.high - self.low) / _LEVELS)
-        found = self.clipped / self.values / (step**2 / 12) if self.values else 0.0
-        return min(found, LARGEST) if math.isfinite(found) else LARGEST
 
-    def _stretch(self) -> float | None:
-        """A symmetric range of values of one sign fits at one end only, and is as it should be."""
-        ends = [
-            end / reached for end, reached in ((self.low, self.least), (self.high, self.most)) if abs(reached) > TINY
-        ]
-        return None if self.bounded or not ends or self.strange else min(*ends, LARGEST)
+def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
+    """Return the largest |original - dequantized| in quantization steps.
+
+    Args:
+        original: the float weight.
+        dequantized: the dequantized weight, of the same shape.
+        scale: the step or steps, of a shape that broadcasts against the weight.
+
+    Returns:
+        Steps; `LARGEST` if a weight is not finite, or moved where the step is 0.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
+    if before.shape != after.shape:
+        raise ValueError(f"a weight of shape {before.shape} became one of shape {after.shape}")
+    if not before.size:
+        return 0.0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        moved = np.abs(before - after)
+        steps = np.where(moved == 0, 0.0, moved / np.abs(np.asarray(scale, dtype=np.float64)))
+    largest = float(steps.max())
+    return min(largest, LARGEST) if not np.isnan(largest) else LARGEST

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.search import Bought, Budget, Recipe, Role, Sensitivity, Slot, Trial
+from onnx_ops.domain.quantization import Bought, Budget, Recipe, Role, Sensitivity, Slot, Trial
 
 SLACK = 1e-9
 """Rounding of a drop that equals the budget."""

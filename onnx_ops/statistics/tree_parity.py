@@ -1,4 +1,9 @@
-"""Parity of tree ensembles: splits and leaves one by one, and answers within the jitter envelope."""
+"""Parity of tree ensembles: splits and leaves one by one, and answers within the jitter envelope.
+
+A correct export of a scaler with trees differs from its source in some rows, because a feature that rounds otherwise
+falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies of it, by a
+few times the rounding of float32, enclose the export's answer.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.structure import TreeStructure
+from onnx_ops.domain.evidence import ParityMeasurement, TreeStructure
 from onnx_ops.ports import Tree
 from onnx_ops.statistics.parity import LARGEST, compute_epsilon, compute_ratio, is_float, is_text, measure_output
 
@@ -22,122 +26,121 @@ JITTER = 2.0**-22
 """Largest relative change of an input, four times the rounding of float32."""
 
 COPIES = 32
-"""A split that rounding crosses is crossed by a third of the jittered copies: that all of 32 miss it is no matter."""
+"""About a third of the jittered copies cross a split that rounding crosses, so that 32 practically never miss it."""
 
 _BEYOND = 10.0
-"""Error / noise above which a row differs: the parity gate's usual limit."""
+"""Error / noise above which a row differs: the default limit of the parity gate."""
 
 SHOWN = 20
-"""Differences that are told one by one."""
+"""Number of differences that are reported one by one."""
 
 _CLOSE = 2.0**-21
-"""Relative difference of a leaf's weight that a multiplication in another order makes."""
+"""Relative difference of a leaf's weight that another order of multiplication makes."""
 
 
 def jitter_rows(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensors:
-    """Copies of the rows, floats changed by up to `JITTER` of their size, each element by its own.
+    """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
     Args:
-        samples: inputs by name, axis 0 is the batch of n rows.
+        samples: inputs by name; axis 0 is the batch of n rows.
         seed: of the draw.
-        copies: how many.
+        copies: number of copies.
 
     Returns:
-        (copies * n, …) by name, copy by copy. Other types than floats are repeated as they are.
+        (copies * n, …) by name, copy by copy. Other types are repeated unchanged.
     """
     draw = np.random.default_rng(seed)
-    found: dict[str, AnyArray] = {}
+    jittered: dict[str, AnyArray] = {}
     for name, array in samples.items():
-        many = np.concatenate([array] * copies)
+        array_copies = np.concatenate([array] * copies)
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                many = (many * (1 + draw.uniform(-JITTER, JITTER, many.shape))).astype(array.dtype)
-        found[name] = many
-    return found
+                array_copies = (array_copies * (1 + draw.uniform(-JITTER, JITTER, array_copies.shape))).astype(
+                    array.dtype
+                )
+        jittered[name] = array_copies
+    return jittered
 
 
 def compute_envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
-    """The bounds of several answers to the same rows, by output.
+    """Return the bounds of several answers to the same rows, by output.
 
     Args:
         answers: outputs by name, each of shape (n, …).
 
     Returns:
-        Floats: (2, n, …), the least and the largest answer. Everything else: (k, n, …), the different answers, with
-        the first one repeated where a row has fewer than k.
+        Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct answers; the first one
+        is repeated where a row has fewer than k.
     """
-    found: dict[str, AnyArray] = {}
+    bounds: dict[str, AnyArray] = {}
     for name, first in answers[0].items():
         stacked = np.stack([answer[name] for answer in answers])
         if is_float(first):
             exact = stacked.astype(np.float64)
-            found[name] = np.stack([exact.min(axis=0), exact.max(axis=0)])
+            bounds[name] = np.stack([exact.min(axis=0), exact.max(axis=0)])
         else:
-            found[name] = _different(stacked)
-    return found
+            bounds[name] = _find_distinct(stacked)
+    return bounds
 
 
 def join_envelopes(parts: Sequence[Mapping[str, AnyArray]]) -> dict[str, AnyArray]:
-    """Bounds of consecutive parts of the rows as those of all rows.
-
-    Args:
-        parts: as `compute_envelope` gives them.
-    """
-    found: dict[str, AnyArray] = {}
+    """Join the bounds of consecutive row ranges, as `compute_envelope` returns them."""
+    joined: dict[str, AnyArray] = {}
     for name in parts[0]:
         arrays = [part[name] for part in parts]
         most = max(len(array) for array in arrays)
         whole = [np.concatenate([array, *[array[:1]] * (most - len(array))]) for array in arrays]
-        found[name] = np.concatenate(whole, axis=1)
-    return found
+        joined[name] = np.concatenate(whole, axis=1)
+    return joined
 
 
 def measure_within_envelope(
     *, group: str, output: str, onnx: AnyArray, single: AnyArray | None, double: AnyArray | None, bounds: AnyArray
 ) -> ParityMeasurement:
-    """Distance of an export's output from the envelope of a source that jumps.
+    """Measure how far an export's output lies outside the envelope of a tree model.
 
-    Floats: error = max of what lies beyond the bounds; noise as of `parity.measure`, over the rows whose bounds are
-    closer together than the noise, since a jump is none. Everything else: error = share of rows with an answer that
-    none of the bounds is. Rows that differ from the source's exact answer and lie within the bounds are `explained`.
+    Floats: error = largest distance beyond the bounds; noise as in `parity.measure_output`, over the rows whose bounds
+    are closer together than the noise. Other types: error = share of rows with an answer that is not among the bounds.
+    Rows that differ from the source's exact answer and lie within the bounds are `explained`.
 
     Args:
-        group: name of the group of inputs.
+        group: name of the input group.
         output: name of the output.
         onnx: the export's answer (n, …).
-        single: the source's answer in float32, if there is one.
-        double: the source's answer in float64, if there is one.
-        bounds: of this output, as `compute_envelope` gives them.
+        single: the source's answer in float32, or None.
+        double: the source's answer in float64, or None.
+        bounds: of this output, from `compute_envelope`.
 
     Raises:
-        MeasurementError: as `parity.measure`.
+        MeasurementError: as in `parity.measure_output`.
     """
     plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double)
     exact = double if double is not None else single
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
     if not (is_float(onnx) or is_float(exact)):
-        return _labels(plain, onnx, exact, bounds)
-    return _floats(plain, onnx, _as_floats(single, double), bounds.astype(np.float64))
+        return _measure_labels(plain, onnx, exact, bounds)
+    answers = [answer.astype(np.float64) for answer in (double, single) if answer is not None]
+    return _measure_floats(plain, onnx, answers, bounds.astype(np.float64))
 
 
-def _floats(plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats], bounds: Floats) -> ParityMeasurement:
+def _measure_floats(
+    plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats], bounds: Floats
+) -> ParityMeasurement:
     onnx, exact = answer.astype(np.float64), answers[0]
     finite = np.isfinite(onnx) & np.isfinite(bounds).all(axis=0)
-    for one in answers:
-        finite &= np.isfinite(one)
+    for other in answers:
+        finite &= np.isfinite(other)
     if not finite.any():
         return plain
-    shown = np.where(finite, exact, 0.0)
-    noise = 2 * compute_epsilon(answer) * float(np.abs(shown).max())
-    apart = np.where(finite, bounds[1] - bounds[0], 0.0)
-    steady = _by_row(apart, noise * _BEYOND)
-    for one in answers[1:]:
-        gap = np.abs(np.where(finite, one - exact, 0.0))[steady]
+    noise = 2 * compute_epsilon(answer) * float(np.abs(np.where(finite, exact, 0.0)).max())
+    steady = ~_any_by_row(np.where(finite, bounds[1] - bounds[0], 0.0) > noise * _BEYOND)
+    for other in answers[1:]:
+        gap = np.abs(np.where(finite, other - exact, 0.0))[steady]
         noise = max(noise, float(gap.max(initial=0.0)))
     beyond = np.where(finite, np.maximum(bounds[0] - onnx, onnx - bounds[1]), 0.0).clip(min=0.0)
-    differs = ~_by_row(np.abs(np.where(finite, onnx - exact, 0.0)), noise * _BEYOND)
-    outside = ~_by_row(beyond, noise * _BEYOND)
+    differs = _any_by_row(np.abs(np.where(finite, onnx - exact, 0.0)) > noise * _BEYOND)
+    outside = _any_by_row(beyond > noise * _BEYOND)
     error = float(beyond.max())
     return replace(
         plain,
@@ -150,11 +153,11 @@ def _floats(plain: ParityMeasurement, answer: AnyArray, answers: Sequence[Floats
     )
 
 
-def _labels(plain: ParityMeasurement, onnx: AnyArray, exact: AnyArray, bounds: AnyArray) -> ParityMeasurement:
+def _measure_labels(plain: ParityMeasurement, onnx: AnyArray, exact: AnyArray, bounds: AnyArray) -> ParityMeasurement:
     if is_text(onnx):
         onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
-    outside = _rows((onnx != bounds).all(axis=0))
-    differs = _rows(onnx != exact)
+    outside = _any_by_row((onnx != bounds).all(axis=0))
+    differs = _any_by_row(onnx != exact)
     error = float(outside.mean())
     return replace(
         plain,
@@ -165,21 +168,12 @@ def _labels(plain: ParityMeasurement, onnx: AnyArray, exact: AnyArray, bounds: A
     )
 
 
-def _as_floats(single: AnyArray | None, double: AnyArray | None) -> list[Floats]:
-    return [answer.astype(np.float64) for answer in (double, single) if answer is not None]
-
-
-def _by_row(values: Floats, limit: float) -> npt.NDArray[np.bool_]:
-    """Rows of which no value exceeds the limit."""
-    return ~_rows(values > limit)
-
-
-def _rows(wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _any_by_row(wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1), dtype=np.bool_)
 
 
-def _different(stacked: AnyArray) -> AnyArray:
-    """The different entries along axis 0, place by place, as few as the place with most of them has."""
+def _find_distinct(stacked: AnyArray) -> AnyArray:
+    """Return the distinct entries along axis 0, place by place; k is the largest number of them."""
     if stacked.dtype.kind == "O":
         stacked = stacked.astype(np.str_)
     ordered = np.sort(stacked, axis=0)
@@ -192,45 +186,41 @@ def _different(stacked: AnyArray) -> AnyArray:
     return np.asarray(np.where(kept, chosen, chosen[:1]))
 
 
-def compare_trees(found: Sequence[Tree], expected: Sequence[Tree]) -> TreeStructure:
-    """Trees of an export against those of its source, by their place.
+def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeStructure:
+    """Compare the trees of an export with those of its source, by position.
 
     Features and thresholds must be equal, weights of leaves to the rounding of float32. Where two trees differ in
-    their shape, their splits are held against each other as multisets.
-
-    Args:
-        found: of the export.
-        expected: of the source.
+    shape, their splits are compared as multisets.
     """
-    told: list[str] = []
+    texts: list[str] = []
     changed = 0
-    if len(found) != len(expected):
-        changed += abs(len(found) - len(expected))
-        told.append(f"{len(found)} trees, the source has {len(expected)}")
-    for index, (tree, source) in enumerate(zip(found, expected, strict=False)):
-        for count, text in _differences(tree, source):
+    if len(trees) != len(source_trees):
+        changed += abs(len(trees) - len(source_trees))
+        texts.append(f"{len(trees)} trees, the source has {len(source_trees)}")
+    for index, (tree, source) in enumerate(zip(trees, source_trees, strict=False)):
+        for count, text in _find_differences(tree, source):
             changed += count
-            told.append(f"tree {index}{text}")
+            texts.append(f"tree {index}{text}")
     return TreeStructure(
-        trees=len(expected),
-        splits=sum(int((tree.features >= 0).sum()) for tree in expected),
-        leaves=sum(int((tree.features < 0).sum()) for tree in expected),
+        trees=len(source_trees),
+        splits=sum(int((tree.features >= 0).sum()) for tree in source_trees),
+        leaves=sum(int((tree.features < 0).sum()) for tree in source_trees),
         changed=changed,
-        differences=tuple(told[:SHOWN]),
+        differences=tuple(texts[:SHOWN]),
     )
 
 
-def _differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
-    """How many nodes differ, and in what."""
+def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
+    """Yield how many nodes differ, and how."""
     if tree.weights.shape[1:] != source.weights.shape[1:]:
         yield 1, f": leaves for {tree.weights.shape[1]} outputs, the source has {source.weights.shape[1]}"
         return
     leaf, other = tree.features < 0, source.features < 0
     if leaf.shape != other.shape or (leaf != other).any():
-        here, there = _counts(tree), _counts(source)
+        here, there = _count_splits(tree), _count_splits(source)
         yield (
             max(1, ((here - there) + (there - here)).total()),
-            f": {_size(tree)} arranged otherwise than the source's {_size(source)}",
+            f": {_describe_size(tree)} arranged otherwise than the source's {_describe_size(source)}",
         )
         return
     splits = ~leaf
@@ -247,11 +237,11 @@ def _differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
         yield 1, f", node {node}: leaf weight of output {output} is {values}"
 
 
-def _counts(tree: Tree) -> Counter[tuple[int, float]]:
+def _count_splits(tree: Tree) -> Counter[tuple[int, float]]:
     splits = tree.features >= 0
     return Counter(zip(tree.features[splits].tolist(), tree.thresholds[splits].tolist(), strict=True))
 
 
-def _size(tree: Tree) -> str:
+def _describe_size(tree: Tree) -> str:
     leaves = int((tree.features < 0).sum())
     return f"{len(tree.features) - leaves} splits and {leaves} leaves"

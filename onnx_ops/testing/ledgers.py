@@ -42,8 +42,9 @@ from onnx_ops.domain.ledger import (
     Withdrawn,
     fold,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, WaitKind, Word, split_state
-from onnx_ops.domain.rollout_observed import Quantiles, Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, WaitKind, Word, split_state
+from onnx_ops.domain.rollout_observations import Quantiles, Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ledger
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, Verdict
+from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError
 from onnx_ops.ports.release import Registry

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts, throughput_figure
-from onnx_ops.domain.gate import ColdStartGate, Decision, Gate, LatencyGate, MemoryGate, ThroughputGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.measuring import Asked, asked_by
-from onnx_ops.domain.structure import Advice
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.decision import Decision, Verdict
+from onnx_ops.domain.evidence import Advice, Evidence, LatencyComparison, PairedRatios, RuntimeFacts, throughput_figure
+from onnx_ops.domain.gate import Asked, ColdStartGate, Gate, LatencyGate, MemoryGate, ThroughputGate, asked_by
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.speed import compare_resources, measure_starts, measure_throughput

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.decision import Verdict, combine
+from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, TreeStructure
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.gate import ParityGate, Verdict, combine
-from onnx_ops.domain.structure import Advice, Int8Coverage, TreeStructure
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import explain_rejection, run_groups

@@ -15,10 +15,9 @@ from typing import Literal
 import numpy as np
 
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement, WeightMeasurement
-from onnx_ops.domain.gate import Decision, GateResult, MetricGate, ParityGate, Verdict, combine
-from onnx_ops.domain.metric import ACCURACY
-from onnx_ops.domain.structure import ActivationMeasurement, Advice
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine
+from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import read_answers, run_groups

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import InputBounds
 from onnx_ops.onnx_graph.model_info import info

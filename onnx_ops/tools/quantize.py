@@ -11,10 +11,9 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, digest_file, digest_json
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.recipes import Arithmetic, arithmetic
-from onnx_ops.domain.search import SEARCH_FILE, Budget
+from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import httpx
+
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
+from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_settings
 from onnx_ops.domain.artifact import Digest
@@ -23,7 +25,7 @@ from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
 
-PACE = Pace(patience=30, answers=5, lag=1, pause=0.01, longest=0.1)
+POLICY = RetryPolicy(operation_s=30, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
@@ -81,17 +83,20 @@ class World:
 
     @property
     def provider(self) -> AzureEndpoints:
-        return AzureEndpoints(self.folder, pace=PACE)
+        return AzureEndpoints(self.folder, policy=POLICY)
 
     def name(self, deployment: Deployment, **settings: str | float) -> str:
         """What the deployment is called in Azure."""
         config = config_of(self.cloud, **settings)
         return azure_name(deployment, read_settings(config.settings).made_with)
 
-    def scale(self, deployment: str | None = None) -> float:
-        answer = self.provider.invoke(self.config, {"inputs": {"x": [[1.0, 1.0]]}}, deployment=deployment)
-        assert isinstance(answer, dict)
-        return float(answer["predictions"]["y"][0][0])
+    def scale(self, config: EndpointConfig | None = None) -> float:
+        """Send one request, as clients do; return the factor of the model that answers."""
+        config = config or self.config
+        headers = {"Authorization": self.provider.authorization(config)}
+        url = f"{self.provider.address(config)}/invocations"
+        answer = httpx.post(url, json={"inputs": {"x": [[1.0, 1.0]]}}, headers=headers, timeout=90)
+        return float(answer.raise_for_status().json()["predictions"]["y"][0][0])
 
     def mischief(self, at: int, trouble: Trouble | None, also: Callable[[], None] = lambda: None) -> None:
         """Trouble with the request of that number from now on, once."""
@@ -131,4 +136,4 @@ def _apply(
     environment: Mapping[str, str], folder: Path, config: EndpointConfig, state: EndpointState, generation: int
 ) -> None:
     enter(environment)
-    AzureEndpoints(folder, pace=PACE).apply(config, state, generation=generation)
+    AzureEndpoints(folder, policy=POLICY).apply(config, state, generation=generation)

@@ -18,7 +18,7 @@ import pytest
 
 from onnx_ops.adapters.data.dvc.source import DvcSource
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import PluginData
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"

@@ -13,7 +13,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
 from onnx_ops.onnx_graph.compatibility import foreign, lacking, refusal

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_doctor import ACTIONS, allowed
-from onnx_ops.domain.finding import Finding
-from tests.adapters.azureml_parts import PACE, enter, inside
+from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
+from onnx_ops.domain.target import Finding
+from tests.adapters.azureml_parts import POLICY, enter, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import hide, require
@@ -34,7 +34,7 @@ def failing_once(at: int, fault: Fault) -> Callable[[int, Call], Trouble | None]
 
 
 def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Finding]:
-    found = AzureEndpoints(folder, pace=PACE).diagnose({"digits": {**cloud.settings, **settings}})
+    found = AzureEndpoints(folder, policy=POLICY).diagnose({"digits": {**cloud.settings, **settings}})
     return {finding.check: finding for finding in found}
 
 
@@ -88,14 +88,14 @@ def test_page_of_html_instead_of_an_answer_is_a_finding(cloud: AzureCloud, tmp_p
         cloud.trouble = failing_once(len(cloud.calls) + passing, fault)
         findings = look(cloud, tmp_path)
         (check,) = broken(findings)
-        assert check.startswith("azure workspace")
+        assert check.startswith("azure ")
         assert ("does not answer in JSON" in findings[check].found) == (fault == "page")
 
 
 def test_answer_without_what_it_should_hold_is_a_finding(cloud: AzureCloud, tmp_path: Path) -> None:
     cloud.conditions.roles = ["no role"]  # type: ignore[list-item]
     findings = look(cloud, tmp_path)
-    assert "not what Azure Resource Manager answers" in findings["azure workspace"].found
+    assert "not what Azure Resource Manager answers" in findings["azure role on workspace"].found
 
 
 def test_no_workspace(cloud: AzureCloud, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_too_small_a_role(cloud: AzureCloud, tmp_path: Path) -> None:
     cloud.conditions.roles = [{"actions": [f"{_ML}/*", "Microsoft.Insights/metrics/read"], "notActions": taken}]
     findings = look(cloud, tmp_path)
     assert broken(findings) == ("azure role on workspace",)
-    assert findings["azure role on workspace"].found == f"it may not {_ML}/onlineEndpoints/delete"
+    assert findings["azure role on workspace"].found == f"not permitted: {_ML}/onlineEndpoints/delete"
 
 
 def test_no_quota_for_two_versions_at_once(cloud: AzureCloud, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_no_such_size(cloud: AzureCloud, tmp_path: Path) -> None:
 
 @given(st.sampled_from(ACTIONS), st.integers(0, 60))
 def test_a_wildcard_grants_what_begins_so(action: str, cut: int) -> None:
-    assert allowed(action, [{"actions": [f"{action[:cut]}*"], "notActions": []}])
-    assert allowed(action.upper(), [{"actions": [action], "notActions": []}])
-    assert not allowed(action, [{"actions": ["*"], "notActions": [f"{action[:cut]}*"]}])
-    assert not allowed(action, [{"actions": [f"{action}/more", "Other/*"], "notActions": []}])
+    assert is_allowed(action, [{"actions": [f"{action[:cut]}*"], "notActions": []}])
+    assert is_allowed(action.upper(), [{"actions": [action], "notActions": []}])
+    assert not is_allowed(action, [{"actions": ["*"], "notActions": [f"{action[:cut]}*"]}])
+    assert not is_allowed(action, [{"actions": [f"{action}/more", "Other/*"], "notActions": []}])

@@ -22,12 +22,11 @@ from onnx_ops.errors import (
     ConflictError,
     DigestMismatchError,
     InfrastructureError,
-    NotFoundError,
     RefusedError,
     UserError,
 )
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
-from tests.adapters.azureml_parts import PACE, World, config_of, inside
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Call, Fault
@@ -38,7 +37,7 @@ require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azur
 
 pytestmark = pytest.mark.services
 
-HASTY = replace(PACE, patience=0.2, answers=0.2)
+HASTY = replace(POLICY, operation_s=0.2, answer_s=0.2)
 """Of a client that nothing answers: it need not be waited for."""
 LIMIT = "max_concurrent_requests_per_instance"
 
@@ -69,7 +68,7 @@ def world(tmp_path: Path, cloud: AzureCloud) -> World:
 class TestAzureEndpoints(EndpointProviderSuite):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> AzureEndpoints:
-        self.made = AzureEndpoints(tmp_path / "endpoints", pace=PACE)
+        self.made = AzureEndpoints(tmp_path / "endpoints", policy=POLICY)
         return self.made
 
     @pytest.fixture
@@ -78,7 +77,7 @@ class TestAzureEndpoints(EndpointProviderSuite):
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
-        with patch.object(self.made, "_pace", HASTY), super().disturbed(fault, at) as asked:
+        with patch.object(self.made, "_policy", HASTY), super().disturbed(fault, at) as asked:
             yield asked
 
     @pytest.fixture
@@ -101,7 +100,7 @@ def test_capabilities_are_what_azure_does(world: World) -> None:
 
 def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, tmp_path: Path) -> None:
     create_key(tmp_path / "keys" / "signing.pem")
-    provider = AzureEndpoints(world.folder, tmp_path / "keys", pace=PACE)
+    provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
     with pytest.raises(InfrastructureError, match="no signed decision names its files"):
         provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
 
@@ -197,7 +196,7 @@ def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -
 
     state = state_of(world.blue, blue=100)
     world.provider.apply(world.config, state, generation=1)
-    ml = AzureClient(workspace_of(world.config.settings), PACE).ml
+    ml = AzureClient(workspace_of(world.config.settings), POLICY).ml
     found = ml.online_endpoints.get("scaling")
     ml.online_endpoints.begin_create_or_update(
         ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags=found.tags)
@@ -217,7 +216,7 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
 
     state = state_of(world.blue, blue=100)
     world.provider.apply(world.config, state, generation=1)
-    ml = AzureClient(workspace_of(world.config.settings), PACE).ml
+    ml = AzureClient(workspace_of(world.config.settings), POLICY).ml
     theirs = ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags={"team": "platform"})
     ml.online_endpoints.begin_create_or_update(theirs).result()
     first = len(world.cloud.calls)
@@ -237,7 +236,7 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
 
 @pytest.mark.parametrize("fault", ["conflict", "throttle"])
 def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(world: World, fault: Fault) -> None:
-    provider = AzureEndpoints(world.folder, pace=replace(PACE, lag=5))
+    provider = AzureEndpoints(world.folder, policy=replace(POLICY, lag_s=5))
 
     def requests(generation: int, blue: int) -> int:
         first = len(world.cloud.calls)
@@ -259,14 +258,6 @@ def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(
     assert requests(3, 70) <= plain + 12
     assert refused
     assert world.cloud.routes("scaling")[-1][world.name(world.blue)] == 70
-
-
-def test_a_request_to_one_deployment_does_not_pin_the_next(world: World) -> None:
-    """The SDK's own `invoke` does."""
-    world.provider.apply(world.config, state_of(world.blue, world.green, blue=100, green=0), generation=1)
-    assert [world.scale("green"), world.scale(), world.scale("blue")] == [3.0, 2.0, 2.0]
-    with pytest.raises(NotFoundError):
-        world.scale("red")
 
 
 def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: World) -> None:

@@ -20,7 +20,7 @@ from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, InfrastructureError, ServiceUnavailableError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import PACE, World, config_of, inside
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Fault
@@ -202,7 +202,7 @@ def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(wor
         azure.credential.cache_clear()
         _ml_client.cache_clear()
         world.cloud.token_faults = [fault] * 100
-        hurried = AzureEndpoints(world.folder, pace=replace(PACE, answers=0))
+        hurried = AzureEndpoints(world.folder, policy=replace(POLICY, answer_s=0))
         with pytest.raises(ServiceUnavailableError, match="tokens"):
             hurried.address(config)
         assert len(world.cloud.token_faults) >= 90

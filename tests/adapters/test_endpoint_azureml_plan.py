@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name, planned, record_of, record_tags, state_of
+from onnx_ops.adapters.endpoints.azureml_plan import azure_name, plan_traffic, record_of, record_tags, state_of
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution, SessionSettings
@@ -34,7 +34,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 @given(states(), st.integers(0, 10**6))
 def test_what_was_planned_is_read_back(state: EndpointState, generation: int) -> None:
-    plan = planned(state, generation=generation)
+    plan = plan_traffic(state, generation=generation)
     records = {name: record_of(record_tags(found)) for name, found in plan.deployments.items()}
     back = state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
     assert back is not None
@@ -61,7 +61,7 @@ def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> N
 
 @given(states())
 def test_what_is_no_state_is_none(state: EndpointState) -> None:
-    plan = planned(state, generation=1)
+    plan = plan_traffic(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))
     assert state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None

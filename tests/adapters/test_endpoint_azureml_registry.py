@@ -13,7 +13,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import PACE, World, config_of, inside
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_registry import REGISTRY
@@ -51,19 +51,13 @@ def config(world: World, **settings: str | float) -> EndpointConfig:
     return config_of(world.cloud, registry=REGISTRY, **settings)
 
 
-def scale(world: World, config: EndpointConfig) -> float:
-    answer = world.provider.invoke(config, {"inputs": {"x": [[1.0, 1.0]]}})
-    assert isinstance(answer, dict)
-    return float(answer["predictions"]["y"][0][0])
-
-
 def first(world: World) -> EndpointState:
     return state_of(world.blue, blue=100)
 
 
 def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
     world.provider.apply(config(world), first(world), generation=1)
-    assert scale(world, config(world)) == 2.0
+    assert world.scale(config(world)) == 2.0
     name = azure_name(world.blue)
     (asset,) = world.cloud.control.registries.models
     assert asset == f"models/onnx-ops--{name}/versions/1"
@@ -81,9 +75,9 @@ def test_another_workspace_needs_no_files(world: World) -> None:
     world.cloud.blobs.data.clear()
     for path in [path for path in world.cloud.control.resources if path.startswith("models/")]:
         del world.cloud.control.resources[path]
-    elsewhere = AzureEndpoints(world.folder / "another-machine", pace=PACE)
+    elsewhere = AzureEndpoints(world.folder / "another-machine", policy=POLICY)
     elsewhere.apply(config(world), state_of(replace(world.blue, location=""), blue=100), generation=1)
-    assert scale(world, config(world)) == 2.0
+    assert world.scale(config(world)) == 2.0
     assert world.cloud.blobs.data == {}
 
 
@@ -135,5 +129,5 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
             world.cloud.trouble = once
             world.provider.apply(config(world, answer_s=0.7), first(world), generation=1)
             assert len(met) > turn
-            assert scale(world, config(world)) == 2.0
+            assert world.scale(config(world)) == 2.0
             assert len(world.cloud.control.registries.models) == 1

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, UnitSums, interval
+from onnx_ops.domain.rollout_observations import ShadowTally, Tally, Thresholds, UnitSums, interval
 from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, UserCountsRequest

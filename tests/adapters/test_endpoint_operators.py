@@ -21,11 +21,11 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name, record_of, record_tags
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.adapters.endpoints.sagemaker_archive import pack
+from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.override import OverrideRecord
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.compatibility import carry_libraries
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_library_is_told(provider: LocalEndpoints, tmp_path: P
 def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubling: Deployment) -> None:
     """Both clouds give the container the same folder; SageMaker's archive makes it here."""
     with (tmp_path / "model.tar.gz").open("wb") as archive:
-        pack(doubling, archive)
+        pack_archive(doubling, archive)
     with tarfile.open(tmp_path / "model.tar.gz") as packed:
         assert doubling.custom_ops[0] in {name.removeprefix("model/") for name in packed.getnames()}
         packed.extractall(tmp_path / "ml", filter="data")

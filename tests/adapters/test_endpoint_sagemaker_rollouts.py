@@ -9,7 +9,8 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.rollout import Action, Roles, RolloutPolicy, Wait, Word, next_action, rollback
+from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action, rollback
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
 from tests.support.clouds.sagemaker import FakeSageMaker, client

@@ -13,10 +13,15 @@ from hypothesis import strategies as some
 
 from onnx_ops.adapters.aws import is_name, variant_of
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.endpoints.sagemaker_archive import pack
-from onnx_ops.adapters.endpoints.sagemaker_layout import deployment_in, is_own, lay_out, variables_of
+from onnx_ops.adapters.endpoints.sagemaker_layout import (
+    build_layout,
+    deployment_variables,
+    has_weights,
+    is_own_name,
+    read_deployment,
+)
+from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
-from onnx_ops.adapters.endpoints.sagemaker_update import has_weights
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
@@ -102,16 +107,16 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
     share = 100 if guarded else cut
     split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
     settings = settings_of({**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": "x" if guarded else ""})
-    layout = lay_out(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
+    layout = build_layout(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
     for request in layout.models.values():
         wire.read("SageMaker.CreateModel", json.dumps(request).encode())
-        found = deployment_in(request["PrimaryContainer"]["Environment"])
+        found = read_deployment(request)
         assert found in (replace(blue, location=""), replace(green, location=""))
     wire.read("SageMaker.CreateEndpointConfig", json.dumps(layout.config).encode())
     check_config(layout.config)
-    assert is_own(layout.config_name, endpoint)
-    assert all(is_own(name, endpoint) for name in layout.models)
-    assert not is_own(layout.config_name, f"{endpoint[:40]}-x")
+    assert is_own_name(layout.config_name, endpoint)
+    assert all(is_own_name(name, endpoint) for name in layout.models)
+    assert not is_own_name(layout.config_name, f"{endpoint[:40]}-x")
     assert sum(layout.weights.values()) == 100
 
 
@@ -123,21 +128,30 @@ def test_weights_change_no_layout_and_another_image_does(first: int, second: int
         split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
         return EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
 
-    one, other = lay_out("e", state(first), settings), lay_out("e", state(second), settings)
-    assert one.holds(other.config_name)
+    one, other = build_layout("e", state(first), settings), build_layout("e", state(second), settings)
+    assert one.has_config(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
-    assert not one.holds(lay_out("e", state(first), replace(settings, image="another:2")).config_name)
+    assert not one.has_config(build_layout("e", state(first), replace(settings, image="another:2")).config_name)
 
 
 def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
     signature = Signature(keyid=digest_bytes(b"key"), sig="s" * 96)
     signed = replace(plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,)))
-    variables = variables_of(signed)
+    variables = deployment_variables(signed)
     assert max(map(len, variables.values())) <= 1024
-    assert deployment_in(variables) == replace(signed, location="")
+    assert read_deployment({"PrimaryContainer": {"Environment": variables}}) == replace(signed, location="")
     for missing in variables:
-        assert deployment_in({name: text for name, text in variables.items() if name != missing}) is None
+        assert (
+            read_deployment(
+                {
+                    "PrimaryContainer": {
+                        "Environment": {name: text for name, text in variables.items() if name != missing}
+                    }
+                }
+            )
+            is None
+        )
 
 
 def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_refused(tmp_path: Path) -> None:
@@ -145,11 +159,11 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_re
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
-    (model,) = lay_out("e", state, settings_of(SETTINGS), trusted_keys=keys).models.values()
+    (model,) = build_layout("e", state, settings_of(SETTINGS), trusted_keys=keys).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
     with pytest.raises(UserError, match="more trusted keys"):
-        lay_out("e", state, settings_of(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
+        build_layout("e", state, settings_of(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
 
 
 def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
@@ -157,11 +171,11 @@ def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) 
     state = EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
     settings = settings_of(SETTINGS)
     create_key(tmp_path / "old.pem")
-    before = lay_out("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
+    before = build_layout("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
     create_key(tmp_path / "new.pem")
     keys = TrustedKeys(tmp_path).encoded()
-    after = lay_out("e", state, settings, trusted_keys=keys)
-    assert not after.holds(before.config_name)
+    after = build_layout("e", state, settings, trusted_keys=keys)
+    assert not after.has_config(before.config_name)
     assert len(after.models) == len(after.models.keys() - before.models.keys()) == len(keys.split(",")) == 2
     for model in after.models.values():
         assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
@@ -173,15 +187,15 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     (tmp_path / "two" / "model.onnx").write_bytes((tmp_path / "one" / "model.onnx").read_bytes())
     (tmp_path / "two" / "model.onnx").chmod(0o600)
     packed = [io.BytesIO(), io.BytesIO()]
-    pack(one, packed[0])
-    pack(replace(one, location=str(tmp_path / "two")), packed[1])
+    pack_archive(one, packed[0])
+    pack_archive(replace(one, location=str(tmp_path / "two")), packed[1])
     assert packed[0].getvalue() == packed[1].getvalue()
 
 
 def test_a_name_that_sagemaker_does_not_take_is_refused() -> None:
     split = TrafficSplit(weights={"v1": 100})
     with pytest.raises(UserError, match="cannot be the name"):
-        lay_out("my_endpoint", EndpointState(deployments=(deployment("v1"),), split=split), settings_of(SETTINGS))
+        build_layout("my_endpoint", EndpointState(deployments=(deployment("v1"),), split=split), settings_of(SETTINGS))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError

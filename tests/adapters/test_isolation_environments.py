@@ -16,7 +16,7 @@ import pytest
 
 from onnx_ops.adapters.isolation.environments import BASE, Environments, clean_environ, find_uv
 from onnx_ops.adapters.isolation.places import MARKER
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import NotFoundError, StageError, UserError
 
 UNREACHABLE = {
@@ -115,7 +115,7 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     code = f"""
 from pathlib import Path
 from onnx_ops.adapters.isolation.environments import Environments, clean_environ
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
 """
     environments = Environments(folder=tmp_path / "e", base=())

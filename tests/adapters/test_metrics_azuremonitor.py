@@ -11,7 +11,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
-from onnx_ops.domain.rollout_observed import Quantiles
+from onnx_ops.domain.rollout_observations import Quantiles
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.azureml_parts import config_of, inside

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
-from onnx_ops.domain.rollout_observed import interval
+from onnx_ops.domain.rollout_observations import interval
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke

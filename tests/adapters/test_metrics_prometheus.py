@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import ShadowTally, Tally, Thresholds, interval
+from onnx_ops.domain.rollout_observations import ShadowTally, Tally, Thresholds, interval
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.metrics import Metrics

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.adapters.metrics.servers import VARIABLE, SeveralServers
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import UnitSums
+from onnx_ops.domain.rollout_observations import UnitSums
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.protocol.server_process import TOKEN_FILE
 from onnx_ops.testing.endpoints import scaling_deployment, state_of

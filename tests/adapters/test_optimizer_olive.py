@@ -16,7 +16,7 @@ from onnx_ops.adapters.optimizers.olive import OliveOptimizer
 from onnx_ops.app.affected import affected
 from onnx_ops.app.project import open_project, prepare
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import ConfigError, NotFoundError, OnnxOpsError, RefusedError, StageError, UserError
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron

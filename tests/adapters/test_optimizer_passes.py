@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers.library import check_interface
 from onnx_ops.adapters.optimizers.passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
 from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MissingPackageError, StageError, UserError

@@ -22,11 +22,12 @@ from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_connection import Connection
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Body, Configured, Intent, LedgerEntry, Mirrored, Outcome
 from onnx_ops.domain.release import Publication, VersionRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import (
     DigestMismatchError,
     NotFoundError,

@@ -18,8 +18,7 @@ from onnx import helper
 from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.execution import Provider, SessionSettings
+from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure

@@ -14,8 +14,7 @@ from onnx import numpy_helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices, provider_values
 from onnx_ops.domain.execution import Provider
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.testing.models import write_perceptron
 from tests.support.golden import Golden

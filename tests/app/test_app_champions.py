@@ -10,10 +10,8 @@ import pytest
 
 from onnx_ops.app.champions import measure_again, reigns
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
-from onnx_ops.domain.drift import Drift, exit_code, notice_of
-from onnx_ops.domain.event import event_of
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.notification import What
+from onnx_ops.domain.decision import Drift, Verdict, exit_code
+from onnx_ops.domain.notification import What, event_of, notice_of
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, Throne

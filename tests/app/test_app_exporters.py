@@ -12,7 +12,7 @@ from onnx_ops.adapters.isolation.exporter import IsolatedExporter
 from onnx_ops.app.housing import environment, exporters
 from onnx_ops.app.project import open_project, prepare
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import UserError
 from onnx_ops.ports import TracingExporter, TrainingExporter, TreeExporter
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.app.project import execute, open_project, prepare
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
 from onnx_ops.errors import MissingPackageError
 from tests.support.extras import hide

@@ -13,12 +13,13 @@ from onnx_ops.app.handler import StageHandler, binding
 from onnx_ops.app.project import Prepared, Project, execute
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent, Outcome
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal

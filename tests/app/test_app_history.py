@@ -20,7 +20,7 @@ from onnx_ops.app.history import (
 )
 from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import ServiceUnavailableError

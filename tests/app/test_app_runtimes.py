@@ -22,9 +22,10 @@ from onnx_ops.adapters.isolation.environments import Environments, find_uv
 from onnx_ops.adapters.isolation.places import MARKER
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import summarise
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from tests.support.suite import Sweep
 

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops import codec
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import Summary, summarise
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
-from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
+from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.pipeline import RunResult, SilentObserver
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,11 +22,10 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.entries import Observed
-from onnx_ops.domain.ledger import Intent, ReleaseState, fold
+from onnx_ops.domain.ledger import Intent, Observed, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import ActionKind, RolloutPolicy
-from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
+from onnx_ops.domain.rollout import ActionKind
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.ports import Ports
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import configure, promote

@@ -12,9 +12,10 @@ import pytest
 from onnx_ops.app.project import open_project
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.override import OverrideRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Signer
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure

@@ -12,7 +12,7 @@ from onnx_ops.app.project import open_project
 from onnx_ops.cli.diagnosis import CHECKS, diagnose
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import configure
 from onnx_ops.testing.models import rows, write_perceptron
 

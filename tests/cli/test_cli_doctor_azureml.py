@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onnx_ops.app.project import open_project
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import configure
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from onnx_ops.adapters.endpoints import sagemaker_diagnosis
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.cli.main import app
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.ports import Diagnosing
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 from tests.support.golden import Golden

@@ -14,8 +14,7 @@ from onnx_ops.app.project import Project
 from onnx_ops.cli.main import app
 from onnx_ops.cli.watching import _telling_people
 from onnx_ops.config.settings import load_settings
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox, Reply
 from tests.release.release_parts import Scene

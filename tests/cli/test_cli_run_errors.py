@@ -10,8 +10,9 @@ import pytest
 from onnx_ops.app.project import open_project
 from onnx_ops.app.summary import Summary
 from onnx_ops.cli.tables import summary_report
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import SampledRows
-from onnx_ops.domain.gate import Decision, GateResult, SizeGate, Verdict
+from onnx_ops.domain.gate import SizeGate
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onnx_ops import codec
 from onnx_ops.cli.main import app
-from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.quantization import Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.plugins import load
 from onnx_ops.testing.models import rows, write_perceptron

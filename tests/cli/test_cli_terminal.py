@@ -9,7 +9,7 @@ from rich.console import Console
 
 from onnx_ops.cli.tables import gate_report
 from onnx_ops.cli.terminal import KEEP, print_table, print_text
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.reporting.description import ResultRow
 
 PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"

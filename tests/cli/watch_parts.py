@@ -18,10 +18,10 @@ from onnx_ops.app import connect
 from onnx_ops.attestation import sign
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import Intent, Outcome, RefusedVersion
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import configure
 from onnx_ops.testing.registries import publication

@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.config import check_pipeline, load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 from tests.support.golden import Golden
 

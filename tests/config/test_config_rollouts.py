@@ -8,8 +8,7 @@ import pytest
 
 from onnx_ops.config import check_pipeline, load_pipeline
 from onnx_ops.domain.pipeline import Deploy
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, Problem
 from onnx_ops.statistics.rollout.judge import describe_policy

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config import check_pipeline
+from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.pipeline import Pipeline
-from onnx_ops.domain.search import Budget, Tune
-from onnx_ops.domain.standing import Prefer
+from onnx_ops.domain.quantization import Budget, Tune
 from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 

@@ -7,8 +7,7 @@ import pytest
 from onnx_ops.config import TargetFiles
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.gate import MemoryGate, ParityGate
-from onnx_ops.domain.hardware import Requirements
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Requirements, Target
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
 from tests.support.golden import Golden
 

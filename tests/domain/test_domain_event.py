@@ -8,9 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.event import NAMES, event_of
 from onnx_ops.domain.ledger import Outcome
-from onnx_ops.domain.notification import Notification, Severity, What, news
+from onnx_ops.domain.notification import NAMES, Notification, Severity, What, event_of, news
 from onnx_ops.domain.rollout import ActionKind, rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
 from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told

@@ -23,7 +23,8 @@ from onnx_ops.domain.ledger import (
     fold,
     follow,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, Word, abort, next_action, rollback
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, Word, abort, next_action, rollback
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
 CONFIG = EndpointConfig(

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 
 from onnx_ops.domain.execution import Provider
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, Arithmetic, arithmetic, reduced, static_recipe, types_problem
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.quantization import (
+    ACTIVATIONS,
+    WEIGHTS,
+    Arithmetic,
+    arithmetic,
+    reduced,
+    static_recipe,
+    types_problem,
+)
+from onnx_ops.domain.target import HardwareFingerprint, Target
 
 CPU, GPU = Target(name="cpu"), Target(name="gpu", providers=(Provider(name="CUDAExecutionProvider"),))
 

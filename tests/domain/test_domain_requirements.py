@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint, Requirements
+from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint, Requirements
 from tests.support.golden import Golden
 
 BOX = HardwareFingerprint(

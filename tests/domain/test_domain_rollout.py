@@ -24,19 +24,8 @@ from onnx_ops.domain.ledger import (
     Withdrawn,
     follow,
 )
-from onnx_ops.domain.rollout import (
-    DAY,
-    Action,
-    ActionKind,
-    Roles,
-    RolloutPolicy,
-    Wait,
-    Word,
-    abort,
-    next_action,
-    rollback,
-    split_state,
-)
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, Word, abort, next_action, rollback, split_state
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 
 POLICIES = (
     RolloutPolicy(),

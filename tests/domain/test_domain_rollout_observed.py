@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import Body, Frozen, Intent, LedgerEntry, Observed, Outcome, ReleaseState, fold
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
-from onnx_ops.domain.rollout_judged import Guard
-from onnx_ops.domain.rollout_observed import Interval, Observations, Reading, ShadowTally, Tally, Thresholds, interval
+from onnx_ops.domain.rollout import Action, ActionKind, Guard, Roles, split_state
+from onnx_ops.domain.rollout_observations import (
+    Interval,
+    Observations,
+    Reading,
+    ShadowTally,
+    Tally,
+    Thresholds,
+    interval,
+)
 from tests.support.golden import Golden
 
 

@@ -22,11 +22,10 @@ from onnx_ops.domain.artifact import (
     is_digest,
     short,
 )
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.gate import Decision, GateResult, Verdict, combine
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 
 verdicts = st.sampled_from(Verdict)
 ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, save_model
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_client import Pace, _ml_client
+from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
@@ -33,7 +33,7 @@ from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
 
-PACE = Pace(patience=60, answers=5, lag=1, pause=0.01, longest=0.1)
+POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 LATE_S = 240.0
 """After so long both clouds tell all that was counted in a minute."""
 BEHIND_S = 6 * 3600.0
@@ -159,7 +159,7 @@ class AzureMl(Site):
 
     def __init__(self, folder: Path, trusted: Path, cloud: AzureCloud, clock: Wound) -> None:
         super().__init__()
-        self.provider = self._endpoints = AzureEndpoints(folder, trusted, pace=PACE)
+        self.provider = self._endpoints = AzureEndpoints(folder, trusted, policy=POLICY)
         self.settings = cloud.settings
         self._clock = clock
         self._known: dict[str, tuple[str, str]] = {}

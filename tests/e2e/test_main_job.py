@@ -58,7 +58,7 @@ def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> No
 def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, project: Project) -> None:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
     from onnx_ops.attestation import TrustedKeys, verified
-    from onnx_ops.domain.gate import DecisionRecord
+    from onnx_ops.domain.decision import DecisionRecord
 
     registration = first["registration"]
     assert set(registration["versions"]) == set(VARIANTS)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.domain.event import GATE_FAILED, Event, model_id
+from onnx_ops.domain.notification import GATE_FAILED, Event, model_id
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.orchestration.events import post
 from onnx_ops.testing.inbox import Inbox

@@ -20,8 +20,8 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, alias
-from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.domain.rollout import ActionKind, alias
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import EVIDENCE_SCHEMA, Evidence
-from onnx_ops.domain.gate import Gate, Verdict
+from onnx_ops.domain.gate import Gate
 from onnx_ops.statistics.judge import judge
 
 HERE = Path(__file__).parent

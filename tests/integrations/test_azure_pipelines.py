@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from onnx_ops import codec
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import UserError
 from onnx_ops.integrations import azure_pipelines
 from onnx_ops.integrations.commits import RESULTS

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Register
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import RESULTS, judge_change, judged, lost_with_job

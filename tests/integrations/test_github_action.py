@@ -18,7 +18,7 @@ import yaml
 
 from onnx_ops import codec
 from onnx_ops.app.affected import changed_since
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import UserError
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event

@@ -16,7 +16,7 @@ from onnx_ops.app.project import Project, open_project
 from onnx_ops.attestation import sign
 from onnx_ops.config import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import Publication
 from onnx_ops.release.journal import Journal, bound_endpoints
 from onnx_ops.testing.registries import publication

@@ -15,13 +15,12 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, read, sign
-from onnx_ops.domain.attestation import Envelope
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import OverrideRecord
+from onnx_ops.domain.attestation import Envelope, OverrideRecord
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.guard import folded, guarded
-from onnx_ops.release.decided import standing_override
+from onnx_ops.release.decision_policy import standing_override
 from tests.integrations.veto_parts import (
     CHALLENGER,
     CHAMPION,

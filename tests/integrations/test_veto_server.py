@@ -19,10 +19,10 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST
 from onnx_ops.attestation import TrustedKeys, sign
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import RefusedError
-from onnx_ops.release.decided import standing_override
+from onnx_ops.release.decision_policy import standing_override
 from onnx_ops.testing.registries import publication
 from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged
 from tests.integrations.veto_process import PASSWORD, GuardedServer, server_command, server_environment

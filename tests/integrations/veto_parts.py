@@ -12,7 +12,7 @@ from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.config.policy import load_policy
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.gate import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
+from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.integrations.mlflow_app.configuration import Configuration
 from onnx_ops.integrations.mlflow_app.guard import Guard

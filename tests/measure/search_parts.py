@@ -12,10 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.app import connect
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.metric import ACCURACY
+from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.search import Budget
+from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.search import SearchContext
 from onnx_ops.ports import Dataset, Ports, RaceSamples, RaceSchedule, RunSamples, Tensors

@@ -15,8 +15,9 @@ from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import BatchInvariance, Evidence
-from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize, SklearnData
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.parity import measure_invariance

@@ -13,7 +13,7 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.evidence import Evidence, PairedCounts, ScoreComparison
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.measure.files import pack_arrays
 from onnx_ops.measure.paired_rows import compare_rows, digest_rows, extract_rows
 from onnx_ops.ports import Dataset

@@ -19,10 +19,10 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.gate import ParityGate, Verdict
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.evidence import NAN_PROPERTY, ParityMeasurement, SourceLimits, TreeStructure
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Export, Stage, StageKind
-from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import TRAINED, put_dataset, put_folder

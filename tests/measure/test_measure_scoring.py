@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import PairedCounts, ScoreComparison
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.answers import read_answers

@@ -17,8 +17,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.search import Budget, SearchRecord
+from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
 from onnx_ops.measure.search import SearchContext, search

@@ -11,8 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
-from onnx_ops.domain.measuring import Asked, asked_by
+from onnx_ops.domain.gate import Asked, ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate, asked_by
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.speed import (

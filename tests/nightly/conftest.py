@@ -13,7 +13,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
 from onnx_ops.adapters.isolation.exporter import IsolatedExporter
 from onnx_ops.adapters.isolation.process import Limits
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.ports import Dataset
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments
 from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
 from onnx_ops.adapters.isolation.process import Limits
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.quantized_weights import quantized_weights

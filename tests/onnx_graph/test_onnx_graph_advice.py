@@ -14,10 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.recipes import Arithmetic, arithmetic
-from onnx_ops.domain.structure import Advice, FloatOperator, Int8Coverage
+from onnx_ops.domain.quantization import Arithmetic, arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.quantized_weights import kept_weights, quantized_weights
-from onnx_ops.statistics.parity import compute_weight_error
+from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.testing.models import HIDDEN, write_perceptron
 from tests.measure.search_parts import write_words
 

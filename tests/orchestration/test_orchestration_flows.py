@@ -16,16 +16,17 @@ import yaml
 from onnx_ops.app.project import open_project
 from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
 from onnx_ops.domain.ledger import Intent, Outcome
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
-from onnx_ops.release.glance import Glance, ask
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import configure
+from onnx_ops.release.reconcile import Glance, ask
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.release.release_parts import Scene
 

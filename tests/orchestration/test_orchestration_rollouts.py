@@ -11,11 +11,11 @@ from uuid import UUID
 
 import pytest
 
-from onnx_ops.domain.rollout import RolloutPolicy, Word
-from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
-from onnx_ops.release.observe import RECORD_EVERY_S
+from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox
 from onnx_ops.testing.notifiers import ROLLED_BACK

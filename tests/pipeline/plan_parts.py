@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
-from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.gate import Decision, LatencyGate, SizeGate
+from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.gate import LatencyGate, SizeGate
 from onnx_ops.domain.pipeline import (
     Benchmark,
     Calibrate,
@@ -26,8 +27,8 @@ from onnx_ops.domain.pipeline import (
     StageOutcome,
     Train,
 )
-from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.rollout import RolloutPolicy
+from onnx_ops.domain.quantization import Arithmetic
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline import UserCode

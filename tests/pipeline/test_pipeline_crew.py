@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
-from onnx_ops.domain.gate import Decision
+from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import StageError
 from onnx_ops.pipeline import InlineExecutor, RunResult, SilentObserver, ordered_map, plan, run

@@ -10,11 +10,12 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.attestation import read
 from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.decision import DecisionRecord
 from onnx_ops.domain.evidence import BatchInvariance, Evidence, ScoreComparison
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.gate import DecisionRecord, MetricGate, ParityGate
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.pipeline.stages.gate import execute

@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
 from onnx_ops.domain.pipeline import Export, FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
-from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids

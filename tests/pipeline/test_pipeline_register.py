@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from onnx_ops.reporting.metrics import plain_figures
+
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
+from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict
 from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
@@ -16,15 +19,13 @@ from onnx_ops.domain.evidence import (
     Starts,
     Throughput,
 )
-from onnx_ops.domain.gate import Decision, GateResult, ParityGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
-from onnx_ops.domain.standing import Policy
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.measure.files import put_document
 from onnx_ops.measure.reference_outputs import put_reference
 from onnx_ops.pipeline.stages.register import choose_variants, execute
-from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import Calibrate, Pipeline, Plan, Quantize, StageKind
-from onnx_ops.domain.search import Budget, Tune
-from onnx_ops.domain.standing import Prefer
+from onnx_ops.domain.quantization import Budget, Tune
 from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.domain.environment import Environment
-from onnx_ops.domain.execution import CPU, Provider, SessionSettings
+from onnx_ops.domain.execution import CPU, Environment, Provider, SessionSettings
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.server_process import (

@@ -16,9 +16,9 @@ from onnx_ops.app.summary import summarise
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.ledger import Deleted
 from onnx_ops.domain.pipeline import StageKind
-from onnx_ops.domain.rollout import DAY
-from onnx_ops.release.delete import delete
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.release.journal import bound_endpoints
+from onnx_ops.release.promote import delete
 from onnx_ops.release.prune import plan_pruning, prune
 from onnx_ops.release.reconcile import settle
 from tests.release.effect_sweep import OF_CALLS, OF_FILES, Operation, comparable_end

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from onnx_ops.domain.ledger import LedgerEntry, Mirrored, Notified, Observed, Renewed
 from onnx_ops.domain.rollout import Roles
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, StillPendingError
-from onnx_ops.release.lease import LEASE_SECONDS
+from onnx_ops.release.journal import LEASE_SECONDS
 from tests.release.disk_scenes import damage, disk_copies_of
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import end_of

@@ -11,13 +11,14 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.attestation import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.gate import DecisionRecord, Verdict
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
-from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.domain.rollout import RolloutPolicy, Word
+from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import Promotion, configure, promote
 from onnx_ops.release.reconcile import StepReport, settle

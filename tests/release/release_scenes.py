@@ -9,10 +9,10 @@ from pathlib import Path
 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
-from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.release.release_parts import (
     CANARY,

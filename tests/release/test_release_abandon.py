@@ -9,9 +9,8 @@ import pytest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Abandoned
 from onnx_ops.errors import ConflictError, RefusedError, UserError
-from onnx_ops.release.abandon import leave_dropped, refuse_orphans
 from onnx_ops.release.journal import bound_endpoints
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import configure, leave_dropped, refuse_orphans
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.status import Wanted, history
 from tests.release.release_parts import AT_ONCE, Scene, config_of

@@ -24,14 +24,23 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.attestation import TrustedKeys, sign
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import Envelope
+from onnx_ops.domain.attestation import Envelope, OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.entries import Configured, Intent, Outcome, Override, RollbackRequested, Spoken
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
-from onnx_ops.domain.ledger import Body, LedgerEntry, ReleaseState
-from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.ledger import (
+    Body,
+    Configured,
+    Intent,
+    LedgerEntry,
+    Outcome,
+    Override,
+    ReleaseState,
+    RollbackRequested,
+    Spoken,
+)
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Word, rollback
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, rollback
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import configure, promote

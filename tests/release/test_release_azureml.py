@@ -15,10 +15,10 @@ from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout import Word
 from onnx_ops.ports import Ports
-from onnx_ops.release.orphans import discard, survey
 from onnx_ops.release.promote import configure
+from onnx_ops.release.prune import discard, survey
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import PACE, inside
+from tests.adapters.azureml_parts import POLICY, inside
 from tests.release.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene
 from tests.release.release_scenes import publish_scaling
 from tests.support.clouds.azureml import AzureCloud
@@ -32,7 +32,7 @@ class Azure(Scene):
 
     def begin(self, cloud: AzureCloud, folder: Path) -> None:
         self.cloud, self.folder = cloud, folder
-        self.azure = AzureEndpoints(folder / "endpoints", pace=PACE)
+        self.azure = AzureEndpoints(folder / "endpoints", policy=POLICY)
         self.config = EndpointConfig(
             endpoint="digits",
             provider="azureml",
@@ -115,7 +115,7 @@ def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> No
     served = scene.azure.observe(scene.config)
     assert served is not None
     generation = served.generation
-    other = AzureEndpoints(scene.folder / "another-machine", pace=PACE)
+    other = AzureEndpoints(scene.folder / "another-machine", policy=POLICY)
     other.apply(scene.config, state_of(*served.deployments, stray, v1=100, stray=0), generation=generation + 1)
     scene.promote(second)
     scene.settle()

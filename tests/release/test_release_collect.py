@@ -15,11 +15,10 @@ from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
 from onnx_ops.domain.ledger import Frozen, LedgerEntry
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.collect import collect, digests_in, reachable, unneeded
-from onnx_ops.release.prune import plan_pruning, prune
+from onnx_ops.release.prune import collect, digests_in, plan_pruning, prune, reachable, unneeded
 from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
 
 MONTH = 30 * DAY

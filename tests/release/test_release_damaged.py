@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.cli.main import app
-from onnx_ops.domain.rollout import DAY, RolloutPolicy
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Ports
-from onnx_ops.release.bell import Bell
 from onnx_ops.release.journal import bound_endpoints, damage
 from onnx_ops.release.notify import Herald, Told
 from onnx_ops.release.promote import configure
@@ -24,7 +23,7 @@ from onnx_ops.release.prune import plan_pruning
 from onnx_ops.release.reconcile import settle, settle_each
 from onnx_ops.release.rollback import chosen, roll_back, roll_back_each
 from onnx_ops.release.status import Wanted, history, status_each, wanted_endpoints
-from onnx_ops.release.watch import Watcher, WatchReport
+from onnx_ops.release.watch import Bell, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of
 

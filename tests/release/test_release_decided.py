@@ -15,13 +15,12 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import Signature
+from onnx_ops.domain.attestation import OverrideRecord, Signature, reason_tag, record_tag
+from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
-from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
-from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
+from onnx_ops.release.decision_policy import counts, override_of, passing_decision, standing_override
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")

@@ -6,8 +6,8 @@ import pytest
 
 from onnx_ops.domain.ledger import Deleted
 from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, StillPendingError
-from onnx_ops.release.delete import delete
 from onnx_ops.release.journal import Journal, bound_endpoints
+from onnx_ops.release.promote import delete
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import withdraw
 from tests.release.release_parts import CHAMPION, Scene, config_of

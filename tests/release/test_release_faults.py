@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import Frozen, Override, Spoken, Withdrawn
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, ServiceUnavailableError, StillPendingError

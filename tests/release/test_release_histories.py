@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from onnx_ops.attestation import verified
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import (
     Deleted,
     Intent,
@@ -26,11 +27,11 @@ from onnx_ops.domain.ledger import (
     RollbackRequested,
     Withdrawn,
 )
-from onnx_ops.domain.override import OverrideRecord, reason_tag, record_tag
-from onnx_ops.domain.rollout import Action, ActionKind, RolloutPolicy, Word
+from onnx_ops.domain.rollout import Action, ActionKind, Word
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.delete import delete
+from onnx_ops.release.promote import delete
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import withdraw
 from onnx_ops.testing.fakes import FakeSigner

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
-from onnx_ops.domain.rollout import DAY
+from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Ports
-from onnx_ops.release.delete import delete
-from onnx_ops.release.promote import promote
+from onnx_ops.release.promote import delete, promote
 from onnx_ops.release.status import HistoryLine, Wanted, wanted_endpoints
 from onnx_ops.release.status import history as read_history
 from tests.release.release_parts import MODEL, TARGET, Scene

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout import RolloutPolicy
-from onnx_ops.domain.rollout_observed import ShadowTally, Tally
-from onnx_ops.domain.rollout_policy import Guardrail, ShadowTrial
+from onnx_ops.domain.rollout_observations import ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
-from onnx_ops.release.decided import told_rollback
-from onnx_ops.release.observe import RECORD_EVERY_S
+from onnx_ops.release.decision_policy import told_rollback
+from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
 from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
 from tests.support.faults import Faults, Killed

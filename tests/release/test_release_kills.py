@@ -20,8 +20,7 @@ import pytest
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Observed, Outcome, RefusedVersion
 from onnx_ops.domain.rollout import Word
 from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHALLENGER, Scene
 from tests.release.release_scenes import (

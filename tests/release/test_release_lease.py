@@ -10,9 +10,8 @@ import pytest
 
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Renewed
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.release import lease
-from onnx_ops.release.journal import Journal
-from onnx_ops.release.lease import LEASE_SECONDS
+from onnx_ops.release import journal as lease
+from onnx_ops.release.journal import LEASE_SECONDS, Journal
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import roll_back
 from tests.release.release_parts import Scene, effects

@@ -16,9 +16,10 @@ from onnx_ops.domain.notification import QUIET_S, Notification, What, news
 from onnx_ops.domain.rollout import ActionKind, Wait, WaitKind, Word, abort
 from onnx_ops.errors import ConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.notify import Herald, Told, note_wait, notify_due, notify_each, notify_test
+from onnx_ops.release.notify import Herald, Told, notify_due, notify_each, notify_test
 from onnx_ops.release.reconcile import settle
 from onnx_ops.release.rollback import go_back
+from onnx_ops.release.rollout_metrics import note_wait
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.release.release_parts import CANARY, CHAMPION, Scene
 from tests.release.release_scenes import copies_of, misled, on_trial, serving

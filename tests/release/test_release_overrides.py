@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.adapters.ledgers.log import MemoryLedger
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.attestation import reason_tag, record_tag
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import LedgerEntry, Override
-from onnx_ops.domain.override import reason_tag, record_tag
 from onnx_ops.errors import RefusedError
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene

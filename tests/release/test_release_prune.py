@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Stored
 from onnx_ops.domain.endpoint import Leftover
-from onnx_ops.domain.rollout import DAY
-from onnx_ops.release.orphans import Orphan, Survey, survey
-from onnx_ops.release.prune import PrunePlan, plan_pruning, prune
+from onnx_ops.domain.rollout_policy import DAY
+from onnx_ops.release.prune import Orphan, PrunePlan, Survey, plan_pruning, prune, survey
 from tests.release.release_parts import CANARY, MODEL, Scene
 from tests.support.faults import Killed
 from tests.support.golden import Golden

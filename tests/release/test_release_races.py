@@ -12,14 +12,15 @@ import pytest
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.ledger import Body, Deleted, Frozen, LedgerEntry, Mirrored, Override, Spoken
 from onnx_ops.domain.rollout import Word
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ports
-from onnx_ops.release.delete import delete
-from onnx_ops.release.journal import LOOKS, Journal
+from onnx_ops.release.journal import Journal
+from onnx_ops.release.promote import delete
 from onnx_ops.release.reconcile import settle
+from onnx_ops.release.retry import LOOKS
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
 from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate

@@ -14,7 +14,8 @@ from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
-from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word
+from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import (
     MissingPackageError,
     NotFoundError,

@@ -9,11 +9,12 @@ import pytest
 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.ledger import RefusedVersion
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import DAY, RolloutPolicy, Word, split_state
+from onnx_ops.domain.rollout import Word, split_state
+from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import AlarmRollbackError, NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.release.promote import configure, promote
 from onnx_ops.release.reconcile import settle, step

@@ -14,10 +14,9 @@ from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Ports
-from onnx_ops.release.bell import Bell
 from onnx_ops.release.promote import configure
 from onnx_ops.release.reconcile import StepReport
-from onnx_ops.release.watch import Watcher, WatchReport
+from onnx_ops.release.watch import Bell, Watcher, WatchReport
 from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene
 from tests.release.release_scenes import publish_scaling
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker

@@ -14,10 +14,8 @@ from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillPendingError
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.release.delete import delete
-from onnx_ops.release.metrics import owed_metrics
-from onnx_ops.release.promote import configure
-from onnx_ops.release.status import EndpointStatus, Wanted, history, status
+from onnx_ops.release.promote import configure, delete
+from onnx_ops.release.status import EndpointStatus, Wanted, history, owed_metrics, status
 from onnx_ops.testing.fakes import FakeProvider
 from tests.release.release_parts import AT_ONCE, config_of
 from tests.release.release_scenes import serving

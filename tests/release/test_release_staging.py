@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.rollout import RolloutPolicy, Word
+from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.release.promote import configure
 from onnx_ops.release.rollback import chosen, roll_back_each
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of

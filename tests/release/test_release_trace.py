@@ -7,11 +7,11 @@ import re
 import xml.etree.ElementTree as ET
 
 from onnx_ops.domain.ledger import Observed
-from onnx_ops.domain.rollout import ActionKind, RolloutPolicy, Word
-from onnx_ops.domain.rollout_observed import Reading, Tally
-from onnx_ops.domain.rollout_policy import Guardrail
+from onnx_ops.domain.rollout import ActionKind, Word
+from onnx_ops.domain.rollout_observations import Reading, Tally
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.trace import Trace, trace
+from onnx_ops.release.status import Trace, trace
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
 from onnx_ops.statistics.rollout.judge import EvidencePath, trace_guardrails
 from tests.release.release_parts import Scene

@@ -15,10 +15,8 @@ from onnx_ops.adapters.objects import open_objects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Registry
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.glance import Glance, Seen, ask
-from onnx_ops.release.reconcile import StepReport
-from onnx_ops.release.watch import Kind, Watcher, WatchReport
+from onnx_ops.release.reconcile import Glance, Seen, StepReport, ask
+from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
 from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate

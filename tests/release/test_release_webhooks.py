@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, TOLERANCE_S, sign_delivery
-from onnx_ops.release.bell import Bell
-from onnx_ops.release.watch import Watcher
+from onnx_ops.release.watch import Bell, Watcher
 from onnx_ops.testing.fakes import FakeClock
 from tests.release.release_parts import CHALLENGER, MODEL, Scene
 from tests.release.release_scenes import copies_of, end_of

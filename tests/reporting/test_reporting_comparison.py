@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ChampionFacts, Evidence, Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import Verdict
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance
 from onnx_ops.reporting.comparison import (
     ComparedMetric,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage
 from onnx_ops.reporting.description import DESCRIPTION_LIMIT, result_table, told_reason, version_description
 from tests.support.golden import Golden

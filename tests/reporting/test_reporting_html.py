@@ -12,6 +12,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import (
     Divergence,
     Evidence,
@@ -27,19 +28,16 @@ from onnx_ops.domain.evidence import (
 )
 from onnx_ops.domain.gate import (
     ColdStartGate,
-    Decision,
     Gate,
-    GateResult,
     LatencyGate,
     MemoryGate,
     MetricGate,
     ParityGate,
     SizeGate,
     ThroughputGate,
-    Verdict,
 )
-from onnx_ops.domain.hardware import HardwareFingerprint
 from onnx_ops.domain.release import Choice, Lineage
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.html import release_report
 from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.judge import judge

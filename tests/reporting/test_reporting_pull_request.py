@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.gate import Decision, GateResult, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.pull_request import LIMIT, Checked, overall, page, title
 from tests.support.golden import Golden

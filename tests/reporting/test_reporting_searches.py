@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.search import Bought, Budget, SearchRecord, Sensitivity, Slot, Trial
+from onnx_ops.domain.quantization import Bought, Budget, SearchRecord, Sensitivity, Slot, Trial
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.searches import search_figure, search_section
 from tests.support.golden import Golden

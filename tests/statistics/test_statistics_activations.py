@@ -22,8 +22,8 @@ def look(x: Any, read: Any, *, step: float, zero: int, original: Any = None) -> 
     watched = ActivationStatistics(tensor="a", step=step, low=-zero * step, high=(255 - zero) * step)
     half = len(x) // 2
     for part in (slice(0, half), slice(half, None)):
-        watched.see(x[part], read[part], None if original is None else original[part])
-    return watched.measured()
+        watched.update(x[part], read[part], None if original is None else original[part])
+    return watched.summarize()
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.integers(0, 255))
@@ -85,8 +85,8 @@ def test_a_range_fits_where_one_of_its_ends_does() -> None:
     assert look(x, x, step=0.06, zero=128).stretch == pytest.approx(3, abs=0.03)
     assert look(0 * x, 0 * x, step=0.02, zero=128).stretch is None
     watched = ActivationStatistics(tensor="softmax", step=1 / 256, low=0.0, high=255 / 256, bounded=True)
-    watched.see(x / 100, x / 100, None)
-    assert watched.measured().stretch is None
+    watched.update(x / 100, x / 100, None)
+    assert watched.summarize().stretch is None
 
 
 def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
@@ -94,7 +94,7 @@ def test_what_a_clip_cuts_off_in_the_float_export_is_no_clipping() -> None:
     step = 6 / 255
     read = quantize(x, step, 0)
     watched = ActivationStatistics(tensor="conv", step=step, low=0.0, high=6.0)
-    watched.see(x, read, x, np.clip(x, 0, 6))
-    found = watched.measured()
+    watched.update(x, read, x, np.clip(x, 0, 6))
+    found = watched.summarize()
     assert (found.clipping, found.saturated) == (0, 0)
     assert found.stretch == pytest.approx(1)

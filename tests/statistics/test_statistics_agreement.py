@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.statistics.intervals import advise_sample_size, clopper_pearson, tango_interval
 from onnx_ops.statistics.rules.metric import MetricLimit
 

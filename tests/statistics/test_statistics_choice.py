@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, GateResult, Policy, Preference, Standing, Verdict
 from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
@@ -19,9 +20,8 @@ from onnx_ops.domain.evidence import (
     ScoreComparison,
     Throughput,
 )
-from onnx_ops.domain.gate import Decision, GateResult, MetricGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.standing import Policy, Preference, Standing
+from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.choice import choose, estimate_prospects
 from onnx_ops.statistics.judge import compute_ranking_metrics
 from tests.support.golden import Golden

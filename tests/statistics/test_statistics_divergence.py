@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement
-from onnx_ops.domain.gate import ParityGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.parity import (
     DIVERGENCE_FACTOR,
     LARGEST,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnx_ops.domain.decision import GateResult, Verdict, combine
 from onnx_ops.domain.evidence import Evidence, Interval, RuntimeFacts, ScoreComparison
-from onnx_ops.domain.gate import GateResult, LatencyGate, MetricGate, Verdict, combine
+from onnx_ops.domain.gate import LatencyGate, MetricGate
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 from tests.statistics.test_statistics_judge import FP32, GATES, INT8, against, counts, parity, timed
 from tests.support.golden import Golden

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import BatchInvariance, Evidence
-from onnx_ops.domain.gate import Decision, ParityGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.parity import LARGEST, measure_batch_invariance, measure_noise
 from onnx_ops.statistics.rules.parity import METRIC, judge_invariance
 from tests.support.golden import Golden

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
     Evidence,
     LatencyComparison,
     LatencySamples,
@@ -20,24 +22,21 @@ from onnx_ops.domain.evidence import (
     PairedRatios,
     ParityMeasurement,
     RuntimeFacts,
+    SourceLimits,
     Throughput,
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import (
     ColdStartGate,
-    Decision,
     Gate,
-    GateResult,
     LatencyGate,
     MemoryGate,
     MetricGate,
     ParityGate,
     SizeGate,
     ThroughputGate,
-    Verdict,
 )
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
 from tests.support.golden import Golden
 

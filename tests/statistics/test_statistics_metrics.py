@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.metric import Average
+from onnx_ops.domain.gate import Average
 from onnx_ops.statistics import metrics
 from onnx_ops.statistics.intervals import bca_interval, replicate
 

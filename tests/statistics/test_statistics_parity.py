@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from onnx_ops.domain.evidence import ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.errors import MeasurementError
-from onnx_ops.statistics.parity import LARGEST, compute_weight_error, measure_output, pool_noise
+from onnx_ops.statistics.parity import LARGEST, measure_output, pool_noise
+from onnx_ops.statistics.quantization import compute_weight_error
 
 LIMIT = ParityGate().noise_factor
 Array = npt.NDArray[Any]

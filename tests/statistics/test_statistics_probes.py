@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from onnx_ops.domain.inputs import InputValues
+from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.statistics.probes import (
     InputDomain,
     ProbeGroup,
@@ -205,7 +205,7 @@ def test_the_same_samples_give_the_same_probes() -> None:
 
 def test_no_samples_no_probes() -> None:
     empty = {"x": np.empty((0, 3))}
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no real samples"):
         learn_domains(empty)
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no real samples"):
         make_batch_inputs(empty)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.rollout_observed import Interval, Quantiles, Tally
+from onnx_ops.domain.rollout_observations import Interval, Quantiles, Tally
 from onnx_ops.statistics.rollout import compute_clean_requests, fix_thresholds, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.evidence import compute_log_likelihood

@@ -10,9 +10,17 @@ import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, RolloutPolicy, Wait, WaitKind, Word, split_state
-from onnx_ops.domain.rollout_observed import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
-from onnx_ops.domain.rollout_policy import PLACES, Guardrail, PlannedStep, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, WaitKind, Word, split_state
+from onnx_ops.domain.rollout_observations import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
+from onnx_ops.domain.rollout_policy import (
+    PLACES,
+    Guardrail,
+    PlannedStep,
+    RolloutPolicy,
+    ServiceLevel,
+    ShadowTrial,
+    SplitTest,
+)
 from onnx_ops.statistics.rollout import decide, judge
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 from onnx_ops.statistics.rollout.judge import compute_firing_limit, count_events, trace_guardrails

@@ -27,9 +27,9 @@ from onnx_ops.domain.ledger import (
     fold,
     follow,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, RolloutPolicy, Wait, Word
-from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.domain.rollout_policy import Guardrail, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout import Action, ActionKind, Wait, Word
+from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import decide, judge
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", ratio=1.5))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.rollout_observed import Interval, Observations, Reading, Tally, UnitSums
+from onnx_ops.domain.rollout_observations import Interval, Observations, Reading, Tally, UnitSums
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel
 from onnx_ops.statistics.rollout import design_effect, guardrails, judge
 from onnx_ops.statistics.rollout import evidence as ev

@@ -10,9 +10,10 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
-from onnx_ops.domain.gate import GateResult, MetricGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import MetricGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
 from tests.support.golden import Golden
 

@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.evidence import Evidence, ParityMeasurement, RuntimeFacts, WeightMeasurement
-from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.structure import (
+from onnx_ops.domain.decision import GateResult, Verdict
+from onnx_ops.domain.evidence import (
     ActivationMeasurement,
     Advice,
+    Evidence,
     FloatOperator,
     Int8Coverage,
+    ParityMeasurement,
+    RuntimeFacts,
     SourceLimits,
     TreeStructure,
+    WeightMeasurement,
 )
+from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.parity import measure_output

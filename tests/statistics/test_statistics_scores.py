@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ScoreComparison
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.metric import MetricDefinition
+from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.statistics.metrics import build_metric_statistic
 from onnx_ops.statistics.rules.metric import MetricLimit
 from onnx_ops.statistics.scores import CANDIDATE, FEW_ROWS, score

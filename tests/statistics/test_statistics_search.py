@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.search import ROLES, Budget, Recipe, Sensitivity, Trial
+from onnx_ops.domain.quantization import ROLES, Budget, Recipe, Sensitivity, Trial
 from onnx_ops.statistics.search import (
     BuildTrial,
     ProbeNode,

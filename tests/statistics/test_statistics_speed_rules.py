@@ -9,17 +9,10 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts, Starts, Throughput
-from onnx_ops.domain.gate import (
-    ColdStartGate,
-    Gate,
-    GateResult,
-    LatencyGate,
-    MemoryGate,
-    ThroughputGate,
-    Verdict,
-)
-from onnx_ops.domain.hardware import HardwareFingerprint
+from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, ThroughputGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.latency import compare_quantile
 

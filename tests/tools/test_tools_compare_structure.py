@@ -13,7 +13,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron

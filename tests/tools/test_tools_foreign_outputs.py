@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
-from onnx_ops.domain.gate import Verdict
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import drop_zipmaps
 from onnx_ops.testing.models import write_perceptron

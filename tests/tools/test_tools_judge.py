@@ -14,8 +14,8 @@ from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
-from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.onnx_graph.input_bounds import input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset

@@ -16,10 +16,10 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN, find_target
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, TensorSpec
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
-from onnx_ops.domain.gate import LatencyGate, ParityGate, Verdict
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.measuring import Asked, asked_by
+from onnx_ops.domain.gate import Asked, LatencyGate, ParityGate, asked_by
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
 from onnx_ops.onnx_graph.input_bounds import input_bounds

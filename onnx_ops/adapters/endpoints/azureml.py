@@ -3,255 +3,210 @@
 from __future__ import annotations
 
 import itertools
-import json
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.azure import Scalar, endpoint_name, first_line, missing_credentials
-from onnx_ops.adapters.endpoints.azureml_change import Change, is_mirrored
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, Pace, succeeded
+from onnx_ops.adapters.azure import Scalar, endpoint_name, missing_credentials
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, has_succeeded
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
-from onnx_ops.adapters.endpoints.azureml_doctor import diagnose
-from onnx_ops.adapters.endpoints.azureml_memory import Memory
+from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     OWNER,
     azure_name,
     listed_in,
     manifest_of,
-    planned,
+    plan_traffic,
     record_of,
     state_of,
 )
-from onnx_ops.adapters.endpoints.azureml_settings import read_settings
-from onnx_ops.attestation import TrustedKeys
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
+from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
+from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
-from onnx_ops.ports.release import MetricsSource
-from onnx_ops.protocol import server_process
-from onnx_ops.protocol.server_process import explain_unservable
-
-_INVOKE_S = 90.0
-_PIN = "azureml-model-deployment"
 
 
-class AzureEndpoints:
-    """Keeps in `folder/<endpoint>/` a lock and the last generation sent; all else stands in Azure.
+class AzureEndpoints(CloudEndpoints):
+    """Endpoints of an Azure ML workspace. `folder/<endpoint>/` holds a lock and the last generation sent.
 
     Args:
-        folder: for what this machine remembers.
-        trusted: folder of the public keys that containers ask for a signature; without it they load anything.
-        pace: how long to wait for Azure.
+        folder: for the state of this machine.
+        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
+        policy: how long to wait for Azure.
     """
 
     tools = plugins.EXTRAS["azure"]
+    metrics_plugin = "azuremonitor"
 
-    def __init__(self, folder: Path, trusted: Path | None = None, *, pace: Pace | None = None) -> None:
+    def __init__(self, folder: Path, trusted: Path | None = None, *, policy: RetryPolicy | None = None) -> None:
+        super().__init__(trusted)
         self._folder = folder
-        self._keys = None if trusted is None else TrustedKeys(trusted)
-        self._pace = pace or Pace()
+        self._policy = policy or RetryPolicy()
 
     def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
-        """Azure mirrors requests, but nobody compares the answers; and it keeps no user on one version."""
+        """Return `split` and what Azure Monitor counts: Azure compares no mirrored answers and pins no users."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
-    def metrics(self) -> MetricsSource:
-        source: MetricsSource = plugins.load("metrics", "azuremonitor", {})
-        return source
-
     def check(self, settings: Mapping[str, Scalar]) -> None:
+        """Validate settings; raises UserError."""
         read_settings(settings)
 
     def place(self, config: EndpointConfig) -> str:
-        """Raises UserError if the settings are wrong."""
+        """Return the endpoint's name and workspace; raises UserError if the settings are wrong."""
         workspace = read_settings(config.settings, where=config.endpoint).place
         name = endpoint_name(config.endpoint, config.settings)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
     def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Azure fixes how clients show who they are, and the endpoint's identity, when the endpoint is made."""
-        there, wanted = (read_settings(config.settings, where=config.endpoint) for config in (before, after))
+        """Refuse a change of the authentication or identity, which Azure fixes when an endpoint is made."""
+        old, new = (read_settings(config.settings, where=config.endpoint) for config in (before, after))
         for name in ("auth", "identity"):
-            if (was := getattr(there, name)) != (asked := getattr(wanted, name)):
+            if (was := getattr(old, name)) != (desired := getattr(new, name)):
                 raise UserError(
-                    f"{name} of an endpoint that exists cannot be changed from {was or 'none'} to {asked or 'none'}",
+                    f"{name} of an existing endpoint cannot be changed from {was or 'none'} to {desired or 'none'}",
                     where=after.endpoint,
-                    remedy=f"Set {name} back, or end the endpoint with `onnx-ops delete {after.endpoint}` and run "
+                    remedy=f"Set {name} back, or delete the endpoint with `onnx-ops delete {after.endpoint}` and run "
                     "again, or give it another `name`.",
                 )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
-        """What stands in the way of endpoints with these settings, each with the remedy."""
+        """Check packages, credentials, workspace, role, image and quota."""
         return diagnose(tuple(endpoints.values()))
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of missing credentials, without asking Azure."""
         return missing_credentials(where=config.endpoint)
 
-    def unservable(self, target: Target) -> str:
-        return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
-
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """None also where a deployment is lost, traffic is not what any state says, or Azure does not answer."""
+        """Return what the endpoint does; None, too, if a deployment is lost or traffic is not that of any state."""
         try:
-            return self._observed(config)[0]
+            return self._observe(config)[0]
         except ServiceUnavailableError:
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Returns when Azure routes by it and what it does not need is gone.
+        """Bring the endpoint to a state; return when Azure routes by it and the rest is deleted.
 
         Raises:
             ConflictError: a later generation, or another state of this one, was applied already.
             DigestMismatchError: a deployment's files are not those of its manifest.
             NotFoundError: a deployment's files are not there.
-            UserError: the endpoint's name or settings are not for Azure, or the state asks for copies.
-            RefusedError: Azure does not let us, or a thing of that name is somebody else's.
+            UserError: Azure does not take the name, settings or state.
+            RefusedError: Azure does not permit it, or a resource of that name is not ours.
             InfrastructureError: a deployment does not start, or there is no quota for it.
             ServiceUnavailableError: Azure does not answer.
         """
-        change, _, _ = self._parts(config)
-        change.to(planned(state, generation=generation, name=change.deployments.name, where=config.endpoint))
+        endpoint = self._connect(config)
+        name = endpoint.deployments.name
+        endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """One change of traffic where the endpoint holds the deployment that gets all of it; else as `apply`."""
+        """Change the traffic once if the endpoint holds the deployment that gets all of it; else as `apply`."""
         try:
-            held, names = self._observed(config)
+            observed, names = self._observe(config)
         except ServiceUnavailableError:
-            held, names = None, {}
-        if held is not None and held.held(state.leader()) is not None:
-            goal = rolled_back(held, state)
-            change, _, _ = self._parts(config)
-            change.routed(planned(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint))
+            observed, names = None, {}
+        if observed is not None and observed.held(state.leader()) is not None:
+            goal = rolled_back(observed, state)
+            plan = plan_traffic(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint)
+            self._connect(config).route(plan)
             return
         self.apply(config, without_spare(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Azure's scoring address without its route; requests need a key or token (see `authorization`)."""
-        change, _, _ = self._parts(config)
-        found = change.present()
-        return None if found is None else str(found.scoring_uri).removesuffix(SCORING_ROUTE)
+        """Return the scoring address without its route; requests need `authorization`."""
+        endpoint = self._connect(config).read()
+        return None if endpoint is None else str(endpoint.scoring_uri).removesuffix(SCORING_ROUTE)
 
     def remove(self, config: EndpointConfig) -> None:
-        change, _, _ = self._parts(config)
-        change.removed()
+        """Delete the endpoint, its deployments and the files of their models."""
+        self._connect(config).remove()
 
     def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[Leftover, ...]:
-        """Deployments without traffic that the endpoint's state does not list, and uploaded models that nobody needs.
+        """List deployments without traffic that no state lists, and uploaded models that nothing needs.
 
         Raises:
             ServiceUnavailableError: Azure does not answer.
         """
-        change, client, name = self._parts(config)
-        _, names = self._observed(config)
-        listed = set(names.values())
-        endpoint = change.present()
-        used = {n for n, percent in (endpoint.traffic or {}).items() if percent} if endpoint is not None else set()
-        there = {n: d for n, d in client.deployments(name).items() if (d.tags or {}).get(OWNER) == config.endpoint}
-        spare = sorted(
-            n for n, d in there.items() if n not in listed | used and manifest_of(d.tags or {}) not in needed
-        )
-        found = [
-            Leftover(kind="deployment", name=n, why="it has no traffic, and no state needs it", paid=True)
-            for n in spare
+        endpoint = self._connect(config)
+        _, names = self._observe(config)
+        resource = endpoint.read()
+        traffic = {} if resource is None else resource.traffic or {}
+        used = {*names.values(), *(name for name, percent in traffic.items() if percent)}
+        owned = {
+            name: deployment.tags or {}
+            for name, deployment in endpoint.client.deployments(endpoint.name).items()
+            if (deployment.tags or {}).get(OWNER) == config.endpoint
+        }
+        orphans = [
+            Leftover(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
+            for name, tags in sorted(owned.items())
+            if name not in used and manifest_of(tags) not in needed
         ]
-        records = (record_of(d.tags or {}) for d in there.values())
-        served = {azure_name(record) for record in records if record is not None}
-        for model in self._models(config).kept():
-            if model.manifest not in needed and model.name not in served:
-                why = "no deployment serves it" if model.manifest else "its upload was cut off"
-                found.append(Leftover(kind="model", name=model.name, why=why, paid=True))
-        return tuple(found)
+        served = {azure_name(record) for record in map(record_of, owned.values()) if record is not None}
+        for name, manifest in self._models(config).stored().items():
+            if manifest not in needed and name not in served:
+                why = "no deployment serves it" if manifest else "its upload was cut off"
+                orphans.append(Leftover(kind="model", name=name, why=why, paid=True))
+        return tuple(orphans)
 
     def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
-        """Raises ConflictError for a deployment that has traffic by now."""
-        change, _, _ = self._parts(config)
+        """Delete an orphan; raises Conflict if it is a deployment that has traffic by now."""
         if leftover.kind == "deployment":
-            change.deployments.deleted(leftover.name)
+            self._connect(config).deployments.delete(leftover.name)
         else:
-            self._models(config).discard(leftover.name)
+            self._models(config).delete(leftover.name)
 
     def authorization(self, config: EndpointConfig) -> str:
-        """What clients send in the header `Authorization`: the endpoint's first key, or a token.
+        """Return what clients send in the header `Authorization`: the endpoint's first key, or a token.
 
         Raises:
             NotFoundError: there is no such endpoint.
         """
-        _, client, name = self._parts(config)
-        found = client.read(f"endpoint {name}", lambda: client.ml.online_endpoints.get_keys(name))
-        if found is None:
+        endpoint = self._connect(config)
+        client, name = endpoint.client, endpoint.name
+        keys = client.read(f"endpoint {name}", lambda: client.ml.online_endpoints.get_keys(name))
+        if keys is None:
             raise NotFoundError("there is no such endpoint", where=config.endpoint)
-        return f"Bearer {getattr(found, 'primary_key', None) or getattr(found, 'access_token', '')}"
+        return f"Bearer {getattr(keys, 'primary_key', None) or getattr(keys, 'access_token', '')}"
 
-    def invoke(self, config: EndpointConfig, document: object, *, deployment: str | None = None) -> object:
-        """One request, as a client sends it. The SDK's own `invoke` is not used: it names the deployment in a header
-        that it then sends with every later request of the process.
-
-        Args:
-            document: the body, as JSON.
-            deployment: name of a deployment here; whichever has traffic without it.
-
-        Raises:
-            NotFoundError: there is no such endpoint or deployment.
-            ServiceUnavailableError: it does not answer, or fails.
-        """
-        address = self.address(config)
-        if address is None:
-            raise NotFoundError("there is no such endpoint", where=config.endpoint)
-        headers = {"Content-Type": "application/json", "Authorization": self.authorization(config)}
-        if deployment is not None:
-            headers[_PIN] = self._azure_name(config, deployment)
-        request = urllib.request.Request(f"{address}{SCORING_ROUTE}", json.dumps(document).encode(), headers)  # noqa: S310 (Azure's own)
-        try:
-            with urllib.request.urlopen(  # noqa: S310
-                request, timeout=_INVOKE_S, context=ssl.create_default_context()
-            ) as answer:
-                return json.load(answer)
-        except (OSError, ValueError) as error:
-            raise ServiceUnavailableError(
-                "the endpoint does not answer", where=config.endpoint, why=first_line(error)
-            ) from error
-
-    def _observed(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
-        """What the endpoint does, and the names in Azure of its deployments by theirs here."""
-        change, client, name = self._parts(config)
-        found = change.present()
-        if found is None or is_mirrored(found):
+    def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
+        """Return what the endpoint does, and the names in Azure of its deployments by theirs in onnx-ops."""
+        endpoint = self._connect(config)
+        resource = endpoint.read()
+        if resource is None or is_mirrored(resource):
             return None, {}
-        there = client.deployments(name)
-        records = {n: r for n, d in there.items() if succeeded(d) and (r := record_of(d.tags or {})) is not None}
-        state = state_of(found.tags or {}, found.traffic or {}, records)
+        deployments = endpoint.client.deployments(endpoint.name)
+        records = {
+            name: record
+            for name, deployment in deployments.items()
+            if has_succeeded(deployment) and (record := record_of(deployment.tags or {})) is not None
+        }
+        state = state_of(resource.tags or {}, resource.traffic or {}, records)
         if state is None:
             return None, {}
-        names = {records[n].name: n for n in listed_in(found.tags or {})}
-        drift = [change.deployments.drift(there[names[d.name]], d) for d in state.deployments]
+        names = {records[name].name: name for name in listed_in(resource.tags or {})}
+        drift = [endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments]
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
-    def _azure_name(self, config: EndpointConfig, deployment: str) -> str:
-        _, names = self._observed(config)
-        if deployment not in names:
-            raise NotFoundError(f"there is no deployment {deployment}", where=config.endpoint)
-        return names[deployment]
-
-    def _parts(self, config: EndpointConfig) -> tuple[Change, AzureClient, str]:
-        settings = read_settings(config.settings, where=config.endpoint)
-        if self._keys is not None and (keys := self._keys.encoded()):
-            settings = replace(settings, server={**settings.server, "trusted_keys": keys})
-        name = endpoint_name(config.endpoint, config.settings)
-        client = AzureClient(settings.place, self._pace, answer_s=settings.answer_s)
-        memory = Memory(self._folder / config.endpoint)
+    def _connect(self, config: EndpointConfig) -> AzureEndpoint:
+        settings, client, name = self._parts(config)
         client.connect(config.endpoint)
-        models = AzureModels(client, settings, name)
-        return Change(client, settings, models, memory, name, config.endpoint), client, name
+        sent = SentGeneration(self._folder / config.endpoint)
+        return AzureEndpoint(client, settings, sent, name, config.endpoint)
 
     def _models(self, config: EndpointConfig) -> AzureModels:
+        settings, client, name = self._parts(config)
+        return AzureModels(client, settings, name)
+
+    def _parts(self, config: EndpointConfig) -> tuple[AzureSettings, AzureClient, str]:
         settings = read_settings(config.settings, where=config.endpoint)
+        if keys := self._trusted_keys():
+            settings = replace(settings, server={**settings.server, "trusted_keys": keys})
         name = endpoint_name(config.endpoint, config.settings)
-        return AzureModels(AzureClient(settings.place, self._pace, answer_s=settings.answer_s), settings, name)
+        return settings, AzureClient(settings.place, self._policy, answer_s=settings.answer_s), name

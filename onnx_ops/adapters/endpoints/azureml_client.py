@@ -1,7 +1,7 @@
-"""One workspace through the SDK's MLClient: reads that are tried again, writes that are tried once.
+"""One Azure ML workspace through the SDK's MLClient: reads are retried, writes are sent once.
 
-The SDK's own retries are off, and its requests end after a while. It would send a write again after a newer one of
-somebody else; here a write is only repeated after looking whether it is still wanted.
+The SDK's own retries are off, and its requests time out. It would send a write again after a newer one of another
+client; here a write is repeated only after a read shows that it is still needed.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.azure import ANSWER_S, Workspace, credential, timeouts
-from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone, explaining
-from onnx_ops.errors import InfrastructureError, ServiceUnavailableError
+from onnx_ops.adapters.azure import ANSWER_S, LOGIN_REMEDY, ROLE_REMEDY, Workspace, credential, first_line, timeouts
+from onnx_ops.adapters.endpoints.cloud import attempts, converge
+from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
@@ -26,188 +27,270 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SETTLED = frozenset({"succeeded", "failed", "canceled"})
+SPARE = 1.2
+"""Azure keeps a fifth of a deployment's instances in reserve for its upgrades, and counts them."""
+_TERMINAL_STATES = frozenset({"succeeded", "failed", "canceled"})
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_QUOTA = re.compile(r"quota|OutOfCapacity|not enough (cores|capacity)", re.IGNORECASE)
+_NO_CONNECTION = re.compile(r"timed out|connection (aborted|refused|reset)|failed to establish", re.IGNORECASE)
+_BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
+
+
+class BusyError(ConflictError):
+    """Azure is changing the same resource."""
+
+
+class GoneError(InfrastructureError):
+    """The resource does not exist."""
+
+
+class UnansweredWriteError(ServiceUnavailableError):
+    """Azure did not answer a write, which may be under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How long we wait for Azure, in seconds.
+class RetryPolicy:
+    """How long to wait for Azure, in seconds.
 
-    `patience` for an operation (a new deployment takes 5 to 20 minutes), `answers` for a service that fails, `lag`
-    until a read shows what was written, between reads from `pause` on and up to `longest`. What is not there is asked
-    for `sure` times before that is believed.
+    `operation_s` for an operation (a new deployment takes 5 to 20 minutes), `answer_s` for a service that fails,
+    `lag_s` until a read shows what was written, between reads from `pause_s` on and up to `longest_s`. A resource
+    counts as missing after `confirmations` reads.
     """
 
-    patience: float = 2700.0
-    answers: float = 60.0
-    lag: float = 60.0
-    pause: float = 0.5
-    longest: float = 10.0
-    sure: int = 3
+    operation_s: float = 2700.0
+    answer_s: float = 60.0
+    lag_s: float = 60.0
+    pause_s: float = 0.5
+    longest_s: float = 10.0
+    confirmations: int = 3
 
-    def tries(self, within: float) -> Iterator[int]:
-        """Counts tries, with growing pauses between them, until time is over; there are at least two."""
-        deadline, pause, count = time.monotonic() + within, self.pause, 0
-        while count < 2 or time.monotonic() < deadline:
-            yield count
-            count += 1
-            time.sleep(pause)
-            pause = min(pause * 1.5, self.longest)
+    def attempts(self, within_s: float) -> Iterator[int]:
+        """Count attempts, with growing pauses, until the time is over; there are at least two."""
+        return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
 
 
 class AzureClient:
     """Endpoints and deployments of a workspace."""
 
-    def __init__(self, place: Workspace, pace: Pace, *, answer_s: float = ANSWER_S) -> None:
-        self.place = place
-        self.pace = pace
+    def __init__(self, workspace: Workspace, policy: RetryPolicy, *, answer_s: float = ANSWER_S) -> None:
+        self.workspace = workspace
+        self.policy = policy
         self.answer_s = answer_s
 
     @functools.cached_property
     def ml(self) -> MLClient:
-        """The SDK's client of the workspace."""
-        return _ml_client(self.place, self.answer_s)
+        """Return the SDK's client of the workspace."""
+        return _ml_client(self.workspace, self.answer_s)
 
     def registry(self, name: str) -> MLClient:
-        """A client of the registry of that name, which Azure finds in whatever region it is."""
+        """Return a client of the registry of that name, which Azure finds in any region."""
         return _ml_client(None, self.answer_s, registry=name)
 
     def connect(self, where: str) -> None:
-        """Raises MissingPackageError without extra `azure`; ServiceUnavailableError if the cloud is not identified."""
+        """Make the client.
+
+        Raises:
+            MissingPackageError: the extra `azure` is not installed.
+            ServiceUnavailableError: the metadata of the cloud cannot be read.
+        """
         require(*EXTRAS["azure"], where=where)
         with explaining(where):
             _ = self.ml
 
     def endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
-        """The endpoint as a read shows it now, which may be as it was a moment ago."""
-        found: Any = self.read(f"endpoint {name}", lambda: self.ml.online_endpoints.get(name))
-        return found
+        """Read the endpoint; the answer may be a moment old."""
+        endpoint: Any = self.read(f"endpoint {name}", lambda: self.ml.online_endpoints.get(name))
+        return endpoint
 
     def deployments(self, endpoint: str) -> dict[str, ManagedOnlineDeployment]:
-        """By name; none if there is no such endpoint."""
-        found: Any = self.read(f"endpoint {endpoint}", lambda: list(self.ml.online_deployments.list(endpoint)))
-        return {d.name: d for d in found or ()}
+        """Read the deployments by name; empty if there is no such endpoint."""
+        listed: Any = self.read(f"endpoint {endpoint}", lambda: list(self.ml.online_deployments.list(endpoint)))
+        return {deployment.name: deployment for deployment in listed or ()}
 
     def settled_endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
-        """The endpoint once Azure does not change it any more.
+        """Return the endpoint once Azure no longer changes it.
 
         Raises:
-            ServiceUnavailableError: Azure is at it for too long.
+            ServiceUnavailableError: Azure changes it for too long.
         """
-        return self._settled(f"endpoint {name}", lambda: self.endpoint(name))
+        return self._wait_until_settled(f"endpoint {name}", lambda: self.endpoint(name))
 
     def settled_deployment(self, endpoint: str, name: str) -> ManagedOnlineDeployment | None:
-        """Likewise of a deployment."""
-        return self._settled(
-            f"deployment {name}",
-            lambda: self.read(f"deployment {name}", lambda: self.ml.online_deployments.get(name, endpoint)),
+        """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
+        where = f"deployment {name}"
+        return self._wait_until_settled(
+            where, lambda: self.read(where, lambda: self.ml.online_deployments.get(name, endpoint))
         )
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
-        """Begin an operation and wait for its end, as far as Azure tells it: callers look at what came of it.
+        """Begin an operation and wait until it ends. Callers then read what became of it.
 
         Raises:
-            Busy: something else changes it, or there are too many requests; nothing was done.
-            Gone: what it needs is not there; nothing was done.
-            ServiceUnavailableError: Azure does not answer; the operation may be under way.
-            InfrastructureError: it failed.
+            BusyError: another operation runs, or there are too many requests; nothing was done.
+            GoneError: a resource that it needs does not exist; nothing was done.
+            UnansweredWriteError: Azure does not answer; the operation may be under way.
+            InfrastructureError: the operation failed.
         """
         try:
             with explaining(where, instances=instances):
                 poller = begin()
         except ServiceUnavailableError as error:
-            if getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS:
-                raise Busy(error.what, where=where, why=error.why, remedy=error.remedy) from error
-            raise
-        # It is under way; a look at it that fails says nothing about it.
-        with contextlib.suppress(Gone, ServiceUnavailableError), explaining(where, instances=instances):
-            poller.wait(self.pace.patience)
+            throttled = getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
+            kind = BusyError if throttled else UnansweredWriteError
+            raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
+        # The operation runs; an error of a poll says nothing about it.
+        with contextlib.suppress(GoneError, ServiceUnavailableError), explaining(where, instances=instances):
+            poller.wait(self.policy.operation_s)
             if poller.done():
                 poller.result()
 
     def read(self, where: str, get: Callable[[], T]) -> T | None:
-        """What a read finds; None if it is not there.
+        """Return what a read finds; None if the resource does not exist.
 
         Raises:
-            ServiceUnavailableError: Azure does not answer for `pace.answers` seconds.
+            ServiceUnavailableError: Azure does not answer for `policy.answer_s` seconds.
         """
-        last = ServiceUnavailableError("Azure does not answer", where=where)
-        for _ in self.pace.tries(self.pace.answers):
-            try:
-                with explaining(where):
-                    return get()
-            except Gone:
-                return None
-            except ServiceUnavailableError as error:
-                last = error
-        raise last
+        try:
+            return self.retry(where, get)
+        except GoneError:
+            return None
 
-    def again(self, where: str, do: Callable[[], object]) -> None:
-        """Do what may be done twice until it is done.
+    def retry(self, where: str, request: Callable[[], T]) -> T:
+        """Send an idempotent request until it is answered.
 
         Raises:
-            ServiceUnavailableError: Azure does not answer for `pace.answers` seconds.
+            GoneError: the resource does not exist.
+            ServiceUnavailableError: Azure does not answer for `policy.answer_s` seconds.
         """
-        last = ServiceUnavailableError("Azure does not answer", where=where)
-        for _ in self.pace.tries(self.pace.answers):
-            try:
-                with explaining(where):
-                    do()
-                return
-            except ServiceUnavailableError as error:
-                last = error
-        raise last
 
-    def _settled(self, where: str, get: Callable[[], T | None]) -> T | None:
-        for _ in self.pace.tries(self.pace.patience):
-            found = get()
-            if found is None or _state(found) in _SETTLED:
-                return found
-        raise ServiceUnavailableError(
-            "Azure is busy with it for too long", where=where, remedy="Look at it in the portal."
+        def send() -> tuple[T]:
+            with explaining(where):
+                return (request(),)
+
+        tries = self.policy.attempts(self.policy.answer_s)
+        return converge(send, tries, lambda: no_answer(where), retried=(ServiceUnavailableError,))[0]
+
+    def converge(self, step: Callable[[], T | None], where: str, *, retry_reads: bool = False) -> T:
+        """Repeat a step until it returns something, while Azure is busy or does not answer writes.
+
+        Args:
+            step: as for `cloud.converge`.
+            where: for errors.
+            retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
+
+        Raises:
+            BusyError: Azure is changing the resource for `policy.operation_s` seconds.
+            ServiceUnavailableError: the time is over.
+        """
+        retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
+        tries = self.policy.attempts(self.policy.operation_s)
+        return converge(step, tries, lambda: still_busy(where), retried=retried)
+
+    def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
+        def look() -> tuple[T | None] | None:
+            resource = get()
+            return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
+
+        return converge(look, self.policy.attempts(self.policy.operation_s), lambda: still_busy(where))[0]
+
+
+def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
+    """Return whether the last operation on a resource succeeded."""
+    return _state(resource) == "succeeded"
+
+
+@contextlib.contextmanager
+def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
+    """Raise the SDK's errors as errors of onnx-ops.
+
+    Args:
+        where: the resource.
+        instances: how many were requested, for the error of a missing quota.
+    """
+    from azure.ai.ml.exceptions import MlException
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except (AzureError, MlException, OSError) as error:
+        raise _explain(error, where, instances) from error
+
+
+def no_answer(where: str, why: str = "") -> ServiceUnavailableError:
+    """Return the error of a service that does not answer."""
+    return ServiceUnavailableError("Azure does not answer", where=where, why=why, remedy="Try again.")
+
+
+def still_busy(where: str) -> ServiceUnavailableError:
+    """Return the error of a change that does not end."""
+    what = "Azure did not finish changing it in time"
+    return ServiceUnavailableError(what, where=where, remedy="Look at it in the portal.")
+
+
+def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
+    from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ServiceRequestError
+
+    status, why = getattr(error, "status_code", None), first_line(error)
+    if isinstance(error, ClientAuthenticationError) and status is None and _NO_CONNECTION.search(str(error)):
+        return ServiceUnavailableError(
+            "the issuer of tokens does not answer", where=where, why=why, remedy="Try again."
         )
+    if isinstance(error, ClientAuthenticationError) or status == 401:
+        return RefusedError("Azure does not accept the credentials", where=where, why=why, remedy=LOGIN_REMEDY)
+    if status == 403:
+        return RefusedError("Azure does not permit this", where=where, why=why, remedy=ROLE_REMEDY)
+    if _QUOTA.search(f"{getattr(getattr(error, 'error', None), 'code', '')} {why}"):
+        remedy = (
+            f"{instances} of its instances need quota for {math.ceil(instances * SPARE)}, as Azure keeps 20% in "
+            "reserve. Request more in the portal (Quotas, Machine learning), delete an unused deployment, or choose a "
+            "smaller size."
+        )
+        return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
+    if status == 409 or (status == 400 and _BUSY.search(why)):
+        return BusyError("Azure is changing it", where=where, why=why, remedy="Try again when that is done.")
+    if status == 404:
+        return GoneError("it does not exist", where=where, why=why)
+    if status in _TRANSIENT or not isinstance(error, HttpResponseError) or isinstance(error, ServiceRequestError):
+        return no_answer(where, why)
+    remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
+    return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 
 
-def succeeded(found: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
-    return _state(found) == "succeeded"
-
-
-def _state(found: Any) -> str:
+def _state(resource: Any) -> str:
     """The SDK has it as text or as an enumeration, whose text is another."""
-    value = found.provisioning_state
+    value = resource.provisioning_state
     return str(getattr(value, "value", value)).lower()
 
 
 @functools.cache
-def _ml_client(place: Workspace | None, answer_s: float, *, registry: str = "") -> MLClient:
-    """A client of a workspace or of a registry."""
+def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = "") -> MLClient:
+    """Return a client of a workspace or of a registry."""
     from azure.ai.ml import MLClient
 
-    named = {"registry_name": registry}
-    if place is not None:
-        named = {
-            "subscription_id": place.subscription,
-            "resource_group_name": place.resource_group,
-            "workspace_name": place.workspace,
+    scope = {"registry_name": registry}
+    if workspace is not None:
+        scope = {
+            "subscription_id": workspace.subscription,
+            "resource_group_name": workspace.resource_group,
+            "workspace_name": workspace.workspace,
         }
-
     try:
         client = MLClient(
             credential(answer_s),
-            **named,
+            **scope,
             enable_telemetry=False,
             show_progress=False,
             retry_total=0,
             **timeouts(answer_s),
         )
     except LookupError as error:
-        raise InfrastructureError("no such cloud", why=str(error)) from error
-    _quieten()
+        raise InfrastructureError("there is no such cloud", why=str(error)) from error
+    _silence_sdk()
     return client
 
 
-def _quieten() -> None:
-    """The SDK writes dots and remarks to the terminal while it waits, which would stand in the middle of our JSON.
+def _silence_sdk() -> None:
+    """Keep the SDK's progress dots and remarks out of the terminal and of JSON output.
 
     For one such remark, about a model in a registry, it makes a client of its own, which waits minutes for an answer.
     """

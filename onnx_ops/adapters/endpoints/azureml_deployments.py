@@ -1,38 +1,46 @@
-"""The deployments of one endpoint in Azure: made once, deleted when they have no traffic.
+"""The deployments of one endpoint in Azure: made once, scaled in place, deleted when they have no traffic.
 
-What a deployment was made with is a part of its name and never changed; of a running one only the number of its
-instances is. So other settings make another deployment, and traffic moves there once it runs.
+What a deployment was made with is a part of its name and never changed; only the number of its instances is. So other
+settings make another deployment, and traffic moves there once it runs. A deployment that is scaled automatically has
+an autoscale setting of Azure Monitor, and a tag that says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, succeeded
-from onnx_ops.adapters.endpoints.azureml_errors import Busy, Gone
+from onnx_ops.adapters.azure import ask
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded, no_answer
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, SCALING, azure_name, record_of, record_tags
-from onnx_ops.adapters.endpoints.azureml_scaling import Scaling
+from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
+from onnx_ops.adapters.endpoints.cloud import converge
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError, ServiceUnavailableError
+from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 if TYPE_CHECKING:
-    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
+    from azure.ai.ml.entities import ManagedOnlineDeployment
 
 SCORING_ROUTE = "/invocations"
 _PORT = 8080
+_API = "api-version=2024-04-01"
+_MONITOR_API = "api-version=2022-10-01"
+_METRIC = "CpuUtilizationPercentage"
+_MONITOR_REMEDY = "Give the identity the role Monitoring Contributor on the resource group; see docs/azureml.md."
 
 
-class Deployments:
-    """Fulfils what a state asks of an endpoint's deployments.
+class AzureDeployments:
+    """The deployments of one endpoint.
 
     Args:
+        client: of the workspace.
+        settings: of the endpoint.
+        models: where deployments find their models.
         name: the endpoint's name in Azure.
-        owner: its name here, which stands in the tags.
+        owner: its name in onnx-ops, which the tags hold.
     """
 
     def __init__(
@@ -43,65 +51,90 @@ class Deployments:
         self._models = models
         self._name = name
         self._owner = owner
-        self._scaling = Scaling(client, settings, name, owner)
+        self._autoscaling = Autoscaling(client, settings, name, owner)
 
     def name(self, deployment: Deployment) -> str:
-        """What a deployment is called in Azure that these settings make."""
+        """Return what a deployment with these settings is called in Azure."""
         return azure_name(deployment, self._settings.made_with)
 
-    def drift(self, found: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
-        """How a deployment that runs differs from the settings."""
-        if found.name == self.name(deployment):
-            yield from self._scaling.drift(found)
+    def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
+        """Yield how a deployment that runs differs from the settings."""
+        if resource.name == self.name(deployment):
+            yield from self._autoscaling.drift(resource)
             return
-        requests, variables = found.request_settings, found.environment_variables or {}
-        there = {
-            "instance_type": found.instance_type,
+        requests, variables = resource.request_settings, resource.environment_variables or {}
+        actual = {
+            "instance_type": resource.instance_type,
             "max_concurrent_requests_per_instance": getattr(requests, "max_concurrent_requests_per_instance", None),
             "request_timeout": (getattr(requests, "request_timeout_ms", None) or 0) / 1e3,
         }
-        wanted = dict(self._settings.made_with)
-        if not str(found.environment).endswith(f"/{_environment_name(self._settings)}/versions/1"):
-            yield f"image of {found.name}: another one, not {wanted['image']}"
-        wanted.pop("image")
+        desired = dict(self._settings.made_with)
+        if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
+            yield f"image of {resource.name}: another one, not {desired['image']}"
+        desired.pop("image")
         options = {name: value for name, value in variables.items() if name.startswith(OPTION_PREFIX)}
         options.pop(TRUSTED_KEYS_VARIABLE, None)
-        for key in sorted({*wanted, *options}):
-            value = there.get(key, options.get(key))
-            if value != wanted.get(key):
-                yield f"{key} of {found.name}: {value}, not {wanted.get(key)}"
+        for key in sorted({*desired, *options}):
+            value = actual.get(key, options.get(key))
+            if value != desired.get(key):
+                yield f"{key} of {resource.name}: {value}, not {desired.get(key)}"
 
-    def runs(self, name: str, deployment: Deployment) -> None:
-        """Make the deployment if it is not there, with as many instances as the settings say."""
-        last: OnnxOpsError = ServiceUnavailableError("it could not be made", where=f"deployment {name}")
-        for _ in self._client.pace.tries(self._client.pace.patience):
+    def ensure(self, name: str, deployment: Deployment) -> None:
+        """Make the deployment if it does not exist, and bring its instances to the settings."""
+        where = f"deployment {name}"
+
+        def step() -> bool | None:
+            resource = self._client.settled_deployment(self._name, name)
+            if resource is not None and has_succeeded(resource):
+                self._require_ours(resource)
+                return self._autoscaling.apply(resource) or None
+            if resource is not None:
+                self.delete(name)
+            asset = self._models.ensure(azure_name(deployment), deployment)
+            environment = self._ensure_environment()
+            self._client.write(
+                where,
+                lambda: self._begin_create(name, deployment, asset, environment),
+                instances=self._settings.instances,
+            )
+            for _ in self._client.policy.attempts(self._client.policy.lag_s):
+                if self._client.settled_deployment(self._name, name) is not None:
+                    break
+            return None
+
+        self._client.converge(step, where, retry_reads=True)
+
+    def delete(self, name: str) -> None:
+        """Delete a deployment that has no traffic. No error if it does not exist.
+
+        Raises:
+            ConflictError: it has traffic.
+        """
+        where = f"deployment {name}"
+
+        def step() -> bool | None:
+            endpoint = self._client.endpoint(self._name)
+            resource = self._client.settled_deployment(self._name, name)
+            if endpoint is None or resource is None:
+                return True
+            if (endpoint.traffic or {}).get(name) or (endpoint.mirror_traffic or {}).get(name):
+                raise ConflictError("it has traffic", where=where, remedy="Move the traffic first.")
             try:
-                found = self._client.settled_deployment(self._name, name)
-                if found is not None and succeeded(found):
-                    self._check_ours(found)
-                    if self._scaling.follow(found):
-                        return
-                    continue
-                if found is not None:
-                    self.deleted(name)
-                asset = self._models.asset(azure_name(deployment), deployment)
-                environment = self._environment()
-                self._client.write(
-                    f"deployment {name}",
-                    lambda: self._making(name, deployment, asset, environment),  # noqa: B023 (called at once)
-                    instances=self._settings.instances,
-                )
-                self._seen(name)
-            except (Busy, ServiceUnavailableError) as error:
-                last = error
-        raise last
+                self._autoscaling.remove(resource)
+                self._client.write(where, lambda: self._client.ml.online_deployments.begin_delete(name, self._name))
+            except GoneError:
+                return True
+            return None
 
-    def _seen(self, name: str) -> None:
-        for _ in self._client.pace.tries(self._client.pace.lag):
-            if self._client.settled_deployment(self._name, name) is not None:
-                return
+        self._client.converge(step, where)
 
-    def _making(self, name: str, deployment: Deployment, asset: str, environment: str) -> Any:
+    def remove_autoscaling(self) -> None:
+        """Stop scaling the deployments of an endpoint that ends."""
+        for resource in self._client.deployments(self._name).values():
+            if (resource.tags or {}).get(OWNER) == self._owner:
+                self._autoscaling.remove(resource)
+
+    def _begin_create(self, name: str, deployment: Deployment, asset: str, environment: str) -> Any:
         from azure.ai.ml.entities import ManagedOnlineDeployment, OnlineRequestSettings
 
         return self._client.ml.online_deployments.begin_create_or_update(
@@ -117,63 +150,44 @@ class Deployments:
                     max_concurrent_requests_per_instance=self._settings.concurrency,
                     request_timeout_ms=round(self._settings.request_timeout * 1e3),
                 ),
-                tags={OWNER: self._owner, **record_tags(deployment), SCALING: self._scaling.tag},
+                tags={OWNER: self._owner, **record_tags(deployment), SCALING: self._autoscaling.tag},
             )
         )
 
-    def _environment(self) -> str:
-        """Resource id of the environment that is our image, with its routes."""
-        name = _environment_name(self._settings)
-        ml, where = self._client.ml, f"environment {name}"
-        if self._client.read(where, lambda: ml.environments.get(name, "1")) is None:
-            self._client.write(where, lambda: _Done(ml.environments.create_or_update(_container(name, self._settings))))
-        return f"{self._client.place.path}/environments/{name}/versions/1"
+    def _ensure_environment(self) -> str:
+        """Return the resource id of the environment that holds our image and its routes."""
+        from azure.ai.ml.entities import Environment
 
-    def deleted(self, name: str) -> None:
-        """Delete a deployment that has no traffic. No error if it is not there.
+        name, environments = self._environment_name(), self._client.ml.environments
+        where = f"environment {name}"
+        if self._client.read(where, lambda: environments.get(name, "1")) is None:
+            live, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": SCORING_ROUTE}
+            environment = Environment(
+                name=name,
+                version="1",
+                image=self._settings.image,
+                inference_config={"liveness_route": live, "readiness_route": live, "scoring_route": scoring},
+            )
+            self._client.write(where, lambda: _CompletedOperation(environments.create_or_update(environment)))
+        return f"{self._client.workspace.path}/environments/{name}/versions/1"
 
-        Raises:
-            ConflictError: it has traffic.
-        """
-        last: OnnxOpsError = ServiceUnavailableError("it could not be deleted", where=f"deployment {name}")
-        for _ in self._client.pace.tries(self._client.pace.patience):
-            endpoint = self._client.endpoint(self._name)
-            found = self._client.settled_deployment(self._name, name)
-            if endpoint is None or found is None:
-                return
-            if _used(endpoint, name):
-                raise ConflictError("it has traffic", where=f"deployment {name}", remedy="Move the traffic first.")
-            try:
-                self._scaling.let_go(found)
-                self._client.write(
-                    f"deployment {name}", lambda: self._client.ml.online_deployments.begin_delete(name, self._name)
-                )
-            except (Busy, ServiceUnavailableError) as error:
-                last = error
-            except Gone:
-                return
-        raise last
+    def _environment_name(self) -> str:
+        return f"onnx-ops-{short(digest_bytes(self._settings.image.encode()))}"
 
-    def let_go(self) -> None:
-        """No longer scale the deployments of an endpoint that ends."""
-        for found in self._client.deployments(self._name).values():
-            if (found.tags or {}).get(OWNER) == self._owner:
-                self._scaling.let_go(found)
-
-    def _check_ours(self, found: ManagedOnlineDeployment) -> None:
-        if (found.tags or {}).get(OWNER) != self._owner or record_of(found.tags or {}) is None:
+    def _require_ours(self, resource: ManagedOnlineDeployment) -> None:
+        if (resource.tags or {}).get(OWNER) != self._owner or record_of(resource.tags or {}) is None:
             raise RefusedError(
-                f"a deployment {found.name} stands there that is not ours",
+                f"a deployment {resource.name} exists that is not ours",
                 where=self._owner,
                 remedy="Delete it, or choose another `name` for the endpoint.",
             )
 
 
-class _Done:
-    """An operation that was over when it was answered."""
+class _CompletedOperation:
+    """The poller of an operation whose answer is its result."""
 
-    def __init__(self, found: object) -> None:
-        self._found = found
+    def __init__(self, value: object) -> None:
+        self._value = value
 
     def wait(self, timeout: float | None = None) -> None:
         del timeout
@@ -182,24 +196,164 @@ class _Done:
         return True
 
     def result(self) -> object:
-        return self._found
+        return self._value
 
 
-def _environment_name(settings: AzureSettings) -> str:
-    return f"onnx-ops-{short(digest_bytes(settings.image.encode()))}"
+class Autoscaling:
+    """Instance counts of an endpoint's deployments: fixed by the settings, or kept by Azure Monitor.
+
+    Args:
+        client: of the workspace.
+        settings: of the endpoint.
+        name: the endpoint's name in Azure.
+        owner: its name in onnx-ops.
+    """
+
+    def __init__(self, client: AzureClient, settings: AzureSettings, name: str, owner: str) -> None:
+        self._client = client
+        self._settings = settings
+        self._name = name
+        self._owner = owner
+
+    @property
+    def tag(self) -> str:
+        """Return what a deployment's tag says of these settings."""
+        settings = self._settings
+        if not settings.scaled:
+            return NOT_SCALED
+        return f"{settings.min_instances} to {settings.max_instances} instances at {settings.cpu_percent}% CPU"
+
+    def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
+        """Yield how the instances of a deployment differ from the settings, unless others scale them."""
+        actual = (resource.tags or {}).get(SCALING, NOT_SCALED)
+        if actual == self.tag and self._settings.scaled:
+            actual = self._monitor_drift(resource.name) or actual
+        if actual != self.tag:
+            yield f"autoscaling of {resource.name}: {actual}, not {self.tag}"
+        elif self._is_miscounted(resource):
+            yield f"instances of {resource.name}: {resource.instance_count}, not {self._settings.instances}"
+
+    def apply(self, resource: ManagedOnlineDeployment) -> bool:
+        """Bring a deployment to the settings; return whether its tag and count already agreed.
+
+        An autoscale setting is never without its tag, so that others are not asked for theirs.
+        """
+        if (resource.tags or {}).get(SCALING, NOT_SCALED) == self.tag and not self._is_miscounted(resource):
+            if self._settings.scaled and self._monitor_drift(resource.name) is not None:
+                self._request(self._setting_path(resource.name), method="PUT", document=self._setting(resource.name))
+            return True
+        if not self._settings.scaled:
+            self.remove(resource)
+        document: dict[str, Any] = {"tags": {**(resource.tags or {}), SCALING: self.tag}}
+        if not self._settings.scaled:
+            document["sku"] = {"name": "Default", "capacity": self._settings.instances}
+        self._request(f"{self._deployment_path(resource.name)}?{_API}", method="PATCH", document=document)
+        return False
+
+    def remove(self, resource: ManagedOnlineDeployment) -> None:
+        """Delete the autoscale setting of a deployment."""
+        if (resource.tags or {}).get(SCALING, NOT_SCALED) != NOT_SCALED:
+            self._request(self._setting_path(resource.name), method="DELETE")
+
+    def _is_miscounted(self, resource: ManagedOnlineDeployment) -> bool:
+        """Return whether the settings fix another number of instances, and nobody else scales them."""
+        if self._settings.scaled or resource.instance_count == self._settings.instances:
+            return False
+        try:
+            listed = self._request(f"{self._settings_path}?{_MONITOR_API}")
+        except RefusedError:  # without autoscaling no permission to look is needed
+            return True
+        targets = (item["properties"].get("targetResourceUri", "") for item in (listed or {}).get("value", ()))
+        return self._deployment_path(resource.name).lower() not in map(str.lower, targets)
+
+    def _monitor_drift(self, name: str) -> str | None:
+        """Return how the autoscale setting of a deployment differs from ours; None if it does not."""
+        actual = self._request(self._setting_path(name))
+        if actual is None:
+            return NOT_SCALED
+        desired = self._setting(name)["properties"]
+        profiles = actual["properties"].get("profiles") or [{}]
+        enabled = actual["properties"].get("enabled")
+        if len(profiles) == 1 and (enabled, *_limits(profiles[0])) == (True, *_limits(desired["profiles"][0])):
+            return None
+        capacity = profiles[0].get("capacity", {})
+        return f"{capacity.get('minimum')} to {capacity.get('maximum')} instances by other rules"
+
+    def _setting(self, name: str) -> dict[str, Any]:
+        settings, target = self._settings, self._deployment_path(name)
+        workspace: Any = self._request(f"{self._client.workspace.path}?{_API}") or {}
+        counts = {"minimum": settings.min_instances, "maximum": settings.max_instances, "default": settings.instances}
+        profile = {
+            "name": "onnx-ops",
+            "capacity": {key: str(value) for key, value in counts.items()},
+            "rules": [
+                _rule(target, "GreaterThan", settings.cpu_percent, "Increase"),
+                _rule(target, "LessThan", settings.cpu_percent / 2, "Decrease"),
+            ],
+        }
+        return {
+            "location": workspace.get("location"),
+            "tags": {OWNER: self._owner},
+            "properties": {"enabled": True, "targetResourceUri": target, "profiles": [profile]},
+        }
+
+    @property
+    def _settings_path(self) -> str:
+        workspace = self._client.workspace
+        group = f"/subscriptions/{workspace.subscription}/resourceGroups/{workspace.resource_group}"
+        return f"{group}/providers/Microsoft.Insights/autoscaleSettings"
+
+    def _setting_path(self, name: str) -> str:
+        return f"{self._settings_path}/{self._client.workspace.workspace}--{self._name}--{name}?{_MONITOR_API}"
+
+    def _deployment_path(self, name: str) -> str:
+        return f"{self._client.workspace.path}/onlineEndpoints/{self._name}/deployments/{name}"
+
+    def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
+        """Return what Azure Resource Manager answers; None if the resource does not exist.
+
+        Raises:
+            BusyError: something else changes it.
+            RefusedError: it is not permitted.
+            ServiceUnavailableError: there is no answer.
+        """
+
+        def send() -> tuple[Any]:
+            try:
+                return (ask(path, method=method, document=document),)
+            except RefusedError as error:
+                if error.why.startswith("HTTP 404"):
+                    return (None,)
+                if error.why.startswith("HTTP 409"):
+                    raise BusyError("Azure is changing it", where=self._owner, why=error.why) from error
+                what = "Azure does not permit us to scale a deployment"
+                raise RefusedError(what, where=self._owner, why=error.why, remedy=_MONITOR_REMEDY) from error
+
+        tries = self._client.policy.attempts(self._client.policy.answer_s)
+        return converge(send, tries, lambda: no_answer(self._owner), retried=(ServiceUnavailableError,))[0]
 
 
-def _container(name: str, settings: AzureSettings) -> Any:
-    from azure.ai.ml.entities import Environment
-
-    alive, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": SCORING_ROUTE}
-    return Environment(
-        name=name,
-        version="1",
-        image=settings.image,
-        inference_config={"liveness_route": alive, "readiness_route": alive, "scoring_route": scoring},
-    )
+def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what of a profile counts: capacities, and thresholds by direction."""
+    capacity = profile.get("capacity", {})
+    rules = {
+        rule["scaleAction"]["direction"]: (rule["metricTrigger"]["metricName"], rule["metricTrigger"]["threshold"])
+        for rule in profile.get("rules", ())
+    }
+    return capacity.get("minimum"), capacity.get("maximum"), sorted(rules.items())
 
 
-def _used(endpoint: ManagedOnlineEndpoint, name: str) -> bool:
-    return bool((endpoint.traffic or {}).get(name) or (endpoint.mirror_traffic or {}).get(name))
+def _rule(target: str, operator: str, threshold: float, direction: str) -> dict[str, Any]:
+    return {
+        "metricTrigger": {
+            "metricName": _METRIC,
+            "metricResourceUri": target,
+            "timeGrain": "PT1M",
+            "statistic": "Average",
+            "timeWindow": "PT5M",
+            "timeAggregation": "Average",
+            "operator": operator,
+            "threshold": threshold,
+        },
+        "scaleAction": {"direction": direction, "type": "ChangeCount", "value": "1", "cooldown": "PT5M"},
+    }

@@ -1,7 +1,8 @@
-"""Models where Azure's containers find them: a folder of a datastore, and the asset that names it.
+"""Models where Azure's containers read them: folders of a datastore, assets of the workspace, assets of a registry.
 
-A folder is named by what it holds and has `deployment.json` and `model/` in it. `deployment.json` is written last: a
-folder without it is one whose upload was cut off, and is written over.
+A folder is named by its content and holds `deployment.json` and `model/`. `deployment.json` is written last: a folder
+without it belongs to an upload that was cut off, and is written again. Workspaces of all regions read a registry; the
+first workspace that needs a model copies it there.
 """
 
 from __future__ import annotations
@@ -9,33 +10,27 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.azure import credential, timeouts
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient
+from onnx_ops.adapters.azure import ask, credential, timeouts
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, OWNER
-from onnx_ops.adapters.endpoints.azureml_registry import VERSION, SharedModels
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
-from onnx_ops.domain.artifact import Manifest, digest_file, short
+from onnx_ops.adapters.endpoints.cloud import verified_files
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError
+from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
 if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
-_BLOCK = 8 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptModel:
-    """A folder of the datastore. `manifest` is empty where its upload was cut off."""
-
-    name: str
-    manifest: str
+_VERSION = "1"
+"""Of every model: what has a name never changes."""
+_API = "api-version=2024-04-01"
+_BLOCK_BYTES = 8 << 20
 
 
 class AzureModels:
@@ -46,86 +41,72 @@ class AzureModels:
         self._settings = settings
         self._endpoint = endpoint
 
-    def asset(self, name: str, deployment: Deployment) -> str:
-        """Resource id of the model that the deployment of that name in Azure serves, or its path in the registry;
-        uploaded if it is not there.
+    def ensure(self, name: str, deployment: Deployment) -> str:
+        """Return the resource id of the model of that name, or its path in the registry; upload it if it is missing.
 
         Raises:
-            NotFoundError: its files are not on this machine.
-            DigestMismatchError: they are not those of its manifest.
+            NotFoundError: its files are not on this machine, or there is no such registry.
+            DigestMismatchError: the files are not those of its manifest.
             ServiceUnavailableError: Azure does not take them.
             RefusedError: the registry has another model of that name.
         """
         if not self._settings.registry:
-            return f"{self._client.place.path}/models/{self._own_asset(name, deployment)}/versions/{VERSION}"
-        shared = SharedModels(self._client, self._settings.registry)
-        if not shared.holds(name, deployment):
-            shared.take(name, self._own_asset(name, deployment))
-        return shared.path(name)
+            return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
+        registry = _RegistryModel(self._client, self._settings.registry, name)
+        if not registry.exists(deployment):
+            registry.copy(self._ensure_asset(name, deployment))
+        return registry.path
 
-    def kept(self) -> tuple[KeptModel, ...]:
-        """What stands in the datastore for this endpoint, whole or not."""
-        return tuple(self._client.read("the datastore", lambda: list(self._folders())) or ())
+    def stored(self) -> dict[str, str]:
+        """Return the digest of the manifest of each folder of the datastore by name; empty if it was cut off."""
+        return dict(self._client.read("the datastore", lambda: list(self._folders())) or ())
 
-    def discard(self, name: str) -> None:
-        """Delete a folder; no error if it is not there. The asset stays, as Azure keeps assets for ever: it costs
-        nothing, and is good again once the same files are."""
-        self._client.again(f"model {name}", lambda: self._delete_files(name))
+    def delete(self, name: str) -> None:
+        """Delete a folder; no error if it does not exist.
 
-    def _own_asset(self, name: str, deployment: Deployment) -> str:
-        """Name of the workspace's model."""
-        self._upload(name, deployment)
-        model = f"{self._endpoint}--{name}"
-        where = f"model {model}"
-        if self._client.read(where, lambda: self._client.ml.models.get(model, VERSION)) is None:
-            self._client.again(where, lambda: self._register(model, name, deployment))
-        return model
+        The asset stays: Azure keeps assets for ever, and it is valid again once the same files are uploaded.
+        """
+        self._client.retry(f"model {name}", lambda: self._delete_files(name))
 
-    def _register(self, model: str, name: str, deployment: Deployment) -> None:
+    def _ensure_asset(self, name: str, deployment: Deployment) -> str:
+        """Return the name of the workspace's model."""
         from azure.ai.ml.constants import AssetTypes
         from azure.ai.ml.entities import Model
 
-        self._client.ml.models.create_or_update(
-            Model(
-                name=model,
-                version=VERSION,
+        self._upload(name, deployment)
+        asset = f"{self._endpoint}--{name}"
+        where, models = f"model {asset}", self._client.ml.models
+        if self._client.read(where, lambda: models.get(asset, _VERSION)) is None:
+            model = Model(
+                name=asset,
+                version=_VERSION,
                 type=AssetTypes.CUSTOM_MODEL,
                 path=f"{self._settings.models.rstrip('/')}/{self._endpoint}/{name}",
                 tags={OWNER: self._endpoint, MANIFEST: deployment.manifest},
                 description=f"{deployment.model} {deployment.version} ({deployment.variant})",
             )
-        )
+            self._client.retry(where, lambda: models.create_or_update(model))
+        return asset
 
     def _upload(self, name: str, deployment: Deployment) -> None:
-        record = codec.dumps(replace(deployment, location=""))
         where = f"model {name}"
         if self._client.read(where, lambda: self._blob_md5(name, DEPLOYMENT_FILE)) is not None:
             return
-        folder = Path(deployment.location)
-        if not folder.is_dir():
-            raise NotFoundError("the files of the model are not there", where=deployment.name, why=str(folder))
-        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        found = Manifest(files={relative: digest_file(path) for relative, path in paths.items()}).digest()
-        if found != deployment.manifest:
-            raise DigestMismatchError(
-                f"its files are {short(found)}, not {short(deployment.manifest)}",
-                where=f"{deployment.model}/{deployment.version}",
-                remedy="They were changed after they were verified; delete the folder, then they are fetched again.",
-            )
-        for relative, path in paths.items():
-            self._client.again(where, self._sending(f"{name}/{MODEL_FOLDER}/{relative}", path))
-        self._client.again(where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, hashlib.md5(record).digest()))  # noqa: S324
+        for relative, path in verified_files(deployment).items():
+            self._client.retry(where, self._uploader(f"{name}/{MODEL_FOLDER}/{relative}", path))
+        record = codec.dumps(replace(deployment, location=""))
+        md5 = hashlib.md5(record, usedforsecurity=False).digest()
+        self._client.retry(where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, md5))
 
-    def _sending(self, blob: str, path: Path) -> Callable[[], None]:
-        def send() -> None:
+    def _uploader(self, blob: str, path: Path) -> Callable[[], None]:
+        def upload() -> None:
             with path.open("rb") as stream:
                 md5 = hashlib.file_digest(stream, "md5").digest()
-                if self._blob_md5(blob) == md5:
-                    return
-                stream.seek(0)
-                self._send(blob, stream, md5)
+                if self._blob_md5(blob) != md5:
+                    stream.seek(0)
+                    self._send(blob, stream, md5)
 
-        return send
+        return upload
 
     def _send(self, blob: str, data: Any, md5: bytes) -> None:
         from azure.storage.blob import ContentSettings
@@ -139,33 +120,33 @@ class AzureModels:
         )
 
     def _blob_md5(self, *parts: str) -> bytes | None:
-        """Digest of a blob that is there, by which Azure and we mean the same bytes."""
+        """Return the MD5 digest that Azure keeps of a blob; None if there is none of that name."""
         from azure.core.exceptions import ResourceNotFoundError
 
         try:
-            found = self._container.get_blob_client(self._path(*parts)).get_blob_properties()
+            properties = self._container.get_blob_client(self._path(*parts)).get_blob_properties()
         except ResourceNotFoundError:
             return None
-        return bytes(found.content_settings.content_md5 or b"")
+        return bytes(properties.content_settings.content_md5 or b"")
 
-    def _folders(self) -> Iterator[KeptModel]:
+    def _folders(self) -> Iterator[tuple[str, str]]:
         from azure.core.exceptions import ResourceNotFoundError
 
         container, prefix = self._container, f"{self._path()}/"
-        for found in container.walk_blobs(name_starts_with=prefix, delimiter="/"):
-            name = found.name.removeprefix(prefix).rstrip("/")
+        for folder in container.walk_blobs(name_starts_with=prefix, delimiter="/"):
+            name = folder.name.removeprefix(prefix).rstrip("/")
             try:
                 text: bytes = container.download_blob(self._path(name, DEPLOYMENT_FILE)).readall()
-                yield KeptModel(name=name, manifest=codec.loads(text, Deployment).manifest)
+                yield name, codec.loads(text, Deployment).manifest
             except (ResourceNotFoundError, OnnxOpsError):
-                yield KeptModel(name=name, manifest="")
+                yield name, ""
 
     def _delete_files(self, name: str) -> None:
         from azure.core.exceptions import ResourceNotFoundError
 
         container, prefix = self._container, f"{self._path(name)}/"
         blobs = [blob.name for blob in container.list_blobs(name_starts_with=prefix)]
-        # The mark first: what is half gone is never taken for a whole model.
+        # deployment.json first, so that a folder that is half deleted never counts as a whole model.
         for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
             try:
                 container.delete_blob(blob)
@@ -177,7 +158,7 @@ class AzureModels:
 
     @functools.cached_property
     def _container(self) -> ContainerClient:
-        """The datastore's container, asked for as ourselves: the role Storage Blob Data Contributor is needed."""
+        """The datastore's container; the identity needs the role Storage Blob Data Contributor."""
         from azure.storage.blob import ContainerClient
 
         store: Any = self._client.ml.datastores.get(self._settings.datastore)
@@ -188,7 +169,73 @@ class AzureModels:
             store.container_name,
             credential(answer_s),
             retry_total=0,
-            max_block_size=_BLOCK,
-            max_single_put_size=_BLOCK,
+            max_block_size=_BLOCK_BYTES,
+            max_single_put_size=_BLOCK_BYTES,
             **timeouts(answer_s),
         )
+
+
+class _RegistryModel:
+    """One model of onnx-ops in an Azure ML registry, named by its content."""
+
+    def __init__(self, client: AzureClient, registry: str, name: str) -> None:
+        self._client = client
+        self._name = f"onnx-ops--{name}"
+        self._where = f"registry {registry}"
+        self.path = f"azureml://registries/{registry}/models/{self._name}/versions/{_VERSION}"
+        try:
+            self._models: Any = client.retry(self._where, lambda: client.registry(registry).models)
+        except GoneError as error:
+            raise NotFoundError(
+                "there is no such registry, or the identity may not read it",
+                where=self._where,
+                why=error.why,
+                remedy="Correct `registry`, or give the identity the role AzureML Registry User on it.",
+            ) from error
+
+    def exists(self, deployment: Deployment) -> bool:
+        """Return whether the registry has the model.
+
+        Raises:
+            RefusedError: another model has its name.
+            ServiceUnavailableError: Azure does not answer.
+        """
+        model = self._read()
+        if model is None:
+            return False
+        manifest = (model.tags or {}).get(MANIFEST, deployment.manifest)
+        if manifest != deployment.manifest:
+            raise RefusedError(
+                f"another model is called {self._name}",
+                where=self._where,
+                why=f"its manifest is {manifest}",
+                remedy="It was made by hand: choose another registry, or archive that model.",
+            )
+        return True
+
+    def copy(self, asset: str) -> None:
+        """Copy the workspace's model into the registry; return once it can be read there.
+
+        Raises:
+            BusyError: another client copies it.
+            ServiceUnavailableError: Azure does not answer, or does not show it.
+        """
+        from azure.ai.ml.entities import WorkspaceModelReference
+
+        path = self._client.workspace.path
+        workspace: Any = self._client.read("the workspace", lambda: ask(f"{path}?{_API}"))
+        source = (
+            f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
+            f"/models/{asset}/versions/{_VERSION}"
+        )
+        reference = WorkspaceModelReference(name=self._name, version=_VERSION, asset_id=source)
+        self._client.retry(self._where, lambda: self._read() or self._models.create_or_update(reference))
+        for _ in self._client.policy.attempts(self._client.policy.lag_s):
+            if self._read() is not None:
+                return
+        raise ServiceUnavailableError(
+            "the model was copied and does not appear", where=self._where, remedy="Try again."
+        )
+
+    def _read(self) -> Any:
+        return self._client.read(self._where, lambda: self._models.get(self._name, _VERSION))

@@ -1,7 +1,7 @@
-"""A state in Azure's terms: names, tags and traffic of an endpoint. Pure.
+"""A state in Azure's terms: names, tags and traffic of an endpoint. Pure functions.
 
-The endpoint's tags say which state was applied, the deployments' tags what they hold. Tags and traffic go into the same
-request, so there is no moment at which one is old and the other new.
+The endpoint's tags say which state was applied, the deployments' tags what they serve. Tags and traffic are sent in
+the same request, so one is never newer than the other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
+from onnx_ops.adapters.endpoints.cloud import join_text, split_text
 from onnx_ops.domain.artifact import Digest, digest_json, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
@@ -20,36 +21,37 @@ from onnx_ops.errors import OnnxOpsError, UserError
 OWNER = "onnx-ops-endpoint"
 GENERATION = "onnx-ops-generation"
 STATE = "onnx-ops-state"
-_NAMES = "onnx-ops-deployments"
-_RECORD = "onnx-ops-record"
 MANIFEST = "onnx-ops-manifest"
 SCALING = "onnx-ops-scaling"
 """How a deployment is scaled automatically, or `NOT_SCALED`."""
 NOT_SCALED = "none"
-
+_NAMES = "onnx-ops-deployments-"
+_RECORD = "onnx-ops-record-"
 _TAG_CHARACTERS = 250
 """A tag's value has at most 256."""
-_SLUG = 18
+_SLUG_CHARACTERS = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the endpoint shall be: deployments by their names in Azure, percentages of traffic by name."""
+class TrafficPlan:
+    """What the endpoint is to be: deployments by their names in Azure, percentages of traffic by name, tags."""
 
     generation: int
     deployments: Mapping[str, Deployment]
     traffic: Mapping[str, int]
     tags: Mapping[str, str]
 
-    @property
-    def digest(self) -> str:
-        return self.tags[STATE]
 
-
-def planned(
+def plan_traffic(
     state: EndpointState, *, generation: int, name: Callable[[Deployment], str] | None = None, where: str = ""
-) -> Plan:
-    """What an endpoint shall be for a state. `name` tells what a deployment is called in Azure.
+) -> TrafficPlan:
+    """Return what an endpoint is to be for a state.
+
+    Args:
+        state: deployments and their weights.
+        generation: of the state.
+        name: returns what a deployment is called in Azure; `azure_name` by default.
+        where: for errors.
 
     Raises:
         UserError: the state asks for copies of requests.
@@ -62,95 +64,84 @@ def planned(
     tags = {
         GENERATION: str(generation),
         STATE: short(digest_json([sorted(deployments), traffic])),
-        **_cut(_NAMES, json.dumps(sorted(deployments))),
+        **split_text(_NAMES, json.dumps(sorted(deployments)), _TAG_CHARACTERS),
     }
-    return Plan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
+    return TrafficPlan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
 
 
 def azure_name(deployment: Deployment, made_with: Mapping[str, str | int | float | bool] | None = None) -> str:
-    """One name for one content: what stands under it never changes. Lower case, at most 32 characters.
+    """Return a name that follows from the content, which therefore never changes: lower case, at most 32 characters.
 
     Args:
-        deployment: what it serves. By that alone its model is named.
+        deployment: what it serves. A model is named by that alone.
         made_with: settings that a deployment in Azure was made with.
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG].strip("-")
+    slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
-    what = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
-    how = [dict(made_with)] if made_with is not None else []
+    content = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
+    execution = [dict(made_with)] if made_with is not None else []
     if deployment.execution != Execution():
-        how.append(codec.to_json(deployment.execution))
-    return f"{slug}-{short(digest_json([*what, *deployment.custom_ops, *how]))}"
+        execution.append(codec.to_json(deployment.execution))
+    return f"{slug}-{short(digest_json([*content, *deployment.custom_ops, *execution]))}"
 
 
 def record_tags(deployment: Deployment) -> dict[str, str]:
-    """Tags of a deployment, from which `record_of` reads it back. Where its files stand here is nobody's business."""
+    """Return the tags from which `record_of` reads the deployment back, without its location on this machine."""
     text = codec.dumps(replace(deployment, location="")).decode()
-    return {MANIFEST: deployment.manifest, **_cut(_RECORD, text)}
+    return {MANIFEST: deployment.manifest, **split_text(_RECORD, text, _TAG_CHARACTERS)}
 
 
 def record_of(tags: Mapping[str, str]) -> Deployment | None:
-    """None if these are not the tags of one of our deployments."""
+    """Return the deployment that the tags describe; None if they are not those of one of our deployments."""
     try:
-        return codec.loads(_joined(_RECORD, tags).encode(), Deployment)
+        return codec.loads(join_text(_RECORD, tags).encode(), Deployment)
     except OnnxOpsError:
         return None
 
 
 def manifest_of(tags: Mapping[str, str]) -> Digest | None:
+    """Return the manifest's digest in a deployment's tags."""
     return Digest(tags[MANIFEST]) if MANIFEST in tags else None
 
 
 def generation_of(tags: Mapping[str, str]) -> int:
-    """0 where nothing was applied yet."""
+    """Return the generation in an endpoint's tags; 0 if none was applied yet."""
     text = tags.get(GENERATION, "")
     return int(text) if text.isdecimal() else 0
 
 
-def without_ours(tags: Mapping[str, str]) -> dict[str, str]:
-    """What others have tagged stays."""
+def foreign_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags that others have set."""
     return {key: value for key, value in tags.items() if not key.startswith("onnx-ops-")}
 
 
 def state_of(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
-    """What an endpoint does, or None if that is no state: a deployment is lost, or traffic goes elsewhere or nowhere.
+    """Return what an endpoint does; None if a deployment is lost, or traffic goes elsewhere or nowhere.
 
     Args:
         tags: the endpoint's.
         traffic: percentages by the deployments' names in Azure; names without traffic may be missing.
-        records: what every deployment that can answer holds, by its name in Azure.
+        records: every deployment that can answer, by its name in Azure.
     """
     try:
         listed = listed_in(tags)
-        ours = {name: records[name] for name in listed}
-        weights = {ours[name].name: traffic.get(name, 0) for name in listed}
+        deployments = {name: records[name] for name in listed}
+        weights = {deployments[name].name: traffic.get(name, 0) for name in listed}
         if {name for name, weight in traffic.items() if weight} - set(listed):
             return None
         split = TrafficSplit(weights=weights)
-        return EndpointState(deployments=tuple(ours.values()), split=split, generation=generation_of(tags))
+        return EndpointState(deployments=tuple(deployments.values()), split=split, generation=generation_of(tags))
     except (KeyError, ValueError, TypeError):
         return None
 
 
 def listed_in(tags: Mapping[str, str]) -> list[str]:
-    """Names in Azure of the deployments that an endpoint's tags name.
+    """Return the names in Azure of the deployments that an endpoint's tags list.
 
     Raises:
-        ValueError: they name none.
+        ValueError: they list none.
     """
-    listed: list[str] = json.loads(_joined(_NAMES, tags))
-    return listed
-
-
-def _cut(name: str, text: str) -> dict[str, str]:
-    pieces = range(0, len(text), _TAG_CHARACTERS)
-    return {f"{name}-{number}": text[start : start + _TAG_CHARACTERS] for number, start in enumerate(pieces)}
-
-
-def _joined(name: str, tags: Mapping[str, str]) -> str:
-    pieces: list[str] = []
-    while (piece := tags.get(f"{name}-{len(pieces)}")) is not None:
-        pieces.append(piece)
-    return "".join(pieces)
+    names: list[str] = json.loads(join_text(_NAMES, tags))
+    return names

@@ -1,86 +1,75 @@
-"""What an endpoint at SageMaker needs of its surroundings, looked at one by one."""
+"""Checks of a SageMaker endpoint's prerequisites: package, credentials, role, bucket, image, alarms and quota."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onnx_ops.adapters.aws import Clients, Scalar, clients, code_of, translated
-from onnx_ops.adapters.endpoints.sagemaker_image import image_found, role_pulls
+from onnx_ops.adapters.endpoints.cloud import run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed, settings_of
-from onnx_ops.domain.finding import Finding
-from onnx_ops.errors import OnnxOpsError, RefusedError
+from onnx_ops.domain.target import Finding
+from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import install_hint
 
 _PRINCIPAL = "sagemaker.amazonaws.com"
 _DOCS = "docs/sagemaker.md"
-_STRANGE = "the answer is not what AWS answers"
-_PROXY = "Look at what stands between this machine and AWS: a proxy, or a page to log in."
+_ECR = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
+    r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
+)
+_PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
-def findings(given: Mapping[str, Scalar]) -> Iterator[Finding]:
-    """Package, credentials, region; with an endpoint's settings also its role, bucket, image, alarms and quota."""
+def diagnose(given: Mapping[str, Scalar]) -> Iterator[Finding]:
+    """Yield the findings for an endpoint's settings; without any, those of package, credentials and region."""
     try:
         yield Finding(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:
         yield Finding(check="boto3", ok=False, found="not installed", remedy=install_hint("boto3"))
         return
-    settings = _settings(given)
-    if isinstance(settings, Finding):
-        yield settings
+    try:
+        settings = settings_of(given) if given else None
+    except OnnxOpsError as error:
+        yield Finding(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
         return
     try:
-        connected = clients(given)
+        connect = clients(given)
     except OnnxOpsError as error:
         yield Finding(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
-    alive = _looked("credentials", lambda: _caller(connected))
-    yield alive
-    if not alive.ok:
+    (credentials,) = _run("credentials", lambda: _check_credentials(connect))
+    yield credentials
+    if not credentials.ok or settings is None:
         return
-    if settings is None:
-        return
-    yield _looked("role", lambda: _role(connected("iam"), settings.role))
-    yield _looked("bucket", lambda: _bucket(connected("s3"), settings.bucket))
-    yield _looked("image", lambda: image_found(connected, settings.image))
-    yield _looked("pull", lambda: role_pulls(connected("iam"), settings.role, settings.image))
+    yield from _run("role", lambda: _check_role(connect("iam"), settings.role))
+    yield from _run("bucket", lambda: _check_bucket(connect("s3"), settings.bucket))
+    yield from _run("image", lambda: _check_image(connect, settings.image))
+    yield from _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
     if settings.alarms:
-        yield _looked("alarms", lambda: _alarms(connected("cloudwatch"), listed(settings.alarms)))
+        yield from _run("alarms", lambda: _check_alarms(connect("cloudwatch"), listed(settings.alarms)))
     if not settings.serverless:
-        yield _looked("quota", lambda: _quota(connected("service-quotas"), settings))
+        yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 
 
-def _settings(given: Mapping[str, Scalar]) -> SageMakerSettings | Finding | None:
-    if not given:
-        return None
-    try:
-        return settings_of(given)
-    except OnnxOpsError as error:
-        return Finding(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
-
-
-def _looked(check: str, look: Callable[[], Finding]) -> Finding:
-    """A look that cannot be taken is a finding too. What nobody needs to be permitted is no fault."""
-    try:
+def _run(check: str, find: Callable[[], Finding]) -> Iterator[Finding]:
+    def translated_finding() -> list[Finding]:
         with translated(""):
-            return look()
-    except RefusedError as error:
-        return Finding(check=check, ok=True, found=f"may not be looked at: {error.why}")
-    except OnnxOpsError as error:
-        return Finding(check=check, ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without what it should hold
-        return Finding(check=check, ok=False, found=f"{_STRANGE}: {error!r}", remedy=_PROXY)
+            return [find()]
+
+    return run_check(check, translated_finding, cloud="AWS")
 
 
-def _caller(connected: Clients) -> Finding:
-    sts = connected("sts")
-    found = sts.get_caller_identity()
-    return Finding(check="credentials", ok=True, found=f"{found['Arn']} in {connected('sagemaker').meta.region_name}")
+def _check_credentials(connect: Clients) -> Finding:
+    caller = connect("sts").get_caller_identity()
+    region = connect("sagemaker").meta.region_name
+    return Finding(check="credentials", ok=True, found=f"{caller['Arn']} in {region}")
 
 
-def _role(iam: Any, arn: str) -> Finding:
+def _check_role(iam: Any, arn: str) -> Finding:
     from botocore.exceptions import ClientError
 
     name = arn.rpartition("/")[2]
@@ -97,44 +86,97 @@ def _role(iam: Any, arn: str) -> Finding:
         check="role",
         ok=trusts,
         found=f"{arn} {'trusts' if trusts else 'does not trust'} SageMaker",
-        remedy=f"Let {_PRINCIPAL} assume it: add it to the role's trust policy.",
+        remedy=f"Add {_PRINCIPAL} to the role's trust policy.",
     )
 
 
-def _bucket(s3: Any, bucket: str) -> Finding:
+def _check_bucket(s3: Any, bucket: str) -> Finding:
     from botocore.exceptions import ClientError
 
     try:
         s3.head_bucket(Bucket=bucket)
     except ClientError as error:
-        missing = code_of(error) in ("404", "NoSuchBucket")
-        if not missing and code_of(error) != "403":
+        if code_of(error) in ("404", "NoSuchBucket"):
+            remedy = f"aws s3 mb s3://{bucket}"
+            return Finding(check="bucket", ok=False, found=f"s3://{bucket} does not exist", remedy=remedy)
+        if code_of(error) != "403":
             raise
-        found = "does not exist" if missing else "is not permitted"
-        remedy = f"aws s3 mb s3://{bucket}" if missing else "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
-        return Finding(check="bucket", ok=False, found=f"s3://{bucket} {found}", remedy=remedy)
+        remedy = "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
+        return Finding(check="bucket", ok=False, found=f"s3://{bucket} is not permitted", remedy=remedy)
     return Finding(check="bucket", ok=True, found=f"s3://{bucket}")
 
 
-def _alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
-    found = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
-    states = {
-        a["AlarmName"]: a["StateValue"] for kind in ("MetricAlarms", "CompositeAlarms") for a in found.get(kind, ())
-    }
-    told = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
-    return Finding(
-        check="alarms", ok=set(names) <= set(states), found=told, remedy="Make them in CloudWatch, or correct `alarms`."
-    )
+def _check_image(connect: Clients, image: str) -> Finding:
+    """Check that the image is in ECR, in the endpoint's region."""
+    from botocore.exceptions import ClientError
+
+    match = _ECR.fullmatch(image)
+    if match is None:
+        remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
+        return Finding(check="image", ok=False, found=f"{image} is not in ECR", remedy=remedy)
+    ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
+    if match["region"] != region:
+        remedy = f"Push it to {region} too (ECR can replicate), and name that one in `image`."
+        return Finding(check="image", ok=False, found=f"it is in {match['region']}, not in {region}", remedy=remedy)
+    tag = match["tag"] or "latest"
+    image_id = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}
+    repository = match["repository"]
+    try:
+        details = ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=[image_id])[
+            "imageDetails"
+        ]
+    except ClientError as error:
+        if code_of(error) == "RepositoryNotFoundException":
+            remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
+            return Finding(check="image", ok=False, found=f"there is no {repository}", remedy=remedy)
+        if code_of(error) != "ImageNotFoundException":
+            raise
+        found = f"{repository} has no {match['digest'] or tag}"
+        return Finding(check="image", ok=False, found=found, remedy=f"docker push {image}")
+    return Finding(check="image", ok=bool(details), found=image if details else f"{image} is not described")
 
 
-def _quota(quotas: Any, settings: SageMakerSettings) -> Finding:
-    """An update runs the old instances beside the new ones; with `ab` two variants of them."""
-    wanted = f"{settings.instance_type} for endpoint usage"
+def _check_pull(iam: Any, role: str, image: str) -> Finding:
+    """Check that the role's policies let it pull. A repository of another account has a policy besides."""
+    match = _ECR.fullmatch(image)
+    if match is None:
+        return Finding(check="pull", ok=True, found="not checked for an image that is not in ECR")
+    _, partition, _, _, account, *_ = role.split(":")
+    arn = f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
+    denied = [
+        result["EvalActionName"]
+        for actions, resource in ((("ecr:GetAuthorizationToken",), "*"), (_PULL_ACTIONS, arn))
+        for result in iam.simulate_principal_policy(
+            PolicySourceArn=role, ActionNames=list(actions), ResourceArns=[resource]
+        )["EvaluationResults"]
+        if result["EvalDecision"] != "allowed"
+    ]
+    if denied:
+        found = f"the role may not {', '.join(denied)}"
+        return Finding(check="pull", ok=False, found=found, remedy=f"Permit that to the role, on {arn} and *.")
+    found = "the role may pull it"
+    if account != match["account"]:
+        found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
+    return Finding(check="pull", ok=True, found=found)
+
+
+def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
+    answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
+    kinds = ("MetricAlarms", "CompositeAlarms")
+    states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
+    found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
+    remedy = "Make them in CloudWatch, or correct `alarms`."
+    return Finding(check="alarms", ok=set(names) <= set(states), found=found, remedy=remedy)
+
+
+def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
+    """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
+    name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
-    limits = [quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == wanted]
+    limits = [quota["Value"] for page in pages for quota in page["Quotas"] if quota["QuotaName"] == name]
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
-    remedy = f"Ask for {needed} of '{wanted}' in the console of Service Quotas; an update needs room for both fleets."
+    remedy = f"Request {needed} of '{name}' in the console of Service Quotas; an update needs room for both fleets."
     if not limits:
-        return Finding(check="quota", ok=False, found=f"no quota is called '{wanted}'", remedy=remedy)
+        return Finding(check="quota", ok=False, found=f"no quota is called '{name}'", remedy=remedy)
     found = f"{limits[0]:g} {settings.instance_type}, of which an update takes up to {needed}"
     return Finding(check="quota", ok=limits[0] >= needed, found=found, remedy=remedy)

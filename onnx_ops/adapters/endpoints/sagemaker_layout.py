@@ -1,82 +1,87 @@
-"""A state of an endpoint as the requests that SageMaker takes, and back. Nothing here asks anybody.
+"""A state of an endpoint as the requests that SageMaker takes, and back; and how a config differs. Pure functions.
 
-Models and endpoint configs cannot be changed, so they are called by the digest of what they hold. A config's name has
-two parts: which models stand how behind the endpoint, and with which weights it begins. Weights alone may change later.
+Models and endpoint configs cannot be changed, so they are named by the digest of their content. A config's name has
+two parts: the models and variants of the endpoint, and the weights that it begins with. Weights alone may change later.
+Which keys a container trusts stays as it was when its model was made, as machines may hold different keys.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
+from onnx_ops.adapters.endpoints.cloud import join_text, split_text
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
-from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError, UserError
-from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE, format_option_variables
+from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE, format_option_variables
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
-"""Environment variables of a model's container that show which deployment it is: this name with `_0`, `_1` ..."""
+"""Environment variables of a model's container that hold its deployment: this name with `_0`, `_1` ..."""
 _VALUE_CHARACTERS = 1000
 """A variable's value has at most 1,024."""
-_STEM = 30
-_LAYOUT, _WEIGHTS, _MODEL = 16, 10, 20
-_OWN_NAME = re.compile(rf"-[0-9a-f]{{{_MODEL}}}|-[0-9a-f]{{{_LAYOUT}}}-[0-9a-f]{{{_WEIGHTS}}}")
+_STEM_CHARACTERS = 30
+_LAYOUT_DIGITS, _WEIGHTS_DIGITS, _MODEL_DIGITS = 16, 10, 20
+_OWN_SUFFIX = re.compile(rf"-[0-9a-f]{{{_MODEL_DIGITS}}}|-[0-9a-f]{{{_LAYOUT_DIGITS}}}-[0-9a-f]{{{_WEIGHTS_DIGITS}}}")
+_MOST_VARIANTS = 10
+_WEIGHT_TOLERANCE = 1e-3
+_COMPARED_IN_VARIANT = (
+    "InstanceType",
+    "ServerlessConfig",
+    "VolumeSizeInGB",
+    "ContainerStartupHealthCheckTimeoutInSeconds",
+)
+_COMPARED_IN_CONFIG = ("KmsKeyId", "DataCaptureConfig")
+_COMPARED_IN_MODEL = ("ExecutionRoleArn", "VpcConfig", "EnableNetworkIsolation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What must stand at SageMaker for a state. `weights` are those of production variants, by variant."""
+class EndpointLayout:
+    """What must exist at SageMaker for a state. `weights` are those of production variants, by variant."""
 
     models: Mapping[str, Mapping[str, Any]]
     config_name: str
     config: Mapping[str, Any]
     weights: Mapping[str, float]
 
-    def holds(self, config_name: str) -> bool:
-        """Whether a config has the same models behind the same variants; its weights may differ."""
-        return config_name[: -_WEIGHTS - 1] == self.config_name[: -_WEIGHTS - 1]
+    def has_config(self, config_name: str) -> bool:
+        """Return whether a config has the same models behind the same variants; its weights may differ."""
+        return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 
-def document_of(deployment: Deployment) -> bytes:
-    """What says which deployment it is, wherever its files lie."""
+def deployment_document(deployment: Deployment) -> bytes:
+    """Return the deployment as JSON, without its location on this machine."""
     return codec.dumps(replace(deployment, location=""))
 
 
-def variables_of(deployment: Deployment) -> dict[str, str]:
-    """Return the document in pieces, as environment variables from which `deployment_in` reads it back."""
-    text = document_of(deployment).decode()
-    starts = range(0, len(text), _VALUE_CHARACTERS)
-    return {f"{DOCUMENT}_{n}": text[start : start + _VALUE_CHARACTERS] for n, start in enumerate(starts)}
+def deployment_variables(deployment: Deployment) -> dict[str, str]:
+    """Return the environment variables from which `read_deployment` reads the deployment back."""
+    return split_text(f"{DOCUMENT}_", deployment_document(deployment).decode(), _VALUE_CHARACTERS)
 
 
-def deployment_in(environment: Mapping[str, str]) -> Deployment | None:
-    """The deployment that a model's container says it is; None if it is none of ours."""
-    text = ""
-    for number in itertools.count():
-        if (piece := environment.get(f"{DOCUMENT}_{number}")) is None:
-            break
-        text += piece
+def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
+    """Return the deployment in a model's description; None if it is none of ours."""
+    environment = model.get("PrimaryContainer", {}).get("Environment", {})
     try:
-        return codec.loads(text.encode(), Deployment)
+        return codec.loads(join_text(f"{DOCUMENT}_", environment).encode(), Deployment)
     except CorruptStateError:
         return None
 
 
 def archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
-    """Where a deployment's archive lies in the bucket; other content has another key."""
-    document = hex_of(digest_bytes(document_of(deployment)))[:16]
+    """Return the key of a deployment's archive in the bucket, which follows from its content."""
+    document = hex_of(digest_bytes(deployment_document(deployment)))[:16]
     return f"{prefix.strip('/')}/{endpoint}/archives/{hex_of(deployment.manifest)}/{document}/model.tar.gz"
 
 
-def stem_of(endpoint: str) -> str:
-    """How the names of an endpoint's models and configs begin; different for different endpoints.
+def name_stem(endpoint: str) -> str:
+    """Return how the names of an endpoint's models and configs begin; different for different endpoints.
 
     Raises:
         UserError: SageMaker takes no endpoint of that name.
@@ -84,62 +89,63 @@ def stem_of(endpoint: str) -> str:
     if not is_name(endpoint):
         remedy = "Use letters, digits and single hyphens between them, at most 63."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
-    if len(endpoint) <= _STEM:
+    if len(endpoint) <= _STEM_CHARACTERS:
         return endpoint
-    return f"{endpoint[: _STEM - 9].strip('-')}-{hex_of(digest_bytes(endpoint.encode()))[:8]}"
+    return f"{endpoint[: _STEM_CHARACTERS - 9].strip('-')}-{hex_of(digest_bytes(endpoint.encode()))[:8]}"
 
 
-def is_own(name: str, endpoint: str) -> bool:
-    """Whether a model or config has a name that we give for this endpoint."""
-    stem = stem_of(endpoint)
-    return name.startswith(stem) and _OWN_NAME.fullmatch(name[len(stem) :]) is not None
+def is_own_name(name: str, endpoint: str) -> bool:
+    """Return whether a model or config has a name that we give for this endpoint."""
+    stem = name_stem(endpoint)
+    return name.startswith(stem) and _OWN_SUFFIX.fullmatch(name[len(stem) :]) is not None
 
 
-def lay_out(endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = "") -> Layout:
-    """The requests for a state.
+def build_layout(
+    endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = ""
+) -> EndpointLayout:
+    """Return the requests for a state.
 
     Args:
         endpoint: its name.
-        state: what it shall be.
-        settings: how it runs.
-        trusted_keys: option of the containers' servers; empty: they load anything. Other keys make other models.
+        state: the desired one.
+        settings: of the endpoint.
+        trusted_keys: option of the containers' servers; empty: they load any model. Other keys make other models.
 
     Raises:
         UserError: SageMaker cannot do that: see the strategies.
     """
-    stem = stem_of(endpoint)
-    _check(endpoint, state, settings)
-    tags = _tags(endpoint, settings)
+    stem = name_stem(endpoint)
+    _require_possible(endpoint, state, settings)
+    tags = [
+        {"Key": key, "Value": value} for key, value in sorted({**settings.own_tags, ENDPOINT_TAG: endpoint}.items())
+    ]
     models: dict[str, Mapping[str, Any]] = {}
-    named: dict[str, str] = {}
+    model_names: dict[str, str] = {}
     for deployment in state.deployments:
-        request = _model(endpoint, deployment, settings, trusted_keys)
-        name = f"{stem}-{hex_of(digest_json(request))[:_MODEL]}"
-        named[deployment.name] = name
+        request = _model_request(endpoint, deployment, settings, trusted_keys)
+        name = f"{stem}-{hex_of(digest_json(request))[:_MODEL_DIGITS]}"
+        model_names[deployment.name] = name
         models[name] = {**request, "ModelName": name, "Tags": tags}
-    production = _variants(state, settings)
-    asked = {
-        **_config(settings),
-        "ProductionVariants": [_variant(named[d], v, w, settings) for v, (d, w) in sorted(production.items())],
-    }
-    bare = [{**one, "InitialVariantWeight": 0} for one in asked["ProductionVariants"]]
-    layout = hex_of(digest_json({**asked, "ProductionVariants": bare}))[:_LAYOUT]
-    weights = {variant: float(weight) for variant, (_, weight) in production.items()}
-    name = f"{stem}-{layout}-{hex_of(digest_json(weights))[:_WEIGHTS]}"
-    return Layout(
-        models=models, config_name=name, config={**asked, "EndpointConfigName": name, "Tags": tags}, weights=weights
+    if settings.guarded:
+        variants = {GUARDED_VARIANT: (state.leader().name, 100.0)}
+    else:
+        weight_of = state.split.weights
+        variants = {variant_of(d.name): (d.name, float(weight_of.get(d.name, 0))) for d in state.deployments}
+    production = [
+        _variant_request(model_names[name], variant, weight, settings)
+        for variant, (name, weight) in sorted(variants.items())
+    ]
+    config = {**_config_request(settings), "ProductionVariants": production}
+    unweighted = [{**variant, "InitialVariantWeight": 0} for variant in production]
+    layout = hex_of(digest_json({**config, "ProductionVariants": unweighted}))[:_LAYOUT_DIGITS]
+    weights = {variant: weight for variant, (_, weight) in variants.items()}
+    name = f"{stem}-{layout}-{hex_of(digest_json(weights))[:_WEIGHTS_DIGITS]}"
+    return EndpointLayout(
+        models=models, config_name=name, config={**config, "EndpointConfigName": name, "Tags": tags}, weights=weights
     )
 
 
-def _variants(state: EndpointState, settings: SageMakerSettings) -> dict[str, tuple[str, float]]:
-    """Deployment and weight by variant."""
-    if settings.guarded:
-        return {GUARDED_VARIANT: (state.leader().name, 100.0)}
-    weights = state.split.weights
-    return {variant_of(d.name): (d.name, float(weights.get(d.name, 0))) for d in state.deployments}
-
-
-def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> None:
+def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> None:
     serving = [name for name, weight in state.split.weights.items() if weight]
     variants = [variant_of(d.name) for d in state.deployments]
     problem = ""
@@ -147,7 +153,7 @@ def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> 
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
     elif any(state.split.shadow.values()):
         problem = "it copies requests, but nobody would compare the answers"
-    elif len(state.deployments) > 10:
+    elif len(state.deployments) > _MOST_VARIANTS:
         problem = "an endpoint has at most ten variants"
     elif len(set(variants)) != len(variants):
         problem = f"two deployments would have the same variant: {', '.join(sorted(variants))}"
@@ -155,26 +161,30 @@ def _check(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> 
         raise UserError(f"SageMaker cannot do that: {problem}", where=endpoint)
 
 
-def _model(endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str) -> dict[str, Any]:
+def _model_request(
+    endpoint: str, deployment: Deployment, settings: SageMakerSettings, trusted_keys: str
+) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
-    options = format_option_variables(settings.server) | ({TRUSTED_KEYS_VARIABLE: trusted_keys} if trusted_keys else {})
-    subnets, groups = listed(settings.subnets), listed(settings.security_groups)
+    options = format_option_variables(settings.server)
+    if trusted_keys:
+        options[TRUSTED_KEYS_VARIABLE] = trusted_keys
     request: dict[str, Any] = {
         "ExecutionRoleArn": settings.role,
         "PrimaryContainer": {
             "Image": settings.image,
             "ModelDataUrl": f"s3://{settings.bucket}/{archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": variables_of(deployment) | options,
+            "Environment": deployment_variables(deployment) | options,
         },
         "EnableNetworkIsolation": settings.isolated,
     }
-    if subnets:
-        request["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": list(groups)}
+    if subnets := listed(settings.subnets):
+        groups = list(listed(settings.security_groups))
+        request["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": groups}
     return request
 
 
-def _variant(model: str, variant: str, weight: float, settings: SageMakerSettings) -> dict[str, Any]:
+def _variant_request(model: str, variant: str, weight: float, settings: SageMakerSettings) -> dict[str, Any]:
     request: dict[str, Any] = {"VariantName": variant, "ModelName": model, "InitialVariantWeight": weight}
     if settings.serverless:
         serverless = {"MemorySizeInMB": settings.memory_mb, "MaxConcurrency": settings.max_concurrency}
@@ -191,21 +201,103 @@ def _variant(model: str, variant: str, weight: float, settings: SageMakerSetting
     return request
 
 
-def _config(settings: SageMakerSettings) -> dict[str, Any]:
-    request: dict[str, Any] = {}
-    if settings.kms_key and not settings.serverless:
-        request["KmsKeyId"] = settings.kms_key
+def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
+    key = {"KmsKeyId": settings.kms_key} if settings.kms_key else {}
+    request: dict[str, Any] = {} if settings.serverless else dict(key)
     if settings.capture_percent:
-        capture = {
+        request["DataCaptureConfig"] = {
             "EnableCapture": True,
             "InitialSamplingPercentage": settings.capture_percent,
             "DestinationS3Uri": settings.capture_uri,
             "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+            **key,
         }
-        request["DataCaptureConfig"] = {**capture, **({"KmsKeyId": settings.kms_key} if settings.kms_key else {})}
     return request
 
 
-def _tags(endpoint: str, settings: SageMakerSettings) -> list[dict[str, str]]:
-    tags = {**settings.own_tags, ENDPOINT_TAG: endpoint}
-    return [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
+def read_state(
+    variants: Mapping[str, Deployment | None], weights: Mapping[str, float], generation: int
+) -> EndpointState | None:
+    """Return the state that an endpoint is in; None if a variant is not ours or none has traffic.
+
+    Args:
+        variants: the deployment behind each variant of its config.
+        weights: the current ones by variant.
+        generation: of the last claim.
+    """
+    deployments = {variant: deployment for variant, deployment in variants.items() if deployment is not None}
+    total = sum(weights.values())
+    if len(deployments) != len(variants) or not set(weights) <= set(deployments) or not total:
+        return None
+    percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
+    largest = max(percent, key=lambda variant: (percent[variant], variant))
+    percent[largest] += 100 - sum(percent.values())  # what rounding leaves
+    split = TrafficSplit(weights={deployments[variant].name: share for variant, share in percent.items()})
+    return EndpointState(deployments=tuple(deployments.values()), split=split, generation=generation)
+
+
+def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
+    """Return whether an endpoint's traffic is split like that, and is not being changed."""
+    return all(_has_shares(description, key, desired) for key in ("CurrentWeight", "DesiredWeight"))
+
+
+def _has_shares(description: Mapping[str, Any], key: str, desired: Mapping[str, float]) -> bool:
+    weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}
+    total, desired_total = sum(weights.values()), sum(desired.values())
+    if set(weights) != set(desired) or not total:
+        return False
+    return all(
+        abs(weights[name] / total - weight / desired_total) < _WEIGHT_TOLERANCE for name, weight in desired.items()
+    )
+
+
+def config_drift(
+    config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
+) -> Iterator[str]:
+    """Yield what differs between an endpoint's config and a layout of the same deployments.
+
+    Args:
+        config: that the endpoint has.
+        models: of the config, by name.
+        layout: the desired one.
+    """
+    yield from _differences("", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG))
+    actual, desired = ({v["VariantName"]: v for v in variants_in(each)} for each in (config, layout.config))
+    if set(actual) != set(desired):  # the strategy is another
+        yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
+        return
+    for name, variant in actual.items():
+        wanted = desired[name]
+        yield from _differences(f"{name}.", _pick(variant, _COMPARED_IN_VARIANT), _pick(wanted, _COMPARED_IN_VARIANT))
+        model, wanted_model = models[variant["ModelName"]], layout.models[wanted["ModelName"]]
+        yield from _differences(f"{name}.", _compared_in_model(model), _compared_in_model(wanted_model))
+
+
+def variants_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the production variants of a config, and shadow variants that were made by hand."""
+    return [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
+
+
+def _compared_in_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    container = model["PrimaryContainer"]
+    options = {
+        name: value
+        for name, value in container.get("Environment", {}).items()
+        if name.startswith(OPTION_PREFIX) and name != TRUSTED_KEYS_VARIABLE
+    }
+    return _pick(model, _COMPARED_IN_MODEL) | _pick(container, ("ModelDataUrl", "Image")) | options
+
+
+def _pick(document: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: document[name] for name in names if document.get(name)}
+
+
+def _differences(place: str, actual: Mapping[str, Any], desired: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values that differ. Of a nested one, SageMaker describes more than was requested."""
+    for name in sorted({*actual, *desired}):
+        value, wanted = actual.get(name), desired.get(name)
+        if isinstance(value, Mapping) and isinstance(wanted, Mapping):
+            yield from _differences(f"{place}{name}.", {key: value.get(key) for key in wanted}, wanted)
+        elif value != wanted:
+            shown = ("none" if one is None else str(one) for one in (value, wanted))
+            yield f"{place}{name}: {', not '.join(shown)}"

@@ -1,93 +1,103 @@
-"""The instance counts of variants, where they follow the load (Application Auto Scaling)."""
+"""Instance counts of variants: fixed by the settings, or following the load (Application Auto Scaling)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, code_of, translated
-from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
-from onnx_ops.adapters.endpoints.sagemaker_layout import Layout
+from onnx_ops.adapters.endpoints.sagemaker_client import SageMakerClient
+from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import RefusedError
 
-_NAMESPACE = {"ServiceNamespace": "sagemaker"}
-_DIMENSION = {**_NAMESPACE, "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
+_DIMENSION = {"ServiceNamespace": "sagemaker", "ScalableDimension": "sagemaker:variant:DesiredInstanceCount"}
 _POLICY = "onnx-ops-invocations"
+_UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 
 
-class Scaling:
-    """Targets and policies of one endpoint's variants. What others have made is left alone, and so are the instance
-    counts that it sets."""
+def instance_drift(description: Mapping[str, Any], settings: SageMakerSettings) -> Iterator[str]:
+    """Yield the variants of an endpoint that are to have another number of instances than the settings say."""
+    for variant in description.get("ProductionVariants", ()):
+        count = variant.get("DesiredInstanceCount")
+        if count is not None and count != settings.instance_count:
+            yield f"instances of {variant['VariantName']}: {count}, not {settings.instance_count}"
 
-    def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
-        self._clients = clients
-        self._endpoint = endpoint
-        self._settings = settings
 
-    def drift(self, found: Mapping[str, Any]) -> Iterator[str]:
-        """How instance counts and autoscaling of an endpoint's production variants differ from the settings. Counts
-        that others scale are theirs."""
-        settings, names = self._settings, _names(found)
+class VariantScaling:
+    """Scalable targets and policies of one endpoint's variants.
+
+    Policies that others made stay, and so do the instance counts that they set.
+    """
+
+    def __init__(self, client: SageMakerClient) -> None:
+        self._client = client
+        self._settings = client.settings
+
+    def drift(self, description: Mapping[str, Any]) -> Iterator[str]:
+        """Yield how instance counts and autoscaling differ from the settings, unless others scale them."""
+        settings, names = self._settings, _variant_names(description)
         targets = {} if settings.serverless else self._targets(names)
         policies = {name: self._policy(name) for name in targets}
+        desired = "none"
+        if settings.scaled:
+            limits = {"MinCapacity": settings.min_instances, "MaxCapacity": settings.max_instances}
+            desired = _describe(limits, self._tracking())
         for name in names if settings.scaled else targets:
-            target, policy = targets.get(name), policies.get(name)
-            wanted = {"MinCapacity": settings.min_instances, "MaxCapacity": settings.max_instances}
-            asked = _told(wanted, self._tracking()) if settings.scaled else "none"
-            if (settings.scaled or policy is not None) and _told(target, policy) != asked:
-                yield f"autoscaling of {name}: {_told(target, policy)}, not {asked}"
+            actual = _describe(targets.get(name), policies.get(name))
+            if (settings.scaled or policies.get(name) is not None) and actual != desired:
+                yield f"autoscaling of {name}: {actual}, not {desired}"
         if not settings.scaled and not any(policies[name] is None for name in targets):
-            yield from instance_drift(found, settings)
+            yield from instance_drift(description, settings)
 
-    def by_others(self, found: Mapping[str, Any]) -> bool:
-        """Whether something else scales a variant, although the settings do not."""
+    def is_foreign(self, description: Mapping[str, Any]) -> bool:
+        """Return whether another policy scales a variant that the settings do not scale."""
         if self._settings.scaled:
             return False
-        return any(self._policy(name) is None for name in self._targets(_names(found)))
+        return any(self._policy(name) is None for name in self._targets(_variant_names(description)))
 
-    def release(self, found: Mapping[str, Any]) -> None:
-        """Let go of what the settings had scaled and scale no longer."""
-        for name in () if self._settings.scaled else self._targets(_names(found)):
+    def apply(self, layout: EndpointLayout) -> None:
+        """Scale every production variant, if the settings say so. Idempotent."""
+        if not self._settings.scaled:
+            return
+        for variant in layout.config["ProductionVariants"]:
+            target = self._resource(variant["VariantName"])
+            self._call(
+                "register_scalable_target",
+                **target,
+                MinCapacity=self._settings.min_instances,
+                MaxCapacity=self._settings.max_instances,
+            )
+            self._call(
+                "put_scaling_policy",
+                **target,
+                PolicyName=_POLICY,
+                PolicyType="TargetTrackingScaling",
+                TargetTrackingScalingPolicyConfiguration=self._tracking(),
+            )
+
+    def remove(self, description: Mapping[str, Any]) -> None:
+        """Stop scaling the variants of an endpoint that ends."""
+        if self._settings.scaled:
+            for name in _variant_names(description):
+                self._deregister(name)
+        else:
+            self.remove_outdated(description)
+
+    def remove_outdated(self, description: Mapping[str, Any]) -> None:
+        """Stop scaling what earlier settings scaled and these do not."""
+        for name in () if self._settings.scaled else self._targets(_variant_names(description)):
             if self._policy(name) is not None:
                 self._deregister(name)
 
-    def step_aside(self, found: Mapping[str, Any], layout: Layout) -> None:
-        """Let go of variants that go, or get other instances: SageMaker refuses to change those that are scaled."""
+    def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
+        """Stop scaling variants that end or get other instances: SageMaker refuses to change scaled ones."""
         if not self._settings.scaled:
             return
-        with translated(self._endpoint):
-            config = self._clients("sagemaker").describe_endpoint_config(EndpointConfigName=found["EndpointConfigName"])
-        kept = {v["VariantName"]: v.get("InstanceType") for v in layout.config["ProductionVariants"]}
+        config = self._client.describe_config(description["EndpointConfigName"])
+        types = {v["VariantName"]: v.get("InstanceType") for v in layout.config["ProductionVariants"]}
         for variant in config["ProductionVariants"]:
-            if kept.get(variant["VariantName"], "") != variant.get("InstanceType"):
+            if types.get(variant["VariantName"], "") != variant.get("InstanceType"):
                 self._deregister(variant["VariantName"])
-
-    def follow(self, layout: Layout) -> None:
-        """Scale every production variant; doing it again changes nothing."""
-        if not self._settings.scaled:
-            return
-        scaling = self._clients("application-autoscaling")
-        with translated(self._endpoint):
-            for variant in layout.config["ProductionVariants"]:
-                named = {**_DIMENSION, "ResourceId": self._resource(variant["VariantName"])}
-                scaling.register_scalable_target(
-                    **named, MinCapacity=self._settings.min_instances, MaxCapacity=self._settings.max_instances
-                )
-                scaling.put_scaling_policy(
-                    **named,
-                    PolicyName=_POLICY,
-                    PolicyType="TargetTrackingScaling",
-                    TargetTrackingScalingPolicyConfiguration=self._tracking(),
-                )
-
-    def let_go(self, found: Mapping[str, Any]) -> None:
-        """No longer scale an endpoint that ends."""
-        if self._settings.scaled:
-            for variant in _names(found):
-                self._deregister(variant)
-        else:
-            self.release(found)
 
     def _tracking(self) -> dict[str, Any]:
         metric = {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"}
@@ -95,53 +105,39 @@ class Scaling:
         return {"TargetValue": target, "PredefinedMetricSpecification": metric}
 
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-        """What is scaled, by variant. Who does not use autoscaling needs no permission to look at it."""
-        resources = {self._resource(name): name for name in variants}
+        """Return the scalable targets by variant. Without autoscaling no permission to look is needed."""
+        resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:
             return {}
         try:
-            with translated(self._endpoint):
-                scaling = self._clients("application-autoscaling")
-                found = scaling.describe_scalable_targets(**_DIMENSION, ResourceIds=list(resources))
+            answer = self._call("describe_scalable_targets", **_DIMENSION, ResourceIds=list(resources))
         except RefusedError:
             if self._settings.scaled:
                 raise
             return {}
-        return {resources[one["ResourceId"]]: one for one in found["ScalableTargets"]}
+        return {resources[target["ResourceId"]]: target for target in answer["ScalableTargets"]}
 
     def _policy(self, variant: str) -> Mapping[str, Any] | None:
-        """What our policy of a variant tracks."""
-        with translated(self._endpoint):
-            found = self._clients("application-autoscaling").describe_scaling_policies(
-                **_DIMENSION, ResourceId=self._resource(variant), PolicyNames=[_POLICY]
-            )
-        policies = found["ScalingPolicies"]
-        tracking: Mapping[str, Any] | None = (
-            policies[0]["TargetTrackingScalingPolicyConfiguration"] if policies else None
-        )
-        return tracking
+        """Return what our policy of a variant tracks."""
+        answer = self._call("describe_scaling_policies", **self._resource(variant), PolicyNames=[_POLICY])
+        policies = [policy["TargetTrackingScalingPolicyConfiguration"] for policy in answer["ScalingPolicies"]]
+        return policies[0] if policies else None
 
     def _deregister(self, variant: str) -> None:
-        from botocore.exceptions import ClientError
+        self._call("deregister_scalable_target", ignored_codes=_UNREGISTERED, **self._resource(variant))
 
-        with translated(self._endpoint):
-            try:
-                self._clients("application-autoscaling").deregister_scalable_target(
-                    **_DIMENSION, ResourceId=self._resource(variant)
-                )
-            except ClientError as error:
-                if code_of(error) not in ("ObjectNotFoundException", "ValidationException"):
-                    raise
+    def _call(self, operation: str, **request: Any) -> Any:
+        return self._client.call("application-autoscaling", operation, **request)
 
-    def _resource(self, variant: str) -> str:
-        return f"endpoint/{self._endpoint}/variant/{variant}"
+    def _resource(self, variant: str) -> dict[str, str]:
+        return {**_DIMENSION, "ResourceId": f"endpoint/{self._client.endpoint}/variant/{variant}"}
 
 
-def _names(found: Mapping[str, Any]) -> list[str]:
-    return [variant["VariantName"] for variant in found.get("ProductionVariants", ())]
+def _variant_names(description: Mapping[str, Any]) -> list[str]:
+    return [variant["VariantName"] for variant in description.get("ProductionVariants", ())]
 
 
-def _told(target: Mapping[str, Any] | None, policy: Mapping[str, Any] | None) -> str:
+def _describe(target: Mapping[str, Any] | None, policy: Mapping[str, Any] | None) -> str:
     if target is None:
         return "none"
     tracked = "nothing" if policy is None else f"{policy['TargetValue']:g} invocations a minute"

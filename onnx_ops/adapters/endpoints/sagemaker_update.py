@@ -1,318 +1,271 @@
-"""Moves an endpoint to a layout: looks, does the one thing that is due, and looks again.
+"""Moves an endpoint to a layout: observe, make the one change that is due, and observe again.
 
-SageMaker's own waiter takes an update that was rolled back for a success, as the endpoint is in service again. So this
-one demands the wanted config and the wanted weights, and reads why it is not so.
+SageMaker's own waiter takes an update that was rolled back for a success, as the endpoint is in service again. This one
+requires the desired config and the desired weights, and reads why they were not reached.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, code_of, says, translated
-from onnx_ops.adapters.endpoints.sagemaker_claims import Claims
-from onnx_ops.adapters.endpoints.sagemaker_drift import instance_drift
-from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG, Layout
-from onnx_ops.adapters.endpoints.sagemaker_scaling import Scaling
+from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
+from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
+from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
-from onnx_ops.errors import (
-    AlarmRollbackError,
-    InfrastructureError,
-    NotFoundError,
-    RefusedError,
-    ServiceUnavailableError,
-)
+from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, RefusedError
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
-_RETAINED_NOT = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
-"""Weights and capture are what the new config says."""
-_COUNT_NEITHER = {"VariantPropertyType": "DesiredInstanceCount"}
-"""Nor do instance counts stay, unless autoscaling sets them."""
-_PATIENCE = 12
-"""Looks for which an endpoint may seem untouched after a request that was taken: its reads are behind."""
-_SURE = 3
-"""Looks in a row that must say the same bad thing, as a single one may be an old one."""
-_EXACT = 1e-3
+_NOT_RETAINED = [{"VariantPropertyType": "DesiredWeight"}, {"VariantPropertyType": "DataCaptureConfig"}]
+"""Weights and capture come from the new config."""
+_COUNT_NOT_RETAINED = {"VariantPropertyType": "DesiredInstanceCount"}
+"""Nor are instance counts retained, unless autoscaling sets them."""
+_STALE_READS = 12
+"""Reads that may show an endpoint as it was before an accepted request."""
+_CONFIRMATIONS = 3
+"""Reads in a row that must show a failure, as a single one may be stale."""
 
 
 @dataclass(slots=True)
-class _Course:
-    """What was done so far. `untouched` counts looks since the last request that showed no sign of it."""
+class _Progress:
+    """What was done so far. `unchanged` counts reads since the last request that showed no sign of it."""
 
-    asked: str = ""
-    began: bool = False
-    untouched: int = 0
-    bad: int = 0
+    request: str = ""
+    has_begun: bool = False
+    unchanged: int = 0
+    failures: int = 0
     modified: Any = None
-    deleted: bool = False
+    is_deleted: bool = False
+
+    def was_ignored(self) -> bool:
+        self.unchanged += 1
+        return self.unchanged >= _STALE_READS
 
 
-class Mover:
-    """One `apply` of one endpoint; with `back`, one rollback, which no alarm guards: it would only keep traffic where
-    it must not stay."""
+class EndpointUpdate:
+    """One `apply` of one endpoint.
+
+    Args:
+        client: for the endpoint.
+        fence: of its generations.
+        generation: of the state that is applied.
+        is_rollback: no alarm guards it: that would only keep traffic where it must not stay.
+    """
 
     def __init__(
-        self,
-        clients: Clients,
-        endpoint: str,
-        settings: SageMakerSettings,
-        claims: Claims,
-        generation: int,
-        *,
-        back: bool = False,
+        self, client: SageMakerClient, fence: GenerationFence, generation: int, *, is_rollback: bool = False
     ) -> None:
-        self._sagemaker = clients("sagemaker")
-        self._clients = clients
-        self._endpoint = endpoint
-        self._settings = settings
-        self._claims = claims
+        self._client = client
+        self._settings = client.settings
+        self._fence = fence
         self._generation = generation
-        self._scaling = Scaling(clients, endpoint, settings)
-        self._back = back
-        self._alarms = () if back else listed(settings.alarms)
-        self._counts = not (settings.scaled or settings.serverless)
+        self._scaling = VariantScaling(client)
+        self._is_rollback = is_rollback
+        self._alarms = () if is_rollback else listed(self._settings.alarms)
+        self._sets_counts = not (self._settings.scaled or self._settings.serverless)
 
-    def move(self, layout: Layout) -> None:
+    def move(self, layout: EndpointLayout) -> None:
         """Return once the endpoint is in service with this layout and these weights.
 
         Raises:
             ConflictError: a later generation was begun.
-            RefusedError: an endpoint of that name is somebody else's.
-            AlarmRollbackError: an alarm took this layout back, now or in an earlier try.
-            InfrastructureError: SageMaker could not do it, or took it back; or an alarm that guards it fires already.
+            RefusedError: an endpoint of that name is not ours.
+            AlarmRollbackError: an alarm rolled this layout back, now or in an earlier attempt.
+            InfrastructureError: SageMaker could not do it, or rolled it back; or a guarding alarm is already firing.
             ServiceUnavailableError: it did not end in time.
         """
-        deadline = time.monotonic() + self._settings.timeout_s
-        course, found = _Course(), describe(self._sagemaker, self._endpoint)
-        if found is not None and self._counts:
-            self._scaling.release(found)
-            self._counts = not self._scaling.by_others(found)
-        while time.monotonic() < deadline:
-            found = describe(self._sagemaker, self._endpoint)
-            if self._arrived(found, layout):
-                return
-            if found is None or found["EndpointStatus"] not in _BUSY:
-                self._claims.hold(self._generation)
-                self._next(found, layout, course)
-            elif course.asked:
-                course.began, course.bad = True, 0
-            time.sleep(self._settings.poll_s)
-        raise ServiceUnavailableError(
-            "the endpoint did not get where it should in time",
-            where=self._endpoint,
-            why=f"it is {(found or {}).get('EndpointStatus', 'not there')}",
-            remedy="The update goes on at AWS; call again, or raise `timeout_s`.",
-        )
+        progress, description = _Progress(), self._client.describe()
+        if description is not None and self._sets_counts:
+            self._scaling.remove_outdated(description)
+            self._sets_counts = not self._scaling.is_foreign(description)
+
+        def step() -> bool | None:
+            description = self._client.describe()
+            if self._has_arrived(description, layout):
+                return True
+            if description is None or description["EndpointStatus"] not in _BUSY:
+                self._fence.check(self._generation)
+                self._advance(description, layout, progress)
+            elif progress.request:
+                progress.has_begun, progress.failures = True, 0
+            return None
+
+        self._client.converge(step, "the endpoint did not reach its new state in time")
 
     def shift(self, variant: str) -> None:
-        """Return once one of the variants that run has all traffic. Nothing but weights is changed.
+        """Return once one of the variants that run has all traffic. Only weights are changed.
 
         Raises:
             ConflictError: a later generation was begun.
             NotFoundError: the variant does not run.
             ServiceUnavailableError: it did not end in time.
         """
-        deadline, found = time.monotonic() + self._settings.timeout_s, None
-        wait = 0
-        while time.monotonic() < deadline:
-            found = describe(self._sagemaker, self._endpoint)
-            names = [one["VariantName"] for one in (found or {}).get("ProductionVariants", ())]
-            if found is None or variant not in names or not is_ours(self._sagemaker, found, self._endpoint):
-                raise NotFoundError(f"no variant {variant} runs", where=self._endpoint)
+        reads = 0
+
+        def step() -> bool | None:
+            nonlocal reads
+            description = self._client.describe()
+            names = [one["VariantName"] for one in (description or {}).get("ProductionVariants", ())]
+            if description is None or variant not in names or not self._client.is_ours(description):
+                raise NotFoundError(f"no variant {variant} runs", where=self._client.endpoint)
             weights = {name: 100.0 if name == variant else 0.0 for name in names}
-            if found["EndpointStatus"] == "InService":
-                if has_weights(found, weights):
-                    return
-                if wait == 0:
-                    self._claims.hold(self._generation)
-                    self._shift(weights)
-                    wait = _PATIENCE
-                wait -= 1
-            time.sleep(self._settings.poll_s)
-        raise ServiceUnavailableError(
-            "the endpoint did not get its weights in time",
-            where=self._endpoint,
-            why=f"it is {(found or {}).get('EndpointStatus', 'not there')}",
-            remedy="The change goes on at AWS; call again, or raise `timeout_s`.",
+            if description["EndpointStatus"] == "InService":
+                if has_weights(description, weights):
+                    return True
+                if reads % _STALE_READS == 0:
+                    self._fence.check(self._generation)
+                    self._set_weights(weights)
+                reads += 1
+            return None
+
+        self._client.converge(step, "the endpoint did not get its weights in time")
+
+    def _set_weights(self, weights: Mapping[str, float], count: Mapping[str, int] | None = None) -> bool:
+        """Request weights; return whether the endpoint was not busy."""
+        desired = [{"VariantName": name, "DesiredWeight": weight, **(count or {})} for name, weight in weights.items()]
+        return self._request("update_endpoint_weights_and_capacities", DesiredWeightsAndCapacities=desired)
+
+    def _request(self, operation: str, *ignored: str, **request: Any) -> bool:
+        """Make a request about the endpoint; return whether it was accepted."""
+        answer = self._client.call(
+            "sagemaker",
+            operation,
+            ignored_messages=ignored or IN_PROGRESS,
+            EndpointName=self._client.endpoint,
+            **request,
         )
+        return answer is not None
 
-    def _shift(self, weights: Mapping[str, float]) -> None:
-        """Ask for weights; an endpoint that is busy is asked again later."""
-        from botocore.exceptions import ClientError
-
-        with translated(self._endpoint):
-            try:
-                self._sagemaker.update_endpoint_weights_and_capacities(
-                    EndpointName=self._endpoint,
-                    DesiredWeightsAndCapacities=[
-                        {"VariantName": name, "DesiredWeight": weight} for name, weight in weights.items()
-                    ],
-                )
-            except ClientError as error:
-                if not says(error, "in-progress endpoint", "in progress"):
-                    raise
-
-    def _arrived(self, found: Mapping[str, Any] | None, layout: Layout) -> bool:
-        if found is None or found["EndpointStatus"] != "InService":
+    def _has_arrived(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> bool:
+        if description is None or description["EndpointStatus"] != "InService":
             return False
-        if self._counts and any(instance_drift(found, self._settings)):
+        if self._sets_counts and any(instance_drift(description, self._settings)):
             return False
-        return layout.holds(found.get("EndpointConfigName", "")) and has_weights(found, layout.weights)
+        return layout.has_config(description.get("EndpointConfigName", "")) and has_weights(description, layout.weights)
 
-    def _next(self, found: Mapping[str, Any] | None, layout: Layout, course: _Course) -> None:
-        """The one thing that is due to an endpoint that is not busy."""
-        if not course.asked:
-            self._refuse_condemned(layout, found)
-        if found is None:
-            if not course.asked or course.deleted or self._ignored(course):
-                self._create(layout, course)
+    def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout, progress: _Progress) -> None:
+        """Make the one change that is due to an endpoint that is not busy."""
+        if not progress.request:
+            self._refuse_alarmed(layout, description)
+        if description is None:
+            if not progress.request or progress.is_deleted or progress.was_ignored():
+                config = {"EndpointConfigName": layout.config_name, "Tags": list(layout.config["Tags"])}
+                self._request("create_endpoint", "already existing", **config)
+                progress.request, progress.is_deleted, progress.unchanged = "create", False, 0
             return
-        if not is_ours(self._sagemaker, found, self._endpoint):
+        if not self._client.is_ours(description):
             raise RefusedError(
                 "an endpoint of that name exists that onnx-ops did not make",
-                where=self._endpoint,
+                where=self._client.endpoint,
                 remedy="Choose another name in the pipeline file, or delete that endpoint yourself.",
             )
-        if found["EndpointStatus"] == "Failed":
-            self._replace(found, course)
+        if description["EndpointStatus"] == "Failed":
+            self._delete_failed(description, progress)
             return
-        if course.asked:
-            self._judge(found, layout, course)
-            if course.asked:
+        if progress.request:
+            self._judge(description, layout, progress)
+            if progress.request:
                 return
-        self._update(found, layout, course)
+        self._update(description, layout, progress)
 
-    def _create(self, layout: Layout, course: _Course) -> None:
-        from botocore.exceptions import ClientError
-
-        with translated(self._endpoint):
-            try:
-                self._sagemaker.create_endpoint(
-                    EndpointName=self._endpoint,
-                    EndpointConfigName=layout.config_name,
-                    Tags=list(layout.config["Tags"]),
-                )
-            except ClientError as error:
-                if not says(error, "already existing"):
-                    raise
-        course.asked, course.deleted, course.untouched = "create", False, 0
-
-    def _replace(self, found: Mapping[str, Any], course: _Course) -> None:
-        """Nothing but its deletion is possible with a failed endpoint, and it serves nobody."""
-        from botocore.exceptions import ClientError
-
-        if course.asked and not course.deleted:
+    def _delete_failed(self, description: Mapping[str, Any], progress: _Progress) -> None:
+        """Delete a failed endpoint: nothing else is possible with it, and it answers no requests."""
+        if progress.request and not progress.is_deleted:
             raise InfrastructureError(
                 "SageMaker could not start the endpoint",
-                where=self._endpoint,
-                why=_reason(found),
-                remedy="Look into its log group /aws/sagemaker/Endpoints in CloudWatch; the next try makes it anew.",
+                where=self._client.endpoint,
+                why=_failure_reason(description),
+                remedy="See its log group /aws/sagemaker/Endpoints in CloudWatch; the next attempt creates it anew.",
             )
-        with translated(self._endpoint):
-            try:
-                self._sagemaker.delete_endpoint(EndpointName=self._endpoint)
-            except ClientError as error:
-                if not says(error, "could not find", "in-progress", "in progress"):
-                    raise
-        course.asked, course.deleted = "delete", True
+        self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
+        progress.request, progress.is_deleted = "delete", True
 
-    def _update(self, found: Mapping[str, Any], layout: Layout, course: _Course) -> None:
-        from botocore.exceptions import ClientError
+    def _update(self, description: Mapping[str, Any], layout: EndpointLayout, progress: _Progress) -> None:
+        progress.modified = description.get("LastModifiedTime")
+        if layout.has_config(description["EndpointConfigName"]) and description["EndpointStatus"] == "InService":
+            count = {"DesiredInstanceCount": self._settings.instance_count} if self._sets_counts else {}
+            accepted = self._set_weights(layout.weights, count)
+        else:
+            self._scaling.pause(description, layout)
+            accepted = self._request("update_endpoint", **self._update_request(description, layout))
+        if accepted:
+            progress.request, progress.has_begun, progress.unchanged, progress.failures = "update", False, 0, 0
 
-        course.modified = found.get("LastModifiedTime")
-        count = {"DesiredInstanceCount": self._settings.instance_count} if self._counts else {}
-        weights_only = layout.holds(found["EndpointConfigName"]) and found["EndpointStatus"] == "InService"
-        with translated(self._endpoint):
-            try:
-                if weights_only:
-                    self._sagemaker.update_endpoint_weights_and_capacities(
-                        EndpointName=self._endpoint,
-                        DesiredWeightsAndCapacities=[
-                            {"VariantName": name, "DesiredWeight": weight} | count
-                            for name, weight in layout.weights.items()
-                        ],
-                    )
-                else:
-                    self._scaling.step_aside(found, layout)
-                    self._sagemaker.update_endpoint(**self._request(found, layout))
-            except ClientError as error:
-                if not says(error, "in-progress endpoint", "in progress"):
-                    raise
-                return
-        course.asked, course.began, course.untouched, course.bad = "update", False, 0, 0
-
-    def _request(self, found: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    def _update_request(self, description: Mapping[str, Any], layout: EndpointLayout) -> dict[str, Any]:
         request: dict[str, Any] = {
-            "EndpointName": self._endpoint,
             "EndpointConfigName": layout.config_name,
             "RetainAllVariantProperties": not self._settings.serverless,
         }
         if not self._settings.serverless:
-            request["ExcludeRetainedVariantProperties"] = _RETAINED_NOT + [_COUNT_NEITHER] * self._counts
-        same = {variant["VariantName"] for variant in found.get("ProductionVariants", ())} == set(layout.weights)
+            excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
+            request["ExcludeRetainedVariantProperties"] = excluded
+        same = {variant["VariantName"] for variant in description.get("ProductionVariants", ())} == set(layout.weights)
         if self._settings.guarded and same:  # SageMaker guards no update that brings other variants
             request["DeploymentConfig"] = self._guard(layout)
         return request
 
-    def _guard(self, layout: Layout) -> dict[str, Any]:
+    def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
         """Return how the traffic is shifted, and under which alarms.
 
         Raises:
             NotFoundError: there is no such alarm.
-            InfrastructureError: an alarm fires already, so it could not guard what comes.
+            InfrastructureError: an alarm is already firing, so it could not guard the update.
         """
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
-        if self._claims.stands(layout.config_name):  # somebody changed the endpoint: this brings nothing new
-            return guarded(self._settings, [one for one in states if one not in firing], hurry=bool(firing))
+        if self._fence.has_reached(layout.config_name):  # restores what was there: nothing new to guard
+            quiet = [name for name in states if name not in firing]
+            return deployment_config(self._settings, quiet, at_once=bool(firing))
         if firing:
+            endpoint = self._client.endpoint
             raise InfrastructureError(
                 f"alarm {', '.join(firing)} fires, so it cannot guard an update",
-                where=self._endpoint,
-                remedy=f"Wait until it is quiet, or `onnx-ops rollback {self._endpoint}`, which no alarm hinders.",
+                where=endpoint,
+                remedy=f"Wait until it is quiet, or run `onnx-ops rollback {endpoint}`, which no alarm stops.",
             )
         if states:
-            self._claims.begin_update(layout.config_name, states)
-        return guarded(self._settings, list(states), hurry=self._back)
+            self._fence.begin_update(layout.config_name, states)
+        return deployment_config(self._settings, list(states), at_once=self._is_rollback)
 
-    def _refuse_condemned(self, layout: Layout, found: Mapping[str, Any] | None) -> None:
-        """Raise AlarmRollbackError if an update to this layout was begun, and an alarm changed its state since.
+    def _refuse_alarmed(self, layout: EndpointLayout, description: Mapping[str, Any] | None) -> None:
+        """Raise AlarmRollbackError if an update to this layout was begun, and an alarm has changed its state since.
 
-        It was not finished, or it would stand. An alarm that has been quiet again meanwhile counts: in doubt the
-        layout does not come again, as what SageMaker says of its reasons is text.
+        The update was not finished, or the layout would be in service. An alarm that is quiet again counts, too: in
+        doubt the layout is not tried again, as SageMaker tells its reasons in prose only.
         """
-        if not self._alarms or (before := self._claims.begun_update(layout.config_name)) is None:
+        if not self._alarms or (before := self._fence.alarms_before(layout.config_name)) is None:
             return
         now = self._alarm_states()
         changed = [name for name, state in before.items() if now.get(name, state) != state]
         if changed:
             raise AlarmRollbackError(
                 f"SageMaker took the update back: alarm {', '.join(changed)} fired",
-                where=self._endpoint,
-                why=_reason(found or {}),
+                where=self._client.endpoint,
+                why=_failure_reason(description or {}),
                 remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
             )
 
     def _alarm_states(self) -> dict[str, str]:
-        """Return each guarding alarm's state, and when it came to it.
+        """Return the state of each guarding alarm, and when it changed.
 
         Raises:
             NotFoundError: there is no such alarm.
         """
         if not self._alarms:
             return {}
-        with translated(self._endpoint):
-            found = self._clients("cloudwatch").describe_alarms(
-                AlarmNames=list(self._alarms), AlarmTypes=["MetricAlarm", "CompositeAlarm"]
-            )
-        alarms = {a["AlarmName"]: a for kind in ("MetricAlarms", "CompositeAlarms") for a in found.get(kind, ())}
+        answer = self._client.call(
+            "cloudwatch",
+            "describe_alarms",
+            AlarmNames=list(self._alarms),
+            AlarmTypes=["MetricAlarm", "CompositeAlarm"],
+        )
+        alarms = {a["AlarmName"]: a for kind in ("MetricAlarms", "CompositeAlarms") for a in answer.get(kind, ())}
         if missing := sorted(set(self._alarms) - set(alarms)):
             raise NotFoundError(
                 f"no alarm is called {', '.join(missing)}",
-                where=self._endpoint,
-                remedy="Make it in CloudWatch (infra does), or take it out of `alarms`.",
+                where=self._client.endpoint,
+                remedy="Make it in CloudWatch (infra does), or remove it from `alarms`.",
             )
         states = {}
         for name in self._alarms:
@@ -320,104 +273,57 @@ class Mover:
             states[name] = f"{alarms[name]['StateValue']} {since}"
         return states
 
-    def _judge(self, found: Mapping[str, Any], layout: Layout, course: _Course) -> None:
-        """What it means that the endpoint rests, and not where it should, after something was asked of it."""
-        if course.asked == "create":  # somebody else had made it already
-            course.asked = ""
+    def _judge(self, description: Mapping[str, Any], layout: EndpointLayout, progress: _Progress) -> None:
+        """Decide why an endpoint is idle, and not where it should be, after a request."""
+        if progress.request == "create":  # another client had created it
+            progress.request = ""
             return
-        moved = course.began or found.get("LastModifiedTime") != course.modified
-        if found["EndpointStatus"] == "UpdateRollbackFailed":
-            course.bad += 1
-            if course.bad >= _SURE and moved:
-                self._refuse_condemned(layout, found)
+        has_moved = progress.has_begun or description.get("LastModifiedTime") != progress.modified
+        is_stuck = description["EndpointStatus"] == "UpdateRollbackFailed"
+        progress.failures += is_stuck or has_moved
+        if has_moved and progress.failures >= _CONFIRMATIONS:
+            self._refuse_alarmed(layout, description)
+            endpoint, why = self._client.endpoint, _failure_reason(description)
+            if is_stuck:
                 raise InfrastructureError(
                     "SageMaker could neither finish the update nor take it back; old and new instances both answer",
-                    where=self._endpoint,
-                    why=_reason(found),
-                    remedy=f"Free the capacity that the reason names, then `onnx-ops rollback {self._endpoint}`, "
+                    where=endpoint,
+                    why=why,
+                    remedy=f"Free the capacity that the reason names, then run `onnx-ops rollback {endpoint}`, "
                     "which updates it to the version before.",
                 )
-        elif moved:
-            course.bad += 1
-            if course.bad >= _SURE:
-                self._refuse_condemned(layout, found)
-                if self._alarms:
-                    self._claims.end_update(layout.config_name)
-                raise InfrastructureError(
-                    "SageMaker took the update back",
-                    where=self._endpoint,
-                    why=_reason(found),
-                    remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
-                )
-        if self._ignored(course):
-            course.asked = ""
-
-    @staticmethod
-    def _ignored(course: _Course) -> bool:
-        course.untouched += 1
-        return course.untouched >= _PATIENCE
+            if self._alarms:
+                self._fence.end_update(layout.config_name)
+            raise InfrastructureError(
+                "SageMaker took the update back",
+                where=endpoint,
+                why=why,
+                remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
+            )
+        if progress.was_ignored():
+            progress.request = ""
 
 
-def guarded(settings: SageMakerSettings, alarms: list[str], *, hurry: bool) -> dict[str, Any]:
-    """How SageMaker shifts the traffic. `hurry`: at once."""
-    routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if hurry else settings.wait_s}
-    if settings.canary_percent and not hurry:
+def deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
+    """Return how SageMaker shifts the traffic: at once, or as the settings say."""
+    routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else settings.wait_s}
+    if settings.canary_percent and not at_once:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}
         routing |= {"Type": "CANARY", "CanarySize": size}
-    elif settings.linear_percent and not hurry:
+    elif settings.linear_percent and not at_once:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.linear_percent}
         routing |= {"Type": "LINEAR", "LinearStepSize": size}
-    how: dict[str, Any] = {
+    config: dict[str, Any] = {
         "BlueGreenUpdatePolicy": {
             "TrafficRoutingConfiguration": routing,
-            "TerminationWaitInSeconds": 0 if hurry else settings.termination_wait_s,
+            "TerminationWaitInSeconds": 0 if at_once else settings.termination_wait_s,
             "MaximumExecutionTimeoutInSeconds": settings.max_execution_s,
         }
     }
     if alarms:
-        how["AutoRollbackConfiguration"] = {"Alarms": [{"AlarmName": name} for name in alarms]}
-    return how
+        config["AutoRollbackConfiguration"] = {"Alarms": [{"AlarmName": name} for name in alarms]}
+    return config
 
 
-def describe(sagemaker: Any, endpoint: str) -> dict[str, Any] | None:
-    """What SageMaker says of an endpoint, which may be a little old; None if it knows none."""
-    from botocore.exceptions import ClientError
-
-    with translated(endpoint):
-        try:
-            found: dict[str, Any] = sagemaker.describe_endpoint(EndpointName=endpoint)
-        except ClientError as error:
-            if code_of(error) == "ValidationException" and says(error, "could not find"):
-                return None
-            raise
-    return found
-
-
-def is_ours(sagemaker: Any, found: Mapping[str, Any], endpoint: str) -> bool:
-    return tag_of(sagemaker, found["EndpointArn"]) == endpoint
-
-
-def tag_of(sagemaker: Any, arn: str) -> str | None:
-    """For which of our endpoints a thing stands, as its tag says."""
-    with translated(arn):
-        pages = sagemaker.get_paginator("list_tags").paginate(ResourceArn=arn)
-        tags = {tag["Key"]: tag["Value"] for page in pages for tag in page["Tags"]}
-    value: str | None = tags.get(ENDPOINT_TAG)
-    return value
-
-
-def has_weights(found: Mapping[str, Any], wanted: Mapping[str, float]) -> bool:
-    """Whether traffic is split like that, and will be."""
-    return all(_shares(found, key, wanted) for key in ("CurrentWeight", "DesiredWeight"))
-
-
-def _shares(found: Mapping[str, Any], key: str, wanted: Mapping[str, float]) -> bool:
-    weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in found.get("ProductionVariants", ())}
-    total, asked = sum(weights.values()), sum(wanted.values())
-    if set(weights) != set(wanted) or not total:
-        return False
-    return all(abs(weights[name] / total - weight / asked) < _EXACT for name, weight in wanted.items())
-
-
-def _reason(found: Mapping[str, Any]) -> str:
-    return str(found.get("FailureReason") or "SageMaker gives no reason")
+def _failure_reason(description: Mapping[str, Any]) -> str:
+    return str(description.get("FailureReason") or "SageMaker gives no reason")

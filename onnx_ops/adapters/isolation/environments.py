@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.isolation.places import made_once, run_installer
 from onnx_ops.domain.artifact import digest_json
-from onnx_ops.domain.environment import Environment
+from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, UserError
 

@@ -10,7 +10,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.isolation.inside import serve
 from onnx_ops.adapters.runtimes.arrays import get_arrays
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.recipes import Arithmetic
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.ports.optimize import OptimizeRequest
 
 

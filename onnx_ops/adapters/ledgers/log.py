@@ -11,7 +11,7 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects, Objects
 from onnx_ops.domain import ledger as fold_module
-from onnx_ops.domain import rollout, rollout_observed
+from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold, follow
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
@@ -149,7 +149,7 @@ class ObjectLedger:
 @functools.cache
 def _program() -> Digest:
     """Digest of the code that folds entries: what another version has folded is folded again."""
-    files = (module.__file__ for module in (fold_module, rollout, rollout_observed))
+    files = (module.__file__ for module in (fold_module, rollout, rollout_observations))
     return digest_bytes(b"".join(Path(file).read_bytes() for file in files if file))
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, missing_credentials, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.messages import FAILURE_STATUSES

@@ -14,7 +14,7 @@ from typing import Any
 
 from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, missing_credentials, translated, variant_of
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import Quantiles, Reading, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError, quoted
 
 _KNOWN = ("delay_s", "profile", "region")

@@ -18,7 +18,7 @@ from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.metrics.selecting import Names, Scalar, names_of
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds
 from onnx_ops.errors import RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 

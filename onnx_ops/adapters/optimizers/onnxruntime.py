@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, Kind, one_of, read_options
-from onnx_ops.domain.recipes import ACTIVATIONS, WEIGHTS, reduced, static_recipe
+from onnx_ops.domain.quantization import ACTIVATIONS, WEIGHTS, reduced, static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import info

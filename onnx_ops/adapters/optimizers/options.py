@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.recipes import types_problem
+from onnx_ops.domain.quantization import types_problem
 from onnx_ops.errors import UserError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, is_digest
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision
+from onnx_ops.domain.decision import DecisionRecord, SignedDecision
 from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import CorruptStateError, UserError
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from onnx_ops.domain.hardware import SPEED_FLAGS, HardwareFingerprint
+from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
 def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:

@@ -16,10 +16,9 @@ from onnx_ops.adapters.isolation.process import Limits, Process
 from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.adapters.runtimes.hardware import fingerprint
 from onnx_ops.adapters.runtimes.held import Held
-from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (

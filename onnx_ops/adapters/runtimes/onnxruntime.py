@@ -18,8 +18,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import failures, machine, ne
 from onnx_ops.adapters.runtimes.onnxruntime_start import start, stored_feed
 from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,

@@ -11,8 +11,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import digest_json, hex_of
 from onnx_ops.domain.execution import Provider
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, quoted
 from onnx_ops.onnx_graph.files import model_digest
 

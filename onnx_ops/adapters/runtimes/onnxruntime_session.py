@@ -20,10 +20,8 @@ from onnx_ops.adapters.runtimes.onnxruntime_providers import (
     runtime_version,
 )
 from onnx_ops.adapters.runtimes.ort_format import REPLAYED, loaded_file
-from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.provider_options import PROVIDER_PACKAGES
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.execution import PROVIDER_PACKAGES, SessionSettings
+from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, quoted
 from onnx_ops.onnx_graph.compatibility import check_libraries
 from onnx_ops.onnx_graph.files import external_names

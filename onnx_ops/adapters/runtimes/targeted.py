@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (

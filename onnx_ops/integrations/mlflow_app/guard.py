@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
 from onnx_ops.attestation import sign
-from onnx_ops.domain.gate import Verdict
-from onnx_ops.domain.override import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import NAME_PATTERN
-from onnx_ops.domain.policy import is_among
-from onnx_ops.domain.release import VersionRecord
+from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.domain.rollout import alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, TRUSTED_KEYS, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock, Verifier
-from onnx_ops.release.decided import counts, override_of, passing_decision, standing_override
+from onnx_ops.release.decision_policy import counts, override_of, passing_decision, standing_override
 from onnx_ops.reporting.description import told_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)

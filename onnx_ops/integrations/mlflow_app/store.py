@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, decisions
-from onnx_ops.domain.gate import SignedDecision
+from onnx_ops.domain.decision import SignedDecision
 from onnx_ops.domain.release import VersionRecord
 
 _PLAIN = re.compile(r"[A-Za-z0-9._ -]+")

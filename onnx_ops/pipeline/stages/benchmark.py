@@ -10,18 +10,19 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import CUSTOM_OPS, MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
     ChampionFacts,
     Divergence,
     Evidence,
     ParityMeasurement,
     SampledRows,
+    SourceLimits,
+    TreeStructure,
     WeightMeasurement,
 )
-from onnx_ops.domain.measuring import Asked
-from onnx_ops.domain.metric import ACCURACY, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, Asked, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
-from onnx_ops.domain.structure import ActivationMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_hardware

@@ -8,10 +8,9 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.inputs import InputValues
-from onnx_ops.domain.pipeline import Export, Stage
+from onnx_ops.domain.evidence import NAN_PROPERTY, SourceLimits
+from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flat_origins
-from onnx_ops.domain.structure import NAN_PROPERTY, SourceLimits
 from onnx_ops.measure.files import (
     FRACTIONS,
     MODEL,

@@ -9,9 +9,10 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import Digest, Manifest
+from onnx_ops.domain.decision import Decision, DecisionRecord, Verdict, combine
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.gate import Decision, DecisionRecord, Gate, MetricGate, Verdict, combine
+from onnx_ops.domain.gate import Gate, MetricGate
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document

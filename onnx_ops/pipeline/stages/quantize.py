@@ -10,8 +10,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize, Stage
-from onnx_ops.domain.recipes import Arithmetic
-from onnx_ops.domain.search import SEARCH_FILE, SearchRecord, Trial
+from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, Trial
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.search import describe_recipe

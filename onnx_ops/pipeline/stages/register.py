@@ -13,12 +13,11 @@ from typing import Any
 
 from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
+from onnx_ops.domain.decision import Decision, DecisionRecord, Policy, SignedDecision, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import Decision, DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.pipeline import Stage
+from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, Publication, Registration, VariantRecord
-from onnx_ops.domain.search import SEARCH_FILE, SearchRecord
-from onnx_ops.domain.standing import Policy
 from onnx_ops.measure.files import MODEL, PACKAGE, put_document
 from onnx_ops.measure.paired_rows import compare_rows
 from onnx_ops.measure.reference_outputs import get_reference

@@ -10,9 +10,8 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.evidence import Divergence
+from onnx_ops.domain.evidence import Divergence, TreeStructure
 from onnx_ops.domain.pipeline import Export, Stage
-from onnx_ops.domain.structure import TreeStructure
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import MODEL, TRAINED, checkout_files, put_document
 from onnx_ops.measure.parity import (

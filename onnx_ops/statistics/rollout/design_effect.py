@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.domain.rollout_observed import UnitSums
+from onnx_ops.domain.rollout_observations import UnitSums
 from onnx_ops.statistics.rollout.evidence import Array
 
 MIN_INTERVALS = 3

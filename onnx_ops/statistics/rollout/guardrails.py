@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaln
 
-from onnx_ops.domain.rollout_judged import Guard
-from onnx_ops.domain.rollout_observed import Interval, Quantiles, Thresholds
+from onnx_ops.domain.rollout import Guard
+from onnx_ops.domain.rollout_observations import Interval, Quantiles, Thresholds
 from onnx_ops.domain.rollout_policy import COLD_STARTS, PLACES, QUANTILES, SLOWER, Guardrail, GuardrailName
 from onnx_ops.statistics.rollout.evidence import Array
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action
-from onnx_ops.domain.rollout_judged import Guard, Judged
-from onnx_ops.domain.rollout_observed import Interval, Observations, ShadowTally, Tally
+from onnx_ops.domain.rollout import Action, Guard, Judged, Roles, Wait, Word, next_action
+from onnx_ops.domain.rollout_observations import Interval, Observations, ShadowTally, Tally
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev

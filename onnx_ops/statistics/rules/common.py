@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.gate import GateResult, Verdict
 from onnx_ops.domain.pipeline import EXPORT
 
 

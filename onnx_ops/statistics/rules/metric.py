@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, PairedCounts, ScoreComparison
-from onnx_ops.domain.gate import Gate, GateResult, MetricGate, Verdict
+from onnx_ops.domain.gate import Gate, MetricGate
 from onnx_ops.statistics import special
 from onnx_ops.statistics.intervals import (
     CONFIDENCE,

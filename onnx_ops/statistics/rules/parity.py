@@ -10,9 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from onnx_ops.domain.evidence import Divergence, Evidence, ParityMeasurement, WeightMeasurement
-from onnx_ops.domain.gate import GateResult, ParityGate, Verdict
-from onnx_ops.domain.structure import ActivationMeasurement, Int8Coverage
+from onnx_ops.domain.decision import GateResult, Verdict
+from onnx_ops.domain.evidence import (
+    ActivationMeasurement,
+    Divergence,
+    Evidence,
+    Int8Coverage,
+    ParityMeasurement,
+    WeightMeasurement,
+)
+from onnx_ops.domain.gate import ParityGate
 from onnx_ops.statistics.parity import pool_noise
 from onnx_ops.statistics.rules.common import as_percent, join_lines, make_unmeasured
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, Throughput, throughput_figure
-from onnx_ops.domain.gate import ColdStartGate, GateResult, LatencyGate, MemoryGate, SizeGate, ThroughputGate, Verdict
+from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,
     Comparison,

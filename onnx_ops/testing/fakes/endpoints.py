@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
-from onnx_ops.domain.rollout_observed import Reading, ShadowTally, Tally, Thresholds, UnitSums
+from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
 from onnx_ops.testing.fakes.process import FakeClock

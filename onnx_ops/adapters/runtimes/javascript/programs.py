@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from onnx_ops.domain.finding import Finding
+from onnx_ops.domain.target import Finding
 from onnx_ops.errors import MeasurementError
 
 NODE = ("node", "nodejs")

@@ -19,11 +19,9 @@ from onnx_ops.adapters.runtimes.held import Held
 from onnx_ops.adapters.runtimes.javascript.programs import BROWSER, NODE, diagnosed, needed, version_of
 from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tensors
 from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
-from onnx_ops.domain.environment import Environment
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.finding import Finding
-from onnx_ops.domain.hardware import HardwareFingerprint
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.ports.data import Array, Tensors

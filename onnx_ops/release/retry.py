@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from onnx_ops.errors import OnnxOpsError
+from onnx_ops.errors import LedgerConflictError, OnnxOpsError
 
 PATIENCE_S = 4.0
 """How long a command waits for endpoints, in seconds. An operator at night needs an answer within ten, in which Python
@@ -72,3 +72,21 @@ def within(
             raise result
         found[name] = result
     return found
+
+
+LOOKS = 10
+"""Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
+
+
+def looking_again(attempt: Callable[[], _Result]) -> _Result:
+    """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
+
+    Raises:
+        LedgerConflictError: others never let it write.
+    """
+    for _ in range(LOOKS - 1):
+        try:
+            return attempt()
+        except LedgerConflictError:
+            continue
+    return attempt()

@@ -1,5 +1,6 @@
 """The rule of what a signed decision allows. Pure: no store, no registry; both the reconciler and the registry's own
-server judge by it."""
+server judge by it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +10,11 @@ from datetime import UTC, datetime
 
 from onnx_ops.attestation import is_about, read, verified
 from onnx_ops.domain.artifact import Digest, short
-from onnx_ops.domain.attestation import Attested
+from onnx_ops.domain.attestation import Attested, OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.gate import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.ledger import ReleaseState
-from onnx_ops.domain.override import OverrideRecord, SignedOverride, reason_tag, record_tag
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import CorruptStateError, InvalidSignatureError, RefusedError
 from onnx_ops.ports import Verifier

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout import Action, ActionKind, Wait, next_action
-from onnx_ops.domain.rollout_observed import Observations
+from onnx_ops.domain.ledger import Frozen, Held, Observed
+from onnx_ops.domain.rollout import Action, ActionKind, Wait, WaitKind, Word, next_action
+from onnx_ops.domain.rollout_observations import Observations
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.release.desired import Desired
 from onnx_ops.release.journal import Journal
+from onnx_ops.release.registry_sync import Desired
 
 RECORD_EVERY_S = 60.0
 """A reading that changes nothing is written down this often: a driver that dies loses a minute's counts from the
@@ -93,3 +93,21 @@ def _freeze(journal: Journal, start: Action) -> None:
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds, slower = (None, None) if found is None else fix_thresholds(*found, state.policy.slower())
     journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
+
+
+_FOR_A_PERSON = (WaitKind.HELD, WaitKind.PAUSED, WaitKind.WORD)
+
+
+def note_wait(journal: Journal, wait: Wait) -> None:
+    """Write down that a rollout goes on by a person only, once for each step and kind of wait.
+
+    What an operator paused himself is news to nobody.
+
+    Raises:
+        ConflictError: somebody else acted meanwhile.
+    """
+    state = journal.state
+    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is Word.PAUSE:
+        return
+    if state.held is None or (state.held.wait, state.held.step) != (wait.kind, state.roles.step):
+        journal.append(Held(wait=wait.kind, step=state.roles.step, why=wait.why))

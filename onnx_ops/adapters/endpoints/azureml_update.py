@@ -1,0 +1,300 @@
+"""Changes of an endpoint in Azure, which may be killed between any two requests and begun again.
+
+The order keeps traffic at 100 % throughout: deployments first, then tags and traffic in one request, and only then are
+deployments without traffic deleted. There is no ETag, so every write follows a read that shows no later generation,
+under a lock of this machine, and is read back.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnx_ops.adapters.endpoints.azureml_client import (
+    AzureClient,
+    BusyError,
+    GoneError,
+    UnansweredWriteError,
+    has_succeeded,
+    still_busy,
+)
+from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
+from onnx_ops.adapters.endpoints.azureml_models import AzureModels
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, foreign_tags, generation_of
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
+from onnx_ops.adapters.endpoints.cloud import converge
+from onnx_ops.adapters.objects import durable_file, exclusive_lock
+from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
+
+_log = logging.getLogger(__name__)
+_LOCK_S = 120.0
+
+
+class SentGeneration:
+    """The last generation that this machine sent, and a lock, in the files of one folder.
+
+    Azure's reads may be behind; a read that shows an older generation than this one is repeated.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "azureml.generation"
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep other processes of this machine from changing the endpoint's traffic.
+
+        Raises:
+            ConflictError: another process holds the lock for too long.
+        """
+        return exclusive_lock(self._folder / "azureml.lock", _LOCK_S, where=self._folder.name)
+
+    @property
+    def value(self) -> int | None:
+        """Return the generation; 0 if the endpoint was only created, None if it was not."""
+        try:
+            text = self._path.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        return int(text) if text.isdecimal() else None
+
+    def raise_to(self, generation: int) -> None:
+        """Store a generation before it is sent: after a crash, reads that never show it are trusted in the end."""
+        self.store(max(generation, self.value or 0))
+
+    def store(self, generation: int | None) -> None:
+        """Store what reads have confirmed; None if there is no endpoint."""
+        if generation is None:
+            self._path.unlink(missing_ok=True)
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with durable_file(self._path) as temporary:
+            temporary.write_text(str(generation), encoding="utf-8")
+
+
+class AzureEndpoint:
+    """One endpoint in Azure: reads that are not stale, and changes under the fence of its generation.
+
+    Args:
+        client: of the workspace.
+        settings: of the endpoint.
+        sent: what this machine sent last.
+        name: the endpoint's name in Azure.
+        owner: its name in onnx-ops, which its tags hold.
+    """
+
+    def __init__(
+        self, client: AzureClient, settings: AzureSettings, sent: SentGeneration, name: str, owner: str
+    ) -> None:
+        self.client = client
+        self.name = name
+        self.models = AzureModels(client, settings, name)
+        self.deployments = AzureDeployments(client, settings, self.models, name, owner)
+        self._settings = settings
+        self._sent = sent
+        self._owner = owner
+
+    def read(self) -> ManagedOnlineEndpoint | None:
+        """Return the endpoint, no older than what this machine sent, unless that never arrived.
+
+        Raises:
+            RefusedError: an endpoint of that name is not ours.
+        """
+        policy, sent = self.client.policy, self._sent.value
+        endpoint = None
+        for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
+            endpoint = self.client.endpoint(self.name)
+            if endpoint is not None and (sent is None or generation_of(endpoint.tags or {}) >= sent):
+                break
+            if endpoint is not None and OWNER not in (endpoint.tags or {}):
+                break  # not a stale read: ours had this tag from its start
+            if endpoint is None and sent is None and count + 1 >= policy.confirmations:
+                break
+        else:
+            self._sent.store(None if endpoint is None else generation_of(endpoint.tags or {}))
+        if endpoint is not None and not self._is_ours(endpoint):
+            raise RefusedError(
+                f"an endpoint {self.name} exists in the workspace that is not ours",
+                where=self._owner,
+                why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
+                remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, set its tag.",
+            )
+        return endpoint
+
+    def apply(self, plan: TrafficPlan) -> None:
+        """Make deployments, route traffic, and delete the deployments that the plan does not need.
+
+        Raises:
+            ConflictError: a later generation was applied, or another state of this one.
+        """
+
+        def step() -> dict[str, ManagedOnlineDeployment] | None:
+            self._ensure_exists(plan)
+            before = self.client.deployments(self.name)
+            for name, deployment in plan.deployments.items():
+                self.deployments.ensure(name, deployment)
+            try:
+                self.route(plan)
+            except GoneError:  # another client deleted a deployment meanwhile
+                return None
+            return before
+
+        policy = self.client.policy
+        tries = policy.attempts(policy.operation_s)
+        self._delete_unneeded(plan, converge(step, tries, lambda: still_busy(self._owner)))
+
+    def route(self, plan: TrafficPlan) -> None:
+        """Send tags and traffic in one request, and read them back. The deployments must run already.
+
+        Raises:
+            ConflictError: a later generation was applied, or another state of this one.
+            GoneError: the endpoint or one of the deployments does not exist.
+        """
+
+        def step() -> bool | None:
+            with self._sent.lock():
+                if self._has_arrived(plan):
+                    return True
+                self._send(plan)
+                lag_s = self.client.policy.lag_s
+                return any(self._has_arrived(plan) for _ in self.client.policy.attempts(lag_s)) or None
+
+        self.client.converge(step, self._owner, retry_reads=True)
+
+    def remove(self) -> None:
+        """Delete the endpoint with all of its deployments, and the files of their models."""
+
+        def step() -> bool | None:
+            if self.read() is None:
+                return True
+            try:
+                self.client.settled_endpoint(self.name)
+                self.deployments.remove_autoscaling()
+                self.client.write(
+                    f"endpoint {self.name}", lambda: self.client.ml.online_endpoints.begin_delete(self.name)
+                )
+            except (BusyError, UnansweredWriteError):
+                self._sent.store(None)
+                raise
+            except GoneError:
+                pass
+            self._sent.store(None)
+            return None
+
+        self.client.converge(step, self._owner)
+        self._sent.store(None)
+        for name in self.models.stored():
+            self.models.delete(name)
+
+    def _is_ours(self, endpoint: ManagedOnlineEndpoint) -> bool:
+        """Return whether its tag says so or, where another tool wrote the tags, those of its deployments do."""
+        tags = endpoint.tags or {}
+        if OWNER in tags:
+            return str(tags[OWNER]) == self._owner
+        owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments(self.name).values()}
+        return self._owner in owners and owners <= {self._owner, None}
+
+    def _ensure_exists(self, plan: TrafficPlan) -> None:
+        """Create the endpoint, without traffic, if it does not exist."""
+
+        def step() -> bool | None:
+            endpoint = self.read()
+            if endpoint is not None:
+                self._fence(endpoint, plan)
+                settled = self.client.settled_endpoint(self.name)
+                if settled is not None and (has_succeeded(settled) or settled.traffic):
+                    return True
+            with self._sent.lock():
+                self._sent.raise_to(0)
+                self.client.write(f"endpoint {self.name}", self._begin_create)
+            return None
+
+        self.client.converge(step, self._owner)
+
+    def _begin_create(self) -> Any:
+        from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
+
+        user_assigned = self._settings.identity
+        identity = IdentityConfiguration(
+            type="user_assigned" if user_assigned else "system_assigned",
+            user_assigned_identities=[ManagedIdentityConfiguration(resource_id=user_assigned)]
+            if user_assigned
+            else None,
+        )
+        return self.client.ml.online_endpoints.begin_create_or_update(
+            ManagedOnlineEndpoint(
+                name=self.name, auth_mode=self._settings.auth, identity=identity, tags={OWNER: self._owner}
+            )
+        )
+
+    def _has_arrived(self, plan: TrafficPlan) -> bool:
+        endpoint = self._require()
+        self._fence(endpoint, plan)
+        return _matches(endpoint, plan)
+
+    def _send(self, plan: TrafficPlan) -> None:
+        if self.client.settled_endpoint(self.name) is None:
+            raise GoneError("the endpoint does not exist", where=self._owner)
+        running = {name for name, found in self.client.deployments(self.name).items() if has_succeeded(found)}
+        if lost := sorted(set(plan.deployments) - running):
+            raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
+        endpoint = self._require()
+        self._fence(endpoint, plan)
+        endpoint.tags = {**foreign_tags(endpoint.tags or {}), OWNER: self._owner, **plan.tags}
+        endpoint.traffic = dict(plan.traffic)
+        endpoint.mirror_traffic = {}  # which only a person can have set
+        before = self._sent.value
+        self._sent.raise_to(plan.generation)
+        try:
+            self.client.write(
+                f"endpoint {self.name}", lambda: self.client.ml.online_endpoints.begin_create_or_update(endpoint)
+            )
+        except BusyError:  # it was not taken, so no read can show it
+            self._sent.store(before)
+            raise
+
+    def _delete_unneeded(self, plan: TrafficPlan, before: dict[str, ManagedOnlineDeployment]) -> None:
+        """Delete what this state does not need; a failure is logged, and `leftovers` lists what stays.
+
+        Only deployments from before the change: a client with a later generation may be making others now.
+        """
+        for name, resource in before.items():
+            if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
+                continue
+            try:
+                endpoint = self.read()
+                if endpoint is None or not _matches(endpoint, plan):
+                    return
+                self.deployments.delete(name)
+            except OnnxOpsError as error:
+                _log.warning("deployment %s was not deleted: %s", name, error)
+
+    def _require(self) -> ManagedOnlineEndpoint:
+        endpoint = self.read()
+        if endpoint is None:
+            raise GoneError("the endpoint does not exist", where=self._owner)
+        return endpoint
+
+    def _fence(self, endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> None:
+        generation = generation_of(endpoint.tags or {})
+        if generation > plan.generation:
+            what = f"generation {generation} was applied already, later than {plan.generation}"
+            raise ConflictError(what, where=self._owner)
+        if generation == plan.generation and (endpoint.tags or {}).get(STATE) != plan.tags[STATE]:
+            raise ConflictError(f"another state of generation {generation} was applied already", where=self._owner)
+
+
+def _matches(endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> bool:
+    tags = endpoint.tags or {}
+    traffic = {name: int(percent) for name, percent in (endpoint.traffic or {}).items() if int(percent)}
+    same_tags = all(tags.get(key) == value for key, value in plan.tags.items())
+    return same_tags and has_succeeded(endpoint) and not is_mirrored(endpoint) and traffic == dict(plan.traffic)
+
+
+def is_mirrored(endpoint: ManagedOnlineEndpoint) -> bool:
+    """Return whether Azure copies its requests, which only a person can have set."""
+    return any(int(percent) for percent in (endpoint.mirror_traffic or {}).values())

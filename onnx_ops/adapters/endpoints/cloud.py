@@ -1,0 +1,148 @@
+"""What the providers of managed clouds share: the loop that converges, verified files, pieces of text, diagnosis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from onnx_ops import plugins
+from onnx_ops.attestation import TrustedKeys
+from onnx_ops.domain.artifact import Manifest, digest_file, short
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.target import Finding, Target
+from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
+from onnx_ops.ports import MetricsSource
+from onnx_ops.protocol import server_process
+from onnx_ops.protocol.server_process import explain_unservable
+
+T = TypeVar("T")
+
+
+class CloudEndpoints:
+    """Base of the providers whose endpoints run our image in containers of a cloud.
+
+    Args:
+        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
+    """
+
+    metrics_plugin: ClassVar[str]
+
+    def __init__(self, trusted: Path | None) -> None:
+        self._keys = None if trusted is None else TrustedKeys(trusted)
+
+    def metrics(self) -> MetricsSource:
+        """Return the metrics service of the cloud."""
+        source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
+        return source
+
+    def unservable(self, target: Target) -> str:
+        """Return why the image cannot run models as they were measured on the target; empty if it can."""
+        return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
+
+    def _trusted_keys(self) -> str:
+        return "" if self._keys is None else self._keys.encoded()
+
+
+def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:
+    """Count attempts, pausing between them, until the time is over.
+
+    Args:
+        timeout_s: time after which no further attempt begins.
+        pause_s: pause after the first attempt.
+        longest_s: limit up to which pauses grow by half each time; 0: they do not grow.
+        at_least: attempts that are made even if the time is over.
+    """
+    deadline, count = time.monotonic() + timeout_s, 0
+    while count < at_least or time.monotonic() < deadline:
+        yield count
+        count += 1
+        time.sleep(pause_s)
+        pause_s = max(pause_s, min(pause_s * 1.5, longest_s))
+
+
+def converge(
+    step: Callable[[], T | None],
+    tries: Iterable[object],
+    timeout: Callable[[], OnnxOpsError],
+    *,
+    retried: tuple[type[OnnxOpsError], ...] = (),
+) -> T:
+    """Repeat a step until it returns something: observe, compare with the goal, make the one call that is due.
+
+    Args:
+        step: returns None as long as the goal is not reached.
+        tries: how often, and with which pauses, as by `attempts`.
+        timeout: makes the error that is raised when no attempt is left and none has failed.
+        retried: errors after which the step is repeated; the last one is raised when no attempt is left.
+    """
+    last: OnnxOpsError | None = None
+    for _ in tries:
+        try:
+            result = step()
+        except retried as error:
+            last = error
+        else:
+            if result is not None:
+                return result
+    raise last or timeout()
+
+
+def verified_files(deployment: Deployment) -> dict[str, Path]:
+    """Return the model files of a deployment by their relative POSIX names, sorted.
+
+    Raises:
+        NotFoundError: the files are not on this machine.
+        DigestMismatchError: they are not those of the deployment's manifest.
+    """
+    folder = Path(deployment.location)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if deployment.location else []
+    if not paths:
+        raise NotFoundError(
+            f"the files of {deployment.name} are not there",
+            where=str(folder),
+            remedy="Run this on the machine that fetched the version, or fetch it again with `onnx-ops reconcile`.",
+        )
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    digest = Manifest(files={name: digest_file(path) for name, path in files.items()}).digest()
+    if digest != deployment.manifest:
+        raise DigestMismatchError(
+            f"the files of {deployment.name} are not those of its manifest {short(deployment.manifest)}",
+            where=str(folder),
+            why=f"their digest is {short(digest)}: they were changed after they were verified",
+            remedy="Remove the folder; the files are then fetched again.",
+        )
+    return dict(sorted(files.items()))
+
+
+def split_text(name: str, text: str, characters: int) -> dict[str, str]:
+    """Cut a text into pieces that fit a tag or variable, called `name` followed by 0, 1, …"""
+    starts = range(0, len(text), characters)
+    return {f"{name}{number}": text[start : start + characters] for number, start in enumerate(starts)}
+
+
+def join_text(name: str, pieces: Mapping[str, str]) -> str:
+    """Return the text that `split_text` cut; empty if there are no pieces of that name."""
+    parts: list[str] = []
+    while (part := pieces.get(f"{name}{len(parts)}")) is not None:
+        parts.append(part)
+    return "".join(parts)
+
+
+def run_check(check: str, find: Callable[[], Iterable[Finding]], *, cloud: str) -> Iterator[Finding]:
+    """Yield the findings of one check of the doctor; a check that cannot be made is a finding too.
+
+    Permission to look is not required: a check that is not permitted is no fault.
+    """
+    proxy = f"Look at what stands between this machine and {cloud}: a proxy, or a login page."
+    try:
+        yield from find()
+    except RefusedError as error:
+        yield Finding(check=check, ok=True, found=f"not permitted to check: {error.why}")
+    except OnnxOpsError as error:
+        found = f"{error.what} {error.why}".strip()
+        yield Finding(check=check, ok=False, found=found, remedy=error.remedy or proxy)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without what it should hold
+        found = f"the answer is not what {cloud} answers: {error!r}"
+        yield Finding(check=check, ok=False, found=found, remedy=proxy)

@@ -1,0 +1,217 @@
+"""AWS for one SageMaker endpoint: requests whose errors are ours, and the fence of its generation in S3.
+
+SageMaker has no conditional update, and its reads are behind; S3's are not. So a generation is claimed there, by an
+object that is created only if absent and holds the whole state, before anything is changed; and before every change
+the claims are read again. A change that slips through between such a read and the request is seen by the next
+`observe`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from onnx_ops import codec
+from onnx_ops.adapters.aws import Clients, code_of, create_once, says, translated
+from onnx_ops.adapters.endpoints.cloud import attempts, converge
+from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
+from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.errors import ConflictError, ServiceUnavailableError
+
+T = TypeVar("T")
+
+MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
+"""Codes of S3 where there is no such object."""
+NOT_FOUND = ("could not find",)
+"""SageMaker's message where there is no such resource."""
+IN_PROGRESS = ("in-progress", "in progress")
+"""SageMaker's messages where a resource is being changed."""
+
+
+class SageMakerClient:
+    """Requests about one endpoint.
+
+    Args:
+        clients: boto3's clients by service.
+        endpoint: its name.
+        settings: of the endpoint.
+    """
+
+    def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
+        self.clients = clients
+        self.endpoint = endpoint
+        self.settings = settings
+        self.folder = f"{settings.prefix.strip('/')}/{endpoint}"
+        self._status = "not there"
+
+    def call(
+        self,
+        service: str,
+        operation: str,
+        *,
+        ignored_codes: tuple[str, ...] = (),
+        ignored_messages: tuple[str, ...] = (),
+        where: str = "",
+        **request: Any,
+    ) -> Any:
+        """Make one request; return None if it fails with one of the ignored codes or messages."""
+        from botocore.exceptions import ClientError
+
+        with translated(where or self.endpoint):
+            try:
+                return getattr(self.clients(service), operation)(**request)
+            except ClientError as error:
+                if code_of(error) in ignored_codes or says(error, *ignored_messages):
+                    return None
+                raise
+
+    def list_all(self, service: str, operation: str, items: str, **request: Any) -> list[Any]:
+        """Return the items of all pages."""
+        with translated(self.endpoint):
+            pages = self.clients(service).get_paginator(operation).paginate(**request)
+            return [item for page in pages for item in page.get(items, ())]
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys of the bucket that begin so, sorted."""
+        objects = self.list_all("s3", "list_objects_v2", "Contents", Bucket=self.settings.bucket, Prefix=prefix)
+        return sorted(item["Key"] for item in objects)
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return SageMaker's description of the endpoint, which may be a little old; None if there is none."""
+        description: dict[str, Any] | None = self.call(
+            "sagemaker", "describe_endpoint", ignored_messages=NOT_FOUND, EndpointName=self.endpoint
+        )
+        self._status = "not there" if description is None else str(description["EndpointStatus"])
+        return description
+
+    def describe_config(self, name: str) -> Mapping[str, Any]:
+        """Return an endpoint config."""
+        config: Mapping[str, Any] = self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name)
+        return config
+
+    def describe_model(self, name: str) -> Mapping[str, Any]:
+        """Return a model."""
+        model: Mapping[str, Any] = self.call("sagemaker", "describe_model", ModelName=name)
+        return model
+
+    def is_ours(self, description: Mapping[str, Any]) -> bool:
+        """Return whether the described endpoint carries our tag."""
+        return self.tag_of(description["EndpointArn"]) == self.endpoint
+
+    def tag_of(self, arn: str) -> str | None:
+        """Return the endpoint that a resource belongs to, as its tag says."""
+        tags = {tag["Key"]: tag["Value"] for tag in self.list_all("sagemaker", "list_tags", "Tags", ResourceArn=arn)}
+        return tags.get(ENDPOINT_TAG)
+
+    def converge(self, step: Callable[[], T | None], what: str) -> T:
+        """Repeat a step, as often as the settings say, until it returns something.
+
+        Raises:
+            ServiceUnavailableError: the time is over; `what` says what did not happen.
+        """
+
+        def timeout() -> ServiceUnavailableError:
+            remedy = "The change continues at AWS; run the command again, or raise `timeout_s`."
+            return ServiceUnavailableError(what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy)
+
+        return converge(step, attempts(self.settings.timeout_s, self.settings.poll_s), timeout)
+
+
+class GenerationFence:
+    """The claims of one endpoint's generations, and the records of its guarded updates.
+
+    A guarded endpoint has a record of the config that it reached, and for each update that was begun under alarms the
+    state that they had before it.
+    """
+
+    def __init__(self, client: SageMakerClient) -> None:
+        self._client = client
+        self._claims = f"{client.folder}/claims/"
+        self._reached = f"{client.folder}/guard/standing"
+        self._updates = f"{client.folder}/guard/updates/"
+
+    def latest(self) -> EndpointState | None:
+        """Return the state that the highest generation claimed."""
+        keys = self._client.keys(self._claims)
+        if not keys:
+            return None
+        body = self._read(keys[-1], ignored_codes=()) or b""
+        return codec.loads(body, EndpointState, where=f"s3://{self._client.settings.bucket}/{keys[-1]}")
+
+    def take(self, state: EndpointState) -> None:
+        """Claim the state's generation.
+
+        Raises:
+            ConflictError: a later one is claimed, or this one for another state.
+        """
+        self.check(state.generation)
+        self._create(self._key(state.generation), codec.dumps(state))
+        claimed = self.latest()
+        if claimed is None or claimed.generation != state.generation or not claimed.same_as(state):
+            raise self._conflict(state.generation)
+
+    def check(self, generation: int) -> None:
+        """Raise ConflictError if a later generation is claimed."""
+        keys = self._client.keys(self._claims)
+        if keys and keys[-1] > self._key(generation):
+            raise self._conflict(generation)
+
+    def delete_older(self, generation: int) -> None:
+        """Delete the claims before this one."""
+        self._delete([key for key in self._client.keys(self._claims) if key < self._key(generation)])
+
+    def record_reached(self, config_name: str) -> None:
+        """Record that a guarded endpoint has reached a config."""
+        self._client.call(
+            "s3", "put_object", Bucket=self._client.settings.bucket, Key=self._reached, Body=config_name.encode()
+        )
+        self.end_update(config_name)
+
+    def has_reached(self, config_name: str) -> bool:
+        """Return whether this is the config that a guarded endpoint reached last."""
+        return self._read(self._reached) == config_name.encode()
+
+    def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
+        """Record the alarms' states before a guarded update; those of an update that was begun before stay."""
+        self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
+
+    def alarms_before(self, config_name: str) -> Mapping[str, str] | None:
+        """Return the alarms' states before the update to a config; None if none is under way."""
+        body = self._read(f"{self._updates}{config_name}")
+        return None if body is None else dict(json.loads(body))
+
+    def end_update(self, config_name: str) -> None:
+        """Delete the record of an update."""
+        self._delete([f"{self._updates}{config_name}"])
+
+    def delete(self) -> None:
+        """Delete all records of an endpoint that is gone."""
+        self._delete([self._reached, *self._client.keys(self._updates), *self._client.keys(self._claims)])
+
+    def _read(self, key: str, *, ignored_codes: tuple[str, ...] = MISSING_OBJECT) -> bytes | None:
+        bucket = self._client.settings.bucket
+        answer = self._client.call("s3", "get_object", ignored_codes=ignored_codes, Bucket=bucket, Key=key)
+        with translated(self._client.endpoint):
+            body: bytes | None = None if answer is None else answer["Body"].read()
+        return body
+
+    def _create(self, key: str, data: bytes) -> None:
+        s3, bucket = self._client.clients("s3"), self._client.settings.bucket
+        with translated(self._client.endpoint):
+            create_once(lambda: s3.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*"))
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._client.call("s3", "delete_object", Bucket=self._client.settings.bucket, Key=key)
+
+    def _key(self, generation: int) -> str:
+        return f"{self._claims}{generation:016d}.json"
+
+    def _conflict(self, generation: int) -> ConflictError:
+        return ConflictError(
+            f"a later generation than {generation} was begun",
+            where=self._client.endpoint,
+            remedy="Another client changes this endpoint: see `onnx-ops history`.",
+        )

@@ -1,0 +1,250 @@
+"""What an endpoint owns at AWS and never changes: archives in S3, models and endpoint configs; and its orphans.
+
+All three are named by their content, so the same version makes the same bytes under the same key. An archive is sent
+with its digest and never overwritten. `apply` deletes none of them; what nothing needs is listed, and deleted on
+request.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from onnx_ops.adapters.aws import create_once, translated
+from onnx_ops.adapters.endpoints.cloud import verified_files
+from onnx_ops.adapters.endpoints.sagemaker_client import MISSING_OBJECT, NOT_FOUND, SageMakerClient
+from onnx_ops.adapters.endpoints.sagemaker_layout import (
+    EndpointLayout,
+    archive_key,
+    deployment_document,
+    is_own_name,
+    read_deployment,
+    variants_in,
+)
+from onnx_ops.domain.artifact import Digest, hex_of
+from onnx_ops.domain.endpoint import Deployment, Leftover
+from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError, UserError
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
+
+PART_BYTES = 64 << 20
+"""Larger archives are sent in parts of this size; S3 takes at least 5 MiB."""
+_UPLOAD = "#"
+"""Between key and id in the name of an upload that was not completed."""
+
+
+def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:
+    """Write `deployment.json` and `model/` with the version's files as a reproducible tar.gz.
+
+    Raises:
+        NotFoundError: the files are not there.
+        DigestMismatchError: they are not those of the deployment's manifest.
+    """
+    files = verified_files(deployment)
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as packed,
+        tarfile.open(mode="w", fileobj=packed, format=tarfile.PAX_FORMAT) as archive,
+    ):
+        document = deployment_document(deployment)
+        archive.addfile(_entry(DEPLOYMENT_FILE, len(document)), io.BytesIO(document))
+        for name, path in files.items():
+            with path.open("rb") as stream:
+                archive.addfile(_entry(f"{MODEL_FOLDER}/{name}", path.stat().st_size), stream)
+
+
+def _entry(name: str, size: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.mtime = size, 0o644, 0
+    return entry
+
+
+class EndpointResources:
+    """The archives, models and configs of one endpoint.
+
+    Args:
+        client: for the endpoint.
+        part_bytes: larger archives are sent in parts of this size.
+    """
+
+    def __init__(self, client: SageMakerClient, *, part_bytes: int = PART_BYTES) -> None:
+        self._client = client
+        self._bucket = client.settings.bucket
+        self._archives = f"{client.folder}/archives/"
+        self._part_bytes = part_bytes
+
+    def ensure_archive(self, deployment: Deployment) -> None:
+        """Upload the deployment's archive unless its key exists.
+
+        Raises:
+            NotFoundError: the files are needed and not there.
+            DigestMismatchError: the files are not those of the manifest.
+            ServiceUnavailableError: S3 does not answer.
+        """
+        key = archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
+        where = f"s3://{self._bucket}/{key}"
+        named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
+        if self._client.call("s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named) is not None:
+            return
+        with tempfile.TemporaryFile() as packed:
+            pack_archive(deployment, packed)
+            size = packed.tell()
+            packed.seek(0)
+            with translated(where):
+                if size <= self._part_bytes:
+                    self._send(named, packed.read())
+                else:
+                    self._send_parts(named, packed)
+
+    def ensure_definitions(self, layout: EndpointLayout) -> None:
+        """Create the models and the config of a layout unless they exist."""
+        for name, request in layout.models.items():
+            self._create("model", {"ModelName": name}, request)
+        self._create("endpoint_config", {"EndpointConfigName": layout.config_name}, layout.config)
+
+    def orphans(self, needed: frozenset[Digest]) -> Iterator[Leftover]:
+        """Yield all that neither the live endpoint uses, or will use, nor a deployment that is `needed`."""
+        live = self._live_configs()
+        models = {name: self._manifest(name) for name in self._list_own("list_models", "Models", "ModelName")}
+        names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")
+        configs = {name: self._models_of(name) for name in names}
+        used = {model for name in live for model in configs.get(name, ())}
+        kept = used | {model for model, manifest in models.items() if manifest in needed}
+        for name, config_models in configs.items():
+            if name not in live and not set(config_models) <= kept:
+                yield Leftover(kind="endpoint-config", name=name, why="none of its versions is needed", paid=False)
+        unused = "its version serves nowhere and is not kept"
+        for model in models:
+            if model not in kept:
+                yield Leftover(kind="model", name=model, why=unused, paid=False)
+        manifests = {hex_of(digest) for model, digest in models.items() if model in kept and digest}
+        manifests |= {hex_of(digest) for digest in needed}
+        for key in self._client.keys(self._archives):
+            if key.removeprefix(self._archives).partition("/")[0] not in manifests:
+                yield Leftover(kind="archive", name=key, why=unused, paid=True)
+        uploads = self._client.list_all(
+            "s3", "list_multipart_uploads", "Uploads", Bucket=self._bucket, Prefix=self._archives
+        )
+        for upload in uploads:
+            name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"
+            yield Leftover(kind="upload", name=name, why="it was not completed", paid=True)
+
+    def delete_orphan(self, orphan: Leftover) -> None:
+        """Delete an orphan; no error if it is gone.
+
+        Raises:
+            ConflictError: the live endpoint uses it by now. SageMaker itself would delete it all the same.
+        """
+        kind, name = orphan.kind, orphan.name
+        if (kind, name) in self._in_use():
+            raise ConflictError(f"{kind} {name} is in use by now", where=self._client.endpoint)
+        if kind == "endpoint-config":
+            self._delete("endpoint_config", "EndpointConfigName", "EndpointConfigArn", name)
+        elif kind == "model":
+            self._delete("model", "ModelName", "ModelArn", name)
+        elif kind == "archive" and name.startswith(self._archives):
+            self._client.call("s3", "delete_object", Bucket=self._bucket, Key=name)
+        elif kind == "upload" and name.startswith(self._archives):
+            key, upload = name.rsplit(_UPLOAD, 1)
+            named: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "UploadId": upload}
+            self._client.call("s3", "abort_multipart_upload", ignored_codes=("NoSuchUpload",), **named)
+        else:
+            raise UserError(f"this endpoint has no orphan {kind} {name}", where=self._client.endpoint)
+
+    @property
+    def _upload_options(self) -> dict[str, str]:
+        options = {"ChecksumAlgorithm": "SHA256", "ContentType": "application/gzip"}
+        if key := self._client.settings.kms_key:
+            options |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
+        return options
+
+    def _send(self, named: Mapping[str, str], data: bytes) -> None:
+        s3, options = self._client.clients("s3"), self._upload_options
+        # Another archive under the same key has the same content.
+        create_once(lambda: s3.put_object(**named, Body=data, IfNoneMatch="*", ChecksumSHA256=_sha256(data), **options))
+
+    def _send_parts(self, named: Mapping[str, str], packed: IO[bytes]) -> None:
+        s3 = self._client.clients("s3")
+        upload = {**named, "UploadId": s3.create_multipart_upload(**named, **self._upload_options)["UploadId"]}
+        try:
+            parts = []
+            for number, data in enumerate(iter(lambda: packed.read(self._part_bytes), b""), start=1):
+                checksum = _sha256(data)
+                sent = s3.upload_part(**upload, PartNumber=number, Body=data, ChecksumSHA256=checksum)
+                parts.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum})
+            create_once(
+                lambda: s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*")
+            )
+        except Exception:
+            s3.abort_multipart_upload(**upload)
+            raise
+
+    def _create(self, noun: str, named: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+        """Create what cannot be changed afterwards; what has its name already must be the same.
+
+        Raises:
+            InfrastructureError: it is another resource.
+        """
+        operation, taken = f"create_{noun}", ("already existing",)
+        if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
+            return
+        actual = self._client.call("sagemaker", f"describe_{noun}", **named)
+        if not _contains(actual, {key: value for key, value in request.items() if key != "Tags"}):
+            raise InfrastructureError(
+                f"another {noun.replace('_', ' ')} has the name {next(iter(named.values()))}",
+                where=self._client.endpoint,
+                remedy="It was made by hand; delete it.",
+            )
+
+    def _in_use(self) -> set[tuple[str, str]]:
+        """Return kind and name of all that the live endpoint uses."""
+        configs = self._live_configs()
+        models = {model for config in configs for model in self._models_of(config)}
+        urls = [str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"]) for model in models]
+        return {
+            *(("endpoint-config", name) for name in configs),
+            *(("model", name) for name in models),
+            *(("archive", url.removeprefix(f"s3://{self._bucket}/")) for url in urls),
+        }
+
+    def _live_configs(self) -> set[str]:
+        description = self._client.describe() or {}
+        pending = description.get("PendingDeploymentSummary", {}).get("EndpointConfigName", "")
+        return {description.get("EndpointConfigName", ""), pending} - {""}
+
+    def _list_own(self, operation: str, items: str, name: str) -> list[str]:
+        names = [item[name] for item in self._client.list_all("sagemaker", operation, items)]
+        return [name for name in names if is_own_name(name, self._client.endpoint)]
+
+    def _models_of(self, config: str) -> list[str]:
+        return [variant["ModelName"] for variant in variants_in(self._client.describe_config(config))]
+
+    def _manifest(self, model: str) -> Digest | None:
+        deployment = read_deployment(self._client.describe_model(model))
+        return None if deployment is None else deployment.manifest
+
+    def _delete(self, noun: str, parameter: str, arn_key: str, name: str) -> None:
+        named: dict[str, Any] = {parameter: name}
+        resource = self._client.call("sagemaker", f"describe_{noun}", ignored_messages=NOT_FOUND, **named)
+        if resource is None:
+            return
+        if self._client.tag_of(resource[arn_key]) != self._client.endpoint:
+            raise RefusedError(f"{name} does not carry our tag", where=self._client.endpoint)
+        self._client.call("sagemaker", f"delete_{noun}", ignored_messages=NOT_FOUND, **named)
+
+
+def _sha256(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def _contains(actual: Any, desired: Any) -> bool:
+    """Return whether all that is desired stands in the description, which holds more."""
+    if isinstance(desired, Mapping) and isinstance(actual, Mapping):
+        return all(key in actual and _contains(actual[key], value) for key, value in desired.items())
+    if isinstance(desired, Sequence) and not isinstance(desired, str) and isinstance(actual, Sequence):
+        return len(desired) == len(actual) and all(map(_contains, actual, desired))
+    return bool(desired == actual)

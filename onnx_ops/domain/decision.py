@@ -1,0 +1,230 @@
+"""How variants that pass their gates are told apart: what is preferred, and the figures that the choice rests on.
+
+TODO.
+
+Drift: a champion that is no longer what it was when it was decided, though its files are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Literal, NoReturn, TypeAlias
+
+from annotated_types import doc
+
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.attestation import Attested
+from onnx_ops.domain.evidence import Interval
+from onnx_ops.domain.execution import Execution
+from onnx_ops.domain.quantities import LATER
+
+Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefer:
+    """Which of the variants that pass is chosen. `prefer: size` is short for `prefer: {default: size}`."""
+
+    default: Annotated[
+        Preference, doc("latency, size (bytes of the file), accuracy (the task metric), or cost (of a request).")
+    ] = "latency"
+    targets: Annotated[Mapping[str, Preference], doc("Another preference for single targets.")] = field(
+        default_factory=dict
+    )
+
+    def on(self, target: str) -> Preference:
+        return self.targets.get(target, self.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is preferred on one target. `price` is what an hour of it costs, in any currency; None if not known."""
+
+    prefer: Preference = "latency"
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The figures of one variant on one target by which it is chosen.
+
+    `ratio` is the time of a request over that of the export. `change` is how much better than the export's the task
+    metric `metric` is: a difference, or where lower is better the share by which the error fell. `seconds` is the
+    median time of a request alone; `load` the time per request under the highest load that was measured.
+    """
+
+    size_bytes: int = 0
+    ratio: Interval | None = None
+    metric: str = ""
+    change: Interval | None = None
+    seconds: float | None = None
+    load: Interval | None = None
+
+
+class Verdict(Enum):
+    """PASS < INCONCLUSIVE < ERROR < FAIL; verdicts combine by taking the worst."""
+
+    PASS = "pass"  # noqa: S105 (a verdict, not a password)
+    INCONCLUSIVE = "inconclusive"
+    ERROR = "error"
+    FAIL = "fail"
+
+    @property
+    def rank(self) -> int:
+        return _RANKS[self]
+
+    def __lt__(self, other: Verdict) -> bool:
+        return self.rank < other.rank
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a verdict has four values; compare it with Verdict.PASS")
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES[self]
+
+
+_RANKS = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.ERROR: 2, Verdict.FAIL: 3}
+
+
+_EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}
+
+
+def combine(verdicts: Iterable[Verdict]) -> Verdict:
+    """The worst of them; INCONCLUSIVE if there are none, since silence is not success."""
+    return max(verdicts, key=lambda v: v.rank, default=Verdict.INCONCLUSIVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateResult:
+    """One line of the gate table.
+
+    `estimate`, `low`, `high` and `bound` (the number behind `limit`) are in `unit`; `n` counts what they rest on, and
+    `groups` in how many groups it came. `p_value` is the chance of a figure at least as good if the truth were at the
+    limit. An advisory result is shown and never enters a verdict.
+    """
+
+    gate: str
+    metric: str
+    limit: str
+    verdict: Verdict
+    reason: str
+    estimate: float | None = None
+    low: float | None = None
+    high: float | None = None
+    bound: float | None = None
+    unit: str = ""
+    n: int = 0
+    advisory: bool = False
+    groups: int = field(default=0, metadata=LATER)
+    p_value: float | None = field(default=None, metadata=LATER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The verdicts of one variant on one target together.
+
+    `faster_than_export` says whether a paired comparison shows, with confidence, that the variant beats the
+    float export on this target; None for the export itself or where it was not measured.
+    """
+
+    variant: str
+    target: str
+    results: tuple[GateResult, ...]
+    faster_than_export: bool | None = None
+    latency_ratio: float | None = None
+    standing: Standing | None = field(default=None, metadata=LATER)
+
+    @property
+    def verdict(self) -> Verdict:
+        return combine(r.verdict for r in self.results if not r.advisory)
+
+    @property
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """The verdict of each kind of gate."""
+        by_gate: dict[str, list[Verdict]] = {}
+        for result in self.results:
+            if not result.advisory:
+                by_gate.setdefault(result.gate, []).append(result.verdict)
+        return {gate: combine(found) for gate, found in by_gate.items()}
+
+    @property
+    def reason(self) -> str:
+        """The reason of the worst result, in one line."""
+        binding = [r for r in self.results if not r.advisory]
+        if not binding:
+            return "no gate applied: nothing was judged"
+        worst = max(binding, key=lambda r: r.verdict.rank)
+        if worst.verdict is Verdict.PASS:
+            return "all gates passed"
+        return f"{worst.gate}: {worst.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """What is signed: one decision bound to the content it was made about.
+
+    `batchable` says that each row's answer was seen not to depend on the rows beside it, so that a server may run
+    requests together. `custom_ops` are the libraries of operators that the target declares, `execution` says
+    how it runs a model.
+    `decided_at` is ISO 8601 in UTC; `sequence` grows with every decision (milliseconds since the epoch), and the
+    highest valid one counts.
+    """
+
+    schema: int = 1
+    model: str
+    release: Digest
+    variant: str
+    target: str
+    manifest: Digest
+    target_digest: Digest
+    gates_digest: Digest
+    evidence: Digest
+    verdict: Verdict
+    verdicts: Mapping[str, Verdict]
+    batchable: bool = False
+    custom_ops: tuple[Digest, ...] = ()
+    execution: Execution = field(default_factory=Execution)
+    decided_at: str
+    sequence: int
+
+
+SignedDecision: TypeAlias = Attested[DecisionRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """One champion, measured again.
+
+    `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE where the figures do
+    not tell. `changed` says what is different of the runtime and the machine; `measured` how often it was measured.
+    """
+
+    model: str
+    version: str
+    target: str
+    pipeline: str = ""
+    variant: str = ""
+    verdict: Verdict
+    why: str
+    changed: tuple[str, ...] = ()
+    results: tuple[GateResult, ...] = ()
+    measured: int = 0
+
+    @property
+    def drifted(self) -> bool:
+        return self.verdict is Verdict.FAIL
+
+    @property
+    def reason(self) -> str:
+        """Why, and what is different."""
+        return f"{self.why}; changed since: {', '.join(self.changed)}" if self.changed else self.why
+
+
+def exit_code(drifts: Iterable[Drift]) -> int:
+    """1 if one has drifted; else 4 if one could not be measured; else 0."""
+    verdicts = {drift.verdict for drift in drifts}
+    worst = (verdict for verdict in (Verdict.FAIL, Verdict.ERROR) if verdict in verdicts)
+    return next((verdict.exit_code for verdict in worst), 0)
