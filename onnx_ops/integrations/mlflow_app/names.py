@@ -10,7 +10,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 
 PREVIOUS = "previous"
 

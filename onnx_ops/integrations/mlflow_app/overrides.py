@@ -7,7 +7,7 @@ import re
 from onnx_ops import codec
 from onnx_ops.attestation import sign
 from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.errors import RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
