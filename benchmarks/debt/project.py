@@ -24,6 +24,7 @@ from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
 from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
@@ -176,7 +177,7 @@ def _signed(made: Publication, signer: Signer) -> Publication:
     return replace(made, variants=tuple(variants))
 
 
-def config_of(endpoint: str, provider: str, settings: Mapping[str, str | int | float | bool]) -> EndpointConfig:
+def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> EndpointConfig:
     return EndpointConfig(
         endpoint=endpoint,
         provider=provider,

@@ -22,9 +22,10 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
-from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
+from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.app.project import open_project
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.messages import DEPLOYMENT_HEADER
@@ -73,7 +74,7 @@ class Site(ABC):
     name: str
     faults: Mapping[str, Fault]
     environment: Mapping[str, str]
-    settings: Mapping[str, str | int | float | bool]
+    settings: Mapping[str, Json]
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -152,7 +153,7 @@ class Local(Site):
 
     name = "local"
     environment: Mapping[str, str] = {}
-    settings: Mapping[str, str | int | float | bool] = {}
+    settings: Mapping[str, Json] = {}
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -256,7 +257,7 @@ class SageMaker(Site):
         super().__init__(root)
         self._fake = fake
         self.environment = fake.environment
-        self.settings = {**SETTINGS, "timeout_s": 20}
+        self.settings = {**SETTINGS, "timeout": "20 s"}
         quota = "The account-level service limit 'ml.c6i.large for endpoint usage' is 4 Instances."
         capacity = "Unable to provision requested ML compute capacity due to InsufficientInstanceCapacity error."
         ping = "The primary container for production variant v1 did not pass the ping health check."
@@ -303,7 +304,7 @@ class SageMaker(Site):
         return apply
 
     def _drop_archive(self, place: Place) -> None:
-        prefix = settings_of(self.settings).prefix
+        prefix = read_sagemaker_settings(self.settings).prefix
         key = archive_key(prefix, place.config.endpoint, place.version("1"))
         client(self._fake, "s3").delete_object(Bucket=BUCKET, Key=key)
 

@@ -6,15 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, Unit
 
 from onnx_ops.adapters.host import machine_vendor
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import absent, require
 
-Scalar = str | int | float | bool
 Clients = Callable[[str], Any]
 """A client of boto3 by the name of its service; always the same one."""
 
@@ -24,8 +28,8 @@ GUARDED_VARIANT = "main"
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 _ATTEMPTS = 6
 _CONNECT_S = 10.0
-ANSWER_S = 60.0
-"""How long AWS may take to answer one request."""
+API_TIMEOUT_S = 60.0
+"""Time that AWS may take to answer one request."""
 _TAKEN = frozenset({"PreconditionFailed", "412"})
 _RACED = frozenset({"ConditionalRequestConflict", "409"})
 _UNAVAILABLE = frozenset(
@@ -35,7 +39,7 @@ _UNAVAILABLE = frozenset(
         "InternalServerError",
         "RequestLimitExceeded",
         "RequestTimeout",
-        "ServiceUnavailable",
+        "ServiceUnavailableError",
         "SlowDown",
         "Throttling",
         "ThrottlingException",
@@ -55,12 +59,31 @@ _STRANGER = frozenset(
 _FULL = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
 
 
-def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
-    """Clients for an endpoint's settings `region`, `profile` and `answer_s`; a region or profile that is not said,
-    boto3 finds by itself.
+@dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
+class AwsAccess:
+    """Settings that choose account and region. boto3 finds a region or profile that is empty."""
+
+    region: str = ""
+    profile: str = ""
+    api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
+
+
+def access_in(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
+    """Return the access that settings choose among others; later ones win.
+
+    Raises:
+        SettingsError: One of them is wrong.
+    """
+    names = [f.name for f in fields(AwsAccess)]
+    given = {name: each[name] for each in settings for name in names if name in each}
+    return bind_settings(given, AwsAccess, where=where)
+
+
+def clients(access: AwsAccess, *, where: str = "") -> Clients:
+    """Return the clients for a region and a profile.
 
     They retry, six times at most, what may be tried again: throttling, 5xx, connections that break, answers that do not
-    come within `answer_s`.
+    come in time.
 
     Raises:
         UserError: there is no such profile, or no region is chosen: some services would do without, others not.
@@ -71,18 +94,16 @@ def clients(settings: Mapping[str, Scalar], *, where: str = "") -> Clients:
     import botocore.session
     from botocore.config import Config
 
-    core = botocore.session.Session(profile=str(settings["profile"]) if settings.get("profile") else None)
+    core = botocore.session.Session(profile=access.profile or None)
     with translated(where):
         core.register_component("data_loader", _models(core.get_config_variable("data_path")))
-        region = str(settings["region"]) if settings.get("region") else None
-        session = boto3.session.Session(region_name=region, botocore_session=core)
+        session = boto3.session.Session(region_name=access.region or None, botocore_session=core)
     if session.region_name is None:
         raise _no_region(where)
-    answer_s = float(settings.get("answer_s", ANSWER_S))
     how = Config(
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        connect_timeout=min(_CONNECT_S, answer_s),
-        read_timeout=answer_s,
+        connect_timeout=min(_CONNECT_S, access.api_timeout),
+        read_timeout=access.api_timeout,
         user_agent_extra="onnx-ops",
     )
     made: dict[str, Any] = {}
@@ -113,7 +134,7 @@ _IDENTITY_SETTINGS = (
 )
 
 
-def missing_credentials(settings: Mapping[str, Scalar], *, where: str = "") -> OnnxOpsError | None:
+def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
     """Return what keeps boto3 from knowing who we are and where; None if it may know. Nothing is asked or verified.
 
     A machine of Amazon's may have a role, which only the network tells.
@@ -122,10 +143,10 @@ def missing_credentials(settings: Mapping[str, Scalar], *, where: str = "") -> O
         return None  # a problem of its own
     import botocore.session
 
-    core = botocore.session.Session(profile=str(settings["profile"]) if settings.get("profile") else None)
+    core = botocore.session.Session(profile=access.profile or None)
     try:
         with translated(where):
-            if not settings.get("region") and core.get_config_variable("region") is None:
+            if not access.region and core.get_config_variable("region") is None:
                 return _no_region(where)
             known = core.full_config.get("profiles", {}).get(core.profile or "default", {})
     except OnnxOpsError as error:

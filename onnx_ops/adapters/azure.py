@@ -10,32 +10,36 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.host import machine_vendor
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.plugins import EXTRAS, require
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-Scalar = str | int | float | bool
 
 _MANAGEMENT = {
     "AzureCloud": "https://management.azure.com",
     "AzureChinaCloud": "https://management.chinacloudapi.cn",
     "AzureUSGovernment": "https://management.usgovcloudapi.net",
 }
-_PLACE = re.compile(r"[\w.()-]{1,90}", re.ASCII)
-ENDPOINT_NAME = re.compile(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+_ENDPOINT = Pattern(
+    r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", "3 to 32 lower-case letters, digits and hyphens, first a letter"
+)
+PlaceName = Annotated[str, Pattern(r"(?a)[\w.()-]{1,90}", "a name in Azure")]
+EndpointName = Annotated[str, _ENDPOINT]
 """Azure takes capitals too, but lowers them in the traffic; so they are not used."""
 
-ANSWER_S = 60.0
-"""How long Azure may take to answer one request."""
+API_TIMEOUT_S = 60.0
+"""Time that Azure may take to answer one request."""
 _CONNECT_S = 10.0
 _TOKEN_TRIES = 3
 _LONGEST_PAUSE_S = 5.0
@@ -51,9 +55,9 @@ ROLE_REMEDY = "Give the identity the role AzureML Data Scientist on the workspac
 class Workspace:
     """An Azure ML workspace."""
 
-    subscription: str
-    resource_group: str
-    workspace: str
+    subscription: PlaceName
+    resource_group: PlaceName
+    workspace: PlaceName
 
     @property
     def path(self) -> str:
@@ -64,30 +68,24 @@ class Workspace:
         )
 
 
-def workspace_of(settings: Mapping[str, Scalar], *, where: str = "") -> Workspace:
+def workspace_of(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
     """The workspace that an endpoint's settings name.
 
     Raises:
-        UserError: one of `subscription`, `resource_group` and `workspace` is missing or no name.
+        SettingsError: `subscription`, `resource_group` or `workspace` is missing or no name.
     """
-    given = {name: settings.get(name) for name in ("subscription", "resource_group", "workspace")}
-    for name, value in given.items():
-        if not (isinstance(value, str) and _PLACE.fullmatch(value)):
-            told = "is missing" if value is None else f"is {value!r}"
-            raise UserError(
-                f"azureml needs {name}, which {told}", where=where, remedy=f"Write {name}: NAME into its settings."
-            )
-    return Workspace(**{name: str(value) for name, value in given.items()})
+    given = {f.name: settings[f.name] for f in fields(Workspace) if f.name in settings}
+    return bind_settings(given, Workspace, where=where, remedy="Add them to the endpoint's settings: workspace: NAME.")
 
 
-def endpoint_name(endpoint: str, settings: Mapping[str, Scalar]) -> str:
+def endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     """What the endpoint is called in Azure: its setting `name`, else its own name.
 
     Raises:
         UserError: Azure takes no such name.
     """
     name = settings.get("name", endpoint)
-    if isinstance(name, str) and ENDPOINT_NAME.fullmatch(name):
+    if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name
     raise UserError(
         f"Azure takes no endpoint of the name {name!r}",
@@ -105,17 +103,17 @@ def management_url() -> str:
     return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
 
 
-def timeouts(answer_s: float) -> dict[str, float]:
+def timeouts(api_timeout_s: float) -> dict[str, float]:
     """Options of every client of the SDK's, which would wait five minutes for a connection, and for an answer."""
-    return {"connection_timeout": min(_CONNECT_S, answer_s), "read_timeout": answer_s}
+    return {"connection_timeout": min(_CONNECT_S, api_timeout_s), "read_timeout": api_timeout_s}
 
 
 @functools.cache
-def credential(answer_s: float = ANSWER_S) -> TokenCredential:
+def credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
     """Who we are. Made once, since it keeps its tokens. A token is asked for three times at most.
 
     Args:
-        answer_s: how long the answer to such a request may take.
+        api_timeout_s: how long the answer to such a request may take.
 
     Raises:
         MissingPackageError: the extra `azure` is not installed.
@@ -124,7 +122,7 @@ def credential(answer_s: float = ANSWER_S) -> TokenCredential:
     from azure.identity import DefaultAzureCredential
 
     return DefaultAzureCredential(
-        **timeouts(answer_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
+        **timeouts(api_timeout_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
     )
 
 
@@ -172,8 +170,8 @@ def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
         path: of the resource, with the query.
 
     Raises:
-        ServiceUnavailableError: it does not answer, asks to try again later, or answers something else than JSON, as
-            proxies and login pages do.
+        ServiceUnavailableError: it does not answer, asks to try again later, or does not answer JSON, as proxies
+            and pages to log in do.
         RefusedError: it says no.
     """
     base = management_url()

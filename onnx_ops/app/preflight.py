@@ -6,6 +6,7 @@ the stage which would meet the problem.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops import plugins
 from onnx_ops.config.document import Finding, Loc
 from onnx_ops.config.functions import import_problems, siblings
+from onnx_ops.config.project import plugin_setting_findings
 from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import types_problem
-from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
+from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 
@@ -213,10 +215,9 @@ class Preflight:
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)
             if hasattr(plugin, "options") and not types_problem(entry.options):
-                try:
-                    read_options(entry, plugin.options)
-                except UserError as error:
-                    yield Finding(loc=(*loc, "options"), message=error.without_place())
+                yield from plugin_setting_findings(
+                    (*loc, "options"), functools.partial(read_options, entry, plugin.options)
+                )
 
     def _plugin(self, kind: str, name: str) -> Any:
         """The plugin, or None if it is not installed, which is a finding of its own."""

@@ -18,14 +18,15 @@ from onnx_ops import plugins
 from onnx_ops.app import connect
 from onnx_ops.app.turns import Quiet
 from onnx_ops.config.settings import Settings, load_settings
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
 
 if TYPE_CHECKING:
     from onnx_ops.app.handler import StageHandler
-    from onnx_ops.config import TargetFiles
     from onnx_ops.config.document import Finding
     from onnx_ops.config.draft import Draft
+    from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
     from onnx_ops.domain.release import BaseRelease
     from onnx_ops.domain.target import Target
@@ -43,7 +44,7 @@ class Project:
 
     @property
     def targets(self) -> TargetFiles:
-        from onnx_ops.config import TargetFiles
+        from onnx_ops.config.targets import TargetFiles
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
 
@@ -106,7 +107,7 @@ def check(
         ConfigError: the file has problems; the error holds all of them.
         NotReadyError: the file has none, and a package or a credential is missing.
     """
-    from onnx_ops.config import check_pipeline
+    from onnx_ops.config.loader import check_pipeline
     from onnx_ops.config.project import no_preflight
 
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
@@ -236,7 +237,7 @@ def abilities(project: Project, entry: Deploy) -> frozenset[str]:
     return (able - provider.metrics().capabilities()) | (told - ({"shadow", "outcomes", "cold_starts"} - able))
 
 
-def _check_source(source: str, settings: Mapping[str, str | int | float | bool]) -> None:
+def _check_source(source: str, settings: Mapping[str, Json]) -> None:
     """Raises UserError for settings that this source of metrics does not take."""
     plugins.load("metrics", source, settings)
 

@@ -20,7 +20,7 @@ from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Literal
 
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.errors import UserError
 
 PACKAGE = Path(__file__).parents[1]

@@ -12,8 +12,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops.cli.common import reported
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.plugins import EXTRAS, require
-from onnx_ops.protocol.server_process import format_flags, list_options, parse_options
+from onnx_ops.protocol.server_process import ServerOptions
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,4 +51,4 @@ def serve(
     command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(state_dir), "--host", host]
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
     # The server takes this process's place, so that nothing of the command line stays in its memory.
-    os.execv(sys.executable, [*command, *ports, *format_flags(parse_options(options))])  # noqa: S606 (a list, no shell)
+    os.execv(sys.executable, [*command, *ports, *format_flags(bind_settings(options, ServerOptions))])  # noqa: S606 (a list, no shell)

@@ -1,242 +1,371 @@
-"""From the domain's dataclasses to validators: one generic mechanism, no section is written twice.
+"""Plain values to frozen dataclasses: one binder for sections of files, settings of plugins and options.
 
-`annotation` turns any type of the domain into one that pydantic validates. A dataclass becomes a strict model with
-the same fields and metadata, and what was validated becomes the dataclass again. What YAML adds to the types is in
-the few tables below.
+A dataclass declares its fields by annotations: types, limits (`annotated_types`), units and notations
+(`domain.quantities`). The binder reports every problem with its location. It imports no validation library, since the
+endpoint server and the rollback command use it too.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import pydantic as pd
-from annotated_types import DocInfo, Unit
-from pydantic_core import ErrorDetails
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
-from onnx_ops.config.quantities import SCALES, format_quantity, parse_quantity
-from onnx_ops.config.unions import annotated_with, refuse, tag_of, union, yaml_key
-from onnx_ops.domain.decision import Prefer
-from onnx_ops.domain.execution import Provider
-from onnx_ops.domain.pipeline import NAME_PATTERN, Benchmark, Deploy, Pipeline, Quantize
-from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
-from onnx_ops.domain.target import Target
+from onnx_ops.config.document import BROKEN, Document, Finding, Loc, path_text
+from onnx_ops.config.quantities import format_quantity, parse_quantity
+from onnx_ops.config.words import describe, did_you_mean, listing
+from onnx_ops.domain.quantities import Json, Notation, Pattern
+from onnx_ops.domain.quantization import DISTRIBUTION
+from onnx_ops.errors import UserError
 
-LONGEST_NAME = 63
-LONGEST_TARGET = 30
-"""Names of targets become part of MLflow aliases, which its UI cuts short."""
+T = TypeVar("T")
 
-_NAMES: Mapping[tuple[type, str], int] = {
-    (Pipeline, "pipeline"): LONGEST_NAME,
-    (Quantize, "name"): LONGEST_NAME,
-    (Deploy, "endpoint"): LONGEST_NAME,
-    (Deploy, "target"): LONGEST_TARGET,
-    (Benchmark, "targets"): LONGEST_TARGET,
-    (Target, "name"): LONGEST_TARGET,
+_EXPECTED: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    Mapping: "a mapping",
+    tuple: "a list",
 }
-"""Fields that hold a name (or a list of names), and how long each may be."""
-
-_ONE_OR_MANY = frozenset({(Pipeline, "deploy"), (RolloutPolicy, "min_requests"), (Target, "custom_ops")})
-"""Lists for which one entry may stand alone."""
-
-_SHORT_FORMS: Mapping[type, str] = {Provider: "name", Guardrail: "name", Prefer: "default"}
-"""Dataclasses for which a plain text may stand, and the field that it fills."""
-
-_ATTRIBUTE = "x_"
-"""Prefix of model attributes, so that no field of the domain hides a method of pydantic's models."""
+_LIMITS: Mapping[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    Gt: ("gt", "greater than", lambda value, limit: value > limit),
+    Ge: ("ge", "at least", lambda value, limit: value >= limit),
+    Lt: ("lt", "less than", lambda value, limit: value < limit),
+    Le: ("le", "at most", lambda value, limit: value <= limit),
+}
+_YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+_REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
+"""Choices that a library has and that are refused here, with the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Bound:
-    """What became of a document's mappings, by the identity of the plain value.
+class Binding:
+    """The result of binding a value.
 
-    `objects` holds every dataclass that could be built, even where a part of it was wrong and a default stands in;
-    `kinds` says which dataclass a mapping was read as. `result` is None if and only if there are `errors`.
+    Attributes:
+        value: The bound value; None if there are findings.
+        findings: Every problem.
+        objects: The dataclasses that could be built, by location. Where a part was wrong, its default stands in.
     """
 
-    result: Any = None
-    errors: Sequence[ErrorDetails] = ()
-    objects: dict[int, Any] = field(default_factory=dict)
-    kinds: dict[int, type] = field(default_factory=dict)
+    value: Any = None
+    findings: list[Finding] = field(default_factory=list)
+    objects: dict[Loc, Any] = field(default_factory=dict)
 
 
-def bind(value: Any, kind: type) -> Bound:
-    """Validate plain values as the dataclass `kind`."""
-    bound = Bound()
-    try:
-        bound.result = adapter(kind).validate_python(value, context=bound)
-    except pd.ValidationError as error:
-        bound.errors = error.errors(include_url=False)
+class SettingsError(UserError):
+    """Settings of a plugin with problems. `findings` has the location of each in the settings."""
+
+    def __init__(self, findings: Sequence[Finding], *, where: str = "", remedy: str = "") -> None:
+        self.findings = tuple(findings)
+        texts = [f"{path_text(f.shown)}: {f.message}" if f.shown else f.message for f in findings]
+        super().__init__("; ".join(texts), where=where, remedy=remedy)
+
+
+def bind(value: Any, kind: type) -> Binding:
+    """Bind a plain value to the dataclass `kind`."""
+    binder = _Binder()
+    bound = binder.bind(value, kind, ())
+    return Binding(
+        value=None if binder.findings or bound is BROKEN else bound, findings=binder.findings, objects=binder.objects
+    )
+
+
+def bind_settings(
+    given: Mapping[str, Json],
+    kind: type[T],
+    *,
+    where: str = "",
+    remedy: str = "",
+    rules: Callable[[T], Iterable[tuple[str, str]]] = lambda _: (),
+) -> T:
+    """Return the settings of a plugin as its dataclass.
+
+    Args:
+        given: Plain values, as a pipeline file has them.
+        kind: The plugin's dataclass.
+        where: Where an error says that it happened.
+        remedy: What an error advises.
+        rules: Further problems of settings that are valid one by one, each with the setting that it is about.
+
+    Raises:
+        SettingsError: There are problems; it has all of them.
+    """
+    binding = bind(dict(given), kind)
+    findings = binding.findings or [Finding(loc=(name,), message=text) for name, text in rules(binding.value)]
+    if findings:
+        raise SettingsError(findings, where=where, remedy=remedy)
+    bound: T = binding.value
     return bound
 
 
-@functools.cache
-def adapter(kind: type) -> pd.TypeAdapter[Any]:
-    return pd.TypeAdapter(annotation(kind))
+def bind_document(document: Document, kind: type) -> Binding:
+    """Bind a document. The findings include those of the document itself."""
+    binding = bind(document.value, kind)
+    known = {finding.loc for finding in document.findings if not finding.on_key}
+    document.findings += [finding for finding in binding.findings if finding.on_key or finding.loc not in known]
+    return binding
 
 
-def yaml_keys(kind: type) -> tuple[str, ...]:
-    """The keys that a dataclass has in YAML; `with_` is written `with`."""
-    return tuple(yaml_key(f.name) for f in _written(kind))
+def unwrap(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a type without `Annotated` and `NewType`, and its metadata."""
+    metadata: tuple[Any, ...] = ()
+    while True:
+        if get_origin(hint) is Annotated:
+            hint, *own = get_args(hint)
+            metadata = (*own, *metadata)
+        elif isinstance(hint, NewType):
+            hint = hint.__supertype__
+        else:
+            return hint, metadata
 
 
-def _written(kind: type) -> tuple[Field[Any], ...]:
-    """The fields that a file has."""
-    return tuple(f for f in fields(kind) if not f.metadata.get("found"))
+def metadata_of(metadata: Iterable[Any], kind: type[T]) -> T | None:
+    """Return the first metadata of a kind."""
+    return next((entry for entry in metadata if isinstance(entry, kind)), None)
 
 
-def annotation(kind: Any, metadata: tuple[Any, ...] = ()) -> Any:
-    """What pydantic validates for a type of the domain, with the metadata of an enclosing `Annotated`."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        inner, *own = get_args(kind)
-        return annotation(inner, (*own, *metadata))
-    constraints = [m for m in metadata if not isinstance(m, DocInfo | Unit)]
-    unit = next((m.unit for m in metadata if isinstance(m, Unit)), None)
-    if unit is not None:
-        return annotated_with(kind, *constraints, *_quantity(unit))
-    if origin in (Union, types.UnionType):
-        return annotated_with(union(get_args(kind), annotation), *constraints)
-    if origin is tuple:
-        items: Any = list.__class_getitem__(annotation(get_args(kind)[0]))
-        return annotated_with(items, *constraints, pd.AfterValidator(tuple))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        key, value = get_args(kind)
-        return annotated_with(dict.__class_getitem__((annotation(key), annotation(value))), *constraints)
-    if is_dataclass(kind):
-        return _dataclass(kind)  # type: ignore[arg-type]
-    return annotated_with(kind, *constraints)
+def union_members(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union; nothing for other types."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
 
 
-def _quantity(unit: str) -> tuple[Any, ...]:
-    def parse(written: object) -> float | int:
-        try:
-            return parse_quantity(written, unit)
-        except ValueError as error:
-            raise refuse(str(error)) from error
+def is_json(kind: Any) -> bool:
+    """Return whether a type is `Json`, which takes any value."""
+    return {get_origin(member) for member in union_members(kind)} >= {Sequence, Mapping}
 
-    scale = SCALES[unit]
-    schema = {"type": "string", "pattern": scale.pattern, "examples": list(scale.examples)}
-    return pd.BeforeValidator(parse), pd.WithJsonSchema(schema)
+
+def without_none(kind: Any, metadata: tuple[Any, ...]) -> Any:
+    """Return an optional type without None."""
+    present = tuple(member for member in union_members(kind) if member is not NoneType)
+    return functools.reduce(lambda inner, entry: Annotated[inner, entry], metadata, Union[present])  # noqa: UP007
+
+
+def yaml_key(name: str) -> str:
+    """Return the key of a field: `with_` is written `with`."""
+    return name.removesuffix("_")
 
 
 @functools.cache
-def _dataclass(kind: type) -> Any:
-    model = _model(kind)
-
-    def build(value: Any, handler: pd.ValidatorFunctionWrapHandler, info: pd.ValidationInfo) -> Any:
-        if isinstance(value, kind):
-            return value
-        bound: Bound = info.context  # type: ignore[assignment]
-        bound.kinds[id(value)] = kind
-        try:
-            built = _construct(kind, handler(value))
-        except pd.ValidationError as error:
-            _salvage(kind, value, error, handler, bound)
-            raise
-        bound.objects[id(value)] = built
-        return built
-
-    wrapped = annotated_with(model, pd.WrapValidator(build))
-    if short := _SHORT_FORMS.get(kind):
-        expand = pd.BeforeValidator(
-            lambda value: {short: value} if isinstance(value, str) else value, json_schema_input_type=str | model
-        )
-        return annotated_with(wrapped, expand)
-    return wrapped
-
-
-def _construct(kind: type, model: pd.BaseModel) -> Any:
-    return kind(**{name.removeprefix(_ATTRIBUTE): getattr(model, name) for name in model.model_fields_set})
-
-
-def _salvage(
-    kind: type, value: Any, error: pd.ValidationError, handler: pd.ValidatorFunctionWrapHandler, bound: Bound
-) -> None:
-    """Build the dataclass without its wrong parts, so that what refers to the right ones can still be checked."""
-    if not isinstance(value, dict):
-        return
-    wrong = {details["loc"][0] for details in error.errors(include_url=False) if details["loc"]}
-    kept = {key: item for key, item in value.items() if key not in wrong}
-    kept |= {key: bound.objects[id(value[key])] for key in wrong if id(value.get(key)) in bound.objects}
-    try:
-        bound.objects[id(value)] = _construct(kind, handler(kept))
-    except pd.ValidationError:
-        return
-
-
-def _model(kind: type) -> type[pd.BaseModel]:
+def file_fields(kind: type) -> Mapping[str, tuple[Field[Any], Any]]:
+    """Return the fields that a file has by their keys, each with its type."""
     hints = get_type_hints(kind, include_extras=True)
-    definitions: dict[str, Any] = {_ATTRIBUTE + f.name: _model_field(kind, f, hints[f.name]) for f in _written(kind)}
-    return pd.create_model(
-        kind.__name__,
-        __config__=pd.ConfigDict(extra="forbid", strict=True),
-        __doc__=_summary(kind),
-        **definitions,
-    )
+    return {yaml_key(f.name): (f, hints[f.name]) for f in fields(kind) if not f.metadata.get("found")}
 
 
-def _model_field(kind: type, f: Field[Any], hint: Any) -> tuple[Any, Any]:
-    if longest := _NAMES.get((kind, f.name)):
-        hint = _with_name(hint, longest)
-    annotated = annotation(hint)
-    default = f.default_factory() if f.default_factory is not MISSING else f.default
-    if _bare(hint, tuple) is not None and default == ():
-        annotated = _lenient_list(annotated, one=(kind, f.name) in _ONE_OR_MANY, item=get_args(_bare(hint, tuple))[0])
-    description = next((m.documentation for m in _metadata(hint) if isinstance(m, DocInfo)), None)
-    if default is MISSING or (tag_of(kind) and f.name == "kind"):
-        return annotated, pd.Field(alias=yaml_key(f.name), description=description)
-    return annotated, pd.Field(
-        default=None, alias=yaml_key(f.name), description=description, json_schema_extra=_show_default(default, hint)
-    )
+def default_of(f: Field[Any]) -> Any:
+    """Return the default of a field, or MISSING."""
+    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-def _summary(kind: type) -> str | None:
-    """The docstring, unless it is the signature that `dataclass` writes where there is none."""
-    text = kind.__doc__ or ""
-    return None if text.startswith(f"{kind.__name__}(") else text
+def short_field(kind: type) -> str | None:
+    """Return the key that a text in place of the mapping fills, if there is one."""
+    keys = file_fields(kind).items()
+    return next((key for key, (_, hint) in keys if Notation.SHORT_FORM in unwrap(hint)[1]), None)
 
 
-def _metadata(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+def tag_of(kind: type) -> str | None:
+    """Return the one value of a literal field `kind`, or None."""
+    hint = get_type_hints(kind).get("kind")
+    return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 
 
-def _bare(hint: Any, origin: type) -> Any:
-    """The hint without `Annotated` if it is of that generic type, else None."""
-    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return inner if get_origin(inner) is origin else None
+class _Binder:
+    """One pass over a value. Methods return BROKEN where there is no value, after they have added a finding."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.objects: dict[Loc, Any] = {}
+
+    def bind(self, value: Any, hint: Any, loc: Loc) -> Any:
+        """Bind one value to a type."""
+        if value is BROKEN:
+            return BROKEN
+        kind, metadata = unwrap(hint)
+        members, origin = union_members(kind), get_origin(kind)
+        if is_json(kind):
+            return self._json(value, loc)
+        if NoneType in members:
+            return None if value is None else self.bind(value, without_none(kind, metadata), loc)
+        if unit := metadata_of(metadata, Unit):
+            bound = self._quantity(value, unit.unit, loc)
+        elif members and all(map(is_dataclass, members)):
+            bound = self._member(value, members, loc)
+        elif members:
+            bound = (
+                value
+                if type(value) in members
+                else self._refuse(loc, f"expected one plain value, got {describe(value)}")
+            )
+        elif origin is Literal:
+            bound = self._choice(value, get_args(kind), loc)
+        elif origin is tuple:
+            bound = self._entries(value, get_args(kind)[0], loc)
+        elif isinstance(origin, type) and issubclass(origin, Mapping):
+            bound = self._mapping(value, get_args(kind), loc)
+        elif is_dataclass(kind):
+            bound = self._object(value, kind, loc)  # type: ignore[arg-type]
+        else:
+            bound = self._scalar(value, kind, loc)
+        problem = "" if bound is BROKEN else _limit_problem(bound, value, metadata)
+        return self._refuse(loc, problem) if problem else bound
+
+    def _refuse(self, loc: Loc, message: str, *, on_key: bool = False) -> Any:
+        self.findings.append(Finding(loc=loc, message=message, on_key=on_key))
+        return BROKEN
+
+    def _json(self, value: Any, loc: Loc) -> Any:
+        """Accept any JSON value: the keys of its mappings are texts."""
+        for part, item in (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        ):
+            if not isinstance(part, str) and isinstance(value, dict):
+                text = f"expected a text as key, got {describe(part)}; put it in quotes: '{part}'"
+                return self._refuse((*loc, part), text, on_key=True)
+            if self._json(item, (*loc, part)) is BROKEN:
+                return BROKEN
+        return value
+
+    def _quantity(self, value: Any, unit: str, loc: Loc) -> Any:
+        try:
+            return parse_quantity(value, unit)
+        except ValueError as error:
+            return self._refuse(loc, str(error))
+
+    def _scalar(self, value: Any, kind: Any, loc: Loc) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        return self._refuse(loc, f"expected {_EXPECTED[kind]}, got {describe(value)}{_advice(kind, value)}")
+
+    def _choice(self, value: Any, choices: Sequence[Any], loc: Loc) -> Any:
+        if any(type(value) is type(choice) and value == choice for choice in choices):
+            return value
+        if isinstance(value, str) and value in _REFUSED:
+            return self._refuse(loc, _REFUSED[value])
+        hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
+        among = "one of " if len(choices) > 1 else ""
+        return self._refuse(loc, f"expected {among}{listing(map(str, choices))}, got {describe(value)}{hint}")
+
+    def _entries(self, value: Any, item: Any, loc: Loc) -> Any:
+        if not isinstance(value, list | tuple):
+            return self._refuse(loc, f"expected a list, got {describe(value)}")
+        bound = [self.bind(entry, item, (*loc, index)) for index, entry in enumerate(value)]
+        return BROKEN if any(entry is BROKEN for entry in bound) else tuple(bound)
+
+    def _mapping(self, value: Any, arguments: tuple[Any, ...], loc: Loc) -> Any:
+        if not isinstance(value, Mapping):
+            return self._refuse(loc, f"expected a mapping, got {describe(value)}")
+        key, item = arguments
+        result = {}
+        for name, entry in value.items():
+            keys = _Binder()
+            if keys.bind(name, key, ()) is BROKEN:
+                message = keys.findings[0].message
+                message = message.replace("expected", "a key here must be", 1).replace(", got ", ", not ", 1)
+                self._refuse((*loc, name), message, on_key=True)
+                result[name] = BROKEN
+            else:
+                result[name] = self.bind(entry, item, (*loc, name))
+        return BROKEN if any(entry is BROKEN for entry in result.values()) else result
+
+    def _member(self, value: Any, members: Sequence[type], loc: Loc) -> Any:
+        """Choose the member of a union of dataclasses before its fields are bound, so that only its problems show."""
+        if not isinstance(value, dict):
+            return self._refuse(loc, f"expected a mapping, got {describe(value)}")
+        tags = {tag_of(member): member for member in members}
+        if None not in tags:
+            known = [str(tag) for tag in tags]
+            if "kind" not in value:
+                return self._refuse((*loc, "kind"), f"missing key 'kind', one of {listing(known)}", on_key=True)
+            kind = value["kind"]
+            member = tags.get(kind) if isinstance(kind, str) else None
+            return self._choice(kind, known, (*loc, "kind")) if member is None else self._object(value, member, loc)
+        own = {own_key(member, members): member for member in members}
+        present = [key for key in own if key in value]
+        if len(present) > 1:
+            return self._refuse((*loc, present[1]), f"{listing(present)} exclude each other; keep one")
+        if not present:
+            hint = next((h for key in value if isinstance(key, str) and (h := did_you_mean(key, own))), "")
+            return self._refuse(loc, f"needs one of the keys {listing(own)}{hint}")
+        return self._object(value, own[present[0]], loc)
+
+    def _object(self, value: Any, kind: type, loc: Loc) -> Any:
+        known, short = file_fields(kind), short_field(kind)
+        is_short = short is not None and isinstance(value, str)
+        given: Any = {short: value} if is_short else value
+        if not isinstance(given, Mapping):
+            return self._refuse(loc, f"expected a mapping, got {describe(value)}")
+        for key in given:
+            if key not in known:
+                hint = did_you_mean(str(key), known) or f"; known keys: {', '.join(known)}"
+                self._refuse((*loc, key), f"unknown key '{key}'{hint}", on_key=True)
+        bound: dict[str, Any] = {}
+        for key, (f, hint) in known.items():
+            if key in given:
+                bound[f.name] = self._field(given[key], f, hint, loc if is_short else (*loc, key))
+            elif default_of(f) is MISSING or (f.name == "kind" and tag_of(kind)):
+                bound[f.name] = self._refuse((*loc, key), f"missing key '{key}'", on_key=True)
+        lacking = [name for name, item in bound.items() if item is BROKEN]
+        if any(default_of(known[yaml_key(name)][0]) is MISSING for name in lacking):
+            return BROKEN
+        self.objects[loc] = kind(**{name: item for name, item in bound.items() if name not in lacking})
+        return self.objects[loc]
+
+    def _field(self, value: Any, f: Field[Any], hint: Any, loc: Loc) -> Any:
+        """Bind a field. A list that may be empty may be left blank; some may be written as their only entry."""
+        kind, metadata = unwrap(hint)
+        if get_origin(kind) is tuple and f.default == ():
+            if value is None:
+                return ()
+            if Notation.SINGLE_ENTRY in metadata and not isinstance(value, list | tuple):
+                entry = self.bind(value, get_args(kind)[0], loc)
+                return BROKEN if entry is BROKEN else (entry,)
+        return self.bind(value, hint, loc)
 
 
-def _with_name(hint: Any, longest: int) -> Any:
-    rule = pd.StringConstraints(pattern=f"^{NAME_PATTERN}$", max_length=longest)
-    if _bare(hint, tuple) is None:
-        return annotated_with(hint, rule)
-    return annotated_with(tuple.__class_getitem__((annotated_with(str, rule), ...)), *_metadata(hint))
+def own_key(member: type, members: Sequence[type]) -> str:
+    """Return the required key that tells a member of a union from the others."""
+
+    def required(kind: type) -> list[str]:
+        return [key for key, (f, _) in file_fields(kind).items() if default_of(f) is MISSING]
+
+    others = {key for other in members if other is not member for key in required(other)}
+    return next(key for key in required(member) if key not in others)
 
 
-def _lenient_list(annotated: Any, *, one: bool, item: Any) -> Any:
-    """A list that may be empty may also be left blank and, if `one`, be a single entry."""
+def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
+    """Return which limit a value breaks; empty if none."""
+    unit = metadata_of(metadata, Unit)
+    for limit in metadata:
+        if isinstance(limit, MinLen) and len(value) < limit.min_length:
+            return "needs at least " + ("one entry" if limit.min_length == 1 else f"{limit.min_length} entries")
+        if isinstance(limit, MaxLen) and len(value) > limit.max_length:
+            return f"'{written}' is longer than {limit.max_length} characters"
+        if isinstance(limit, Pattern) and not re.fullmatch(limit.regex, value):
+            return f"'{written}' is not {limit.description}"
+        if type(limit) in _LIMITS:
+            name, text, holds = _LIMITS[type(limit)]
+            bound = getattr(limit, name)
+            if not holds(value, bound):
+                shown = format_quantity(bound, unit.unit) if unit and (bound or unit.unit == "1") else f"{bound:g}"
+                return f"must be {text} {shown}, got {describe(written)}"
+    return ""
 
-    def listed(value: Any) -> Any:
-        if value is None:
-            return []
-        return [value] if one and not isinstance(value, list) else value
 
-    items: Any = list.__class_getitem__(annotation(item))
-    accepted = items | annotation(item) | None if one else items | None
-    return annotated_with(annotated, pd.BeforeValidator(listed, json_schema_input_type=accepted))
-
-
-def _show_default(default: Any, hint: Any) -> Callable[[dict[str, Any]], None]:
-    """Puts the default into the JSON Schema as it would be written, where it is a scalar."""
-    unit = next((m.unit for m in _metadata(hint) if isinstance(m, Unit)), None)
-
-    def show(schema: dict[str, Any]) -> None:
-        del schema["default"]
-        if isinstance(default, str | int | float):
-            schema["default"] = format_quantity(default, unit) if unit and not isinstance(default, str) else default
-
-    return show
+def _advice(kind: Any, written: Any) -> str:
+    if kind is str and isinstance(written, bool | int | float):
+        return f"; put it in quotes: '{str(written).lower() if isinstance(written, bool) else written}'"
+    if kind in (int, float) and isinstance(written, str) and re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", written):
+        return "; leave out the quotes"
+    if kind is bool and isinstance(written, str) and (plain := _YAML_1_1.get(written.lower())):
+        return f"; write {plain}"
+    return ""

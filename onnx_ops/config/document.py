@@ -45,6 +45,11 @@ class Finding:
     place: Place | None = None
     environment: bool = False
 
+    @property
+    def shown(self) -> Loc:
+        """The location that is printed: that of the mapping where a key is wrong."""
+        return self.loc[:-1] if self.on_key else self.loc
+
 
 @dataclass(slots=True, kw_only=True)
 class Document:
@@ -90,15 +95,18 @@ class Document:
         while place is None:
             place = self.places.get(nearest)
             nearest = nearest[:-1]
-        shown = finding.loc[:-1] if finding.on_key else finding.loc
         return Problem(
             file=place.source,
             line=place.line,
             column=place.column,
-            path=path_text(shown),
+            path=path_text(finding.shown),
             message=finding.message,
             environment=finding.environment,
         )
+
+    def problems(self) -> list[Problem]:
+        """Every problem of the document, with its position."""
+        return [*self.refused, *(self.problem(finding) for finding in self.findings)]
 
     def replace(self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]) -> None:
         """Put another value, with its own places, where `loc` leads; its container must exist."""

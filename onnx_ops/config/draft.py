@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from onnx_ops.config.binding import Bound
+from onnx_ops.config.binding import Binding
 from onnx_ops.config.document import Document, Loc
-from onnx_ops.domain.decision import Prefer, Preference
+from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import (
     Benchmark,
@@ -48,34 +48,24 @@ class Draft:
     deploy: tuple[tuple[Loc, Deploy], ...]
 
 
-def draft_of(document: Document, bound: Bound) -> Draft:
-    """What the rules may look at, from a document that was bound as a pipeline."""
+def draft_of(document: Document, binding: Binding) -> Draft:
+    """Return what the rules may look at, of a document that was bound as a pipeline."""
     root = document.value if isinstance(document.value, dict) else {}
+    data: Any = root.get("data")
 
     def section(name: str) -> Any:
-        return bound.objects.get(id(root.get(name)))
+        return binding.objects.get((name,))
 
     def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
-        value = root.get(name)
-        items: list[tuple[Loc, Any]] = []
-        if isinstance(value, dict):
-            items = [((name,), value)]
-        elif isinstance(value, list):
-            items = [((name, index), item) for index, item in enumerate(value)]
-        return tuple((loc, bound.objects[id(item)]) for loc, item in items if id(item) in bound.objects)
+        if (name,) in binding.objects:  # an entry that stands without its list
+            return (((name,), section(name)),)
+        return tuple((loc, value) for loc, value in binding.objects.items() if len(loc) == 2 and loc[0] == name)
 
-    def named(name: str) -> dict[str, Any]:
-        value = root.get(name)
-        items = value.items() if isinstance(value, dict) else ()
-        return {str(key): bound.objects[id(item)] for key, item in items if id(item) in bound.objects}
-
-    data: Any = root.get("data")
-    data = data if isinstance(data, dict) else {}
     return Draft(
         keys=frozenset(key for key in root if isinstance(key, str)),
-        sets=frozenset(str(name) for name in data),
-        data=named("data"),
-        inputs=named("inputs"),
+        sets=frozenset(str(name) for name in data) if isinstance(data, dict) else frozenset(),
+        data={str(loc[-1]): value for loc, value in entries("data")},
+        inputs={str(loc[-1]): value for loc, value in entries("inputs")},
         train=section("train"),
         model=root["model"] if isinstance(root.get("model"), str) else None,
         export=section("export"),
@@ -83,15 +73,7 @@ def draft_of(document: Document, bound: Bound) -> Draft:
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
         gates=entries("gates"),
-        prefer=_prefer(section("prefer"), root.get("prefer")),
+        prefer=section("prefer") or Prefer(),
         register=section("register"),
         deploy=entries("deploy"),
     )
-
-
-def _prefer(section: Prefer | None, written: Any) -> Prefer:
-    """What is preferred, also in the short form; the default stands in for what is wrong."""
-    if section is not None:
-        return section
-    found = next((one for one in get_args(Preference) if one == written), None)
-    return Prefer() if found is None else Prefer(default=found)

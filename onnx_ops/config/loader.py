@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Document, Finding, Loc
 from onnx_ops.config.draft import draft_of
 from onnx_ops.config.parameters import substitute_parameters
@@ -22,7 +23,7 @@ from onnx_ops.config.project import (
     project_findings,
     setting_findings,
 )
-from onnx_ops.config.reading import bind_document, read_document
+from onnx_ops.config.reading import read_document
 from onnx_ops.config.rollouts import (
     Capabilities,
     Unservable,
@@ -122,8 +123,9 @@ def _load(
 ) -> Pipeline:
     document = read_document(path, overrides=overrides, environ=os.environ if environ is None else environ)
     parameters = substitute_parameters(document, root)
-    bound, problems = bind_document(document, Pipeline)
-    draft = draft_of(document, bound)
+    binding = bind_document(document, Pipeline)
+    problems = document.problems()
+    draft = draft_of(document, binding)
     files = TargetFiles(root, shared)
     targets, target_problems = benchmarked_targets(draft, files)
     findings = [
@@ -136,7 +138,7 @@ def _load(
         *unservable_findings(draft, targets, plugins.get("endpoints", ()), unservable),
         *(endpoint_findings(draft, path, root) if elsewhere else ()),
     ]
-    pipeline: Pipeline | None = bound.result
+    pipeline: Pipeline | None = binding.value
     whole = pipeline if not problems and not target_problems and not findings else None
     findings += preflight(draft, targets, whole)
     problems += [document.problem(finding) for finding in _independent(findings, document)] + target_problems

@@ -103,19 +103,12 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _put(document: Document, loc: Loc, params: Document, wanted: Loc) -> Json:
-    depth, value = len(wanted), _copy(params.at(wanted))
+    depth, value = len(wanted), params.at(wanted)
     places = {known[depth:]: place for known, place in params.places.items() if known[:depth] == wanted}
     keys = {known[depth:]: place for known, place in params.keys.items() if known[:depth] == wanted and known != wanted}
     document.replace(loc, value, places, keys)
-    found: Json = _copy(value)
+    found: Json = value
     return found
-
-
-def _copy(value: Any) -> Any:
-    """Values are told apart by identity when they are bound: one that is used twice must be two."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(params: Document, name: str) -> str:

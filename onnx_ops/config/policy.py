@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Document
-from onnx_ops.config.reading import bind_document, read_document
+from onnx_ops.config.reading import read_document
 from onnx_ops.domain.release import PromotionPolicy
 from onnx_ops.errors import ConfigError
 
@@ -28,10 +29,9 @@ def load_policy(path: Path) -> LocatedPolicy:
         ConfigError: it has problems; all of them at once.
     """
     document = read_document(path)
-    bound, problems = bind_document(document, PromotionPolicy)
-    policy: PromotionPolicy | None = bound.result
-    if policy is None or problems:
-        raise ConfigError(tuple(problems))
+    policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value
+    if policy is None or document.findings:
+        raise ConfigError(tuple(document.problems()))
     return LocatedPolicy(
         policy=policy,
         places=tuple(_place(document, ("rules", index)) for index in range(len(policy.rules))),

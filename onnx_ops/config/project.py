@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.config.binding import SettingsError
 from onnx_ops.config.document import Finding, Loc
 from onnx_ops.config.draft import Draft
 from onnx_ops.config.functions import argument_problems, function_problem
@@ -17,12 +20,13 @@ from onnx_ops.config.targets import TargetFiles, profile_names
 from onnx_ops.config.text import read_file, shown_path
 from onnx_ops.config.words import did_you_mean, listing
 from onnx_ops.domain.pipeline import TRANSLATIONS, Pipeline, PluginData
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
-SettingsCheck = Callable[[str, Mapping[str, str | int | float | bool]], None]
-"""Raises UserError if the endpoint plugin of that name cannot use the settings."""
+SettingsCheck = Callable[[str, Mapping[str, Json]], object]
+"""Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place of each problem."""
 
 Preflight = Callable[[Draft, Mapping[str, Target], Pipeline | None], Iterable[Finding]]
 """What a run would meet: in the data, the models and the code that the sections name, and on this machine. The pipeline
@@ -31,7 +35,7 @@ is None if the file does not make one."""
 PIPELINES = Path("configs") / "pipelines"
 
 
-def no_check(_: str, __: Mapping[str, str | int | float | bool]) -> None:
+def no_check(_: str, __: Mapping[str, Json]) -> None:
     """The check of a file that is read where plugins are not at hand."""
 
 
@@ -131,17 +135,15 @@ def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple
 
 
 def setting_findings(draft: Draft, providers: Sequence[str], check: SettingsCheck) -> Iterator[Finding]:
-    """Settings of endpoints that their provider does not take. Providers that are not installed are not asked."""
+    """Yield settings of endpoints that their provider does not take. Providers that are not installed are skipped."""
     for loc, deployment in draft.deploy:
         if deployment.provider in providers:
-            try:
-                check(deployment.provider, deployment.settings)
-            except UserError as error:
-                yield Finding(loc=(*loc, "settings"), message=f"{error.what}. {error.remedy}".rstrip(". "))
+            read = partial(check, deployment.provider, deployment.settings)
+            yield from plugin_setting_findings((*loc, "settings"), read)
 
 
 def metrics_findings(draft: Draft, sources: Sequence[str], check: SettingsCheck) -> Iterator[Finding]:
-    """Settings that a source of metrics does not take. Sources that are not installed are not asked."""
+    """Yield settings that a source of metrics does not take. Sources that are not installed are skipped."""
     for loc, deployment in draft.deploy:
         settings = dict(deployment.metrics)
         source = settings.pop("source", None)
@@ -149,10 +151,23 @@ def metrics_findings(draft: Draft, sources: Sequence[str], check: SettingsCheck)
             hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
             yield Finding(loc=(*loc, "metrics"), message=f"metrics need a source: {hint}")
         elif source in sources:
-            try:
-                check(str(source), settings)
-            except UserError as error:
-                yield Finding(loc=(*loc, "metrics"), message=f"{error.what}. {error.remedy}".rstrip(". "))
+            yield from plugin_setting_findings((*loc, "metrics"), partial(check, str(source), settings))
+
+
+def plugin_setting_findings(loc: Loc, read: Callable[[], object]) -> Iterator[Finding]:
+    """Yield the problems of a plugin's settings, each where it is written if the plugin says so.
+
+    Args:
+        loc: Location of the settings.
+        read: Reads them; raises UserError.
+    """
+    try:
+        read()
+    except SettingsError as error:
+        for finding in error.findings:
+            yield replace(finding, loc=(*loc, *finding.loc))
+    except UserError as error:
+        yield Finding(loc=loc, message=error.without_place())
 
 
 def endpoint_findings(draft: Draft, path: Path, root: Path) -> Iterator[Finding]:

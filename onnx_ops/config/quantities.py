@@ -103,6 +103,8 @@ def format_quantity(value: float, unit: str) -> str:
     """
     units = SCALES[unit].units
     exact = Decimal(repr(value))
+    if not value and "%" not in units:
+        return _join(exact, unit)
     for name, factor in reversed(tuple(units.items())):
         if value and not exact % factor:
             return _join(exact / factor, name)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from onnx_ops.config.binding import Bound, bind
 from onnx_ops.config.document import Document, Finding
 from onnx_ops.config.environment import substitute
-from onnx_ops.config.messages import explain
 from onnx_ops.config.overrides import apply_overrides
 from onnx_ops.config.text import read_file
-from onnx_ops.errors import ConfigError, Problem
+from onnx_ops.errors import ConfigError
 
 NEWEST_SCHEMA = 1
 """The newest version of the file formats that this release reads; a file without `schema` has version 1."""
@@ -36,11 +34,3 @@ def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping
         raise ConfigError((document.problem(Finding(loc=("schema",), message=message)),))
     substitute(document, environ or {})
     return document
-
-
-def bind_document(document: Document, kind: type) -> tuple[Bound, list[Problem]]:
-    """Bind it to a dataclass; the problems are those of its overrides, its values and its types."""
-    bound = bind(document.value, kind)
-    known = {finding.loc for finding in document.findings if not finding.on_key}
-    document.findings += [finding for finding in explain(bound, document) if finding.on_key or finding.loc not in known]
-    return bound, [*document.refused, *(document.problem(finding) for finding in document.findings)]

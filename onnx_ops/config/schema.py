@@ -5,39 +5,58 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic.json_schema import GenerateJsonSchema
+from annotated_types import DocInfo, Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
-from onnx_ops.config.binding import adapter
+from onnx_ops.config.binding import (
+    default_of,
+    file_fields,
+    is_json,
+    metadata_of,
+    short_field,
+    tag_of,
+    union_members,
+    unwrap,
+    without_none,
+)
 from onnx_ops.config.parameters import FILE as PARAMETERS
 from onnx_ops.config.parameters import NOT_IN
+from onnx_ops.config.quantities import SCALES, format_quantity
 from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.domain.quantities import Notation, Pattern
 from onnx_ops.domain.target import Target
 
 FOLDER = Path("configs") / "schema"
 
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _PARAMETER = "Parameter"
+_TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_LIMITS: Mapping[type, tuple[str, str]] = {
+    Ge: ("ge", "minimum"),
+    Gt: ("gt", "exclusiveMinimum"),
+    Le: ("le", "maximum"),
+    Lt: ("lt", "exclusiveMaximum"),
+}
+
+Schema = dict[str, Any]
 
 
-class _Untitled(GenerateJsonSchema):
-    """Without the titles that repeat every key in capitals."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
-def pipeline_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of pipeline files. Names that refer to each other are beyond it."""
+def pipeline_schema() -> Schema:
+    """Return the JSON Schema (draft 2020-12) of pipeline files. Names that refer to each other are beyond it."""
     schema = _schema(Pipeline, "onnx-ops pipeline")
-    for place in (schema, *schema["$defs"].values()):
-        for name, found in place.get("properties", {}).items():
-            if (place is schema and (name,) in NOT_IN) or (place.get("title"), name) == ("Deploy", "endpoint"):
+    for section in (schema, *schema["$defs"].values()):
+        for name, value in section.get("properties", {}).items():
+            if (section is schema and (name,) in NOT_IN) or (section.get("title"), name) == ("Deploy", "endpoint"):
                 continue
-            place["properties"][name] = _or_parameter(found)
+            section["properties"][name] = _or_parameter(value)
     schema["$defs"][_PARAMETER] = {
         "description": f"A value of {PARAMETERS}.",
         "pattern": r"\$\{params:[^{}]+\}",
@@ -46,8 +65,8 @@ def pipeline_schema() -> dict[str, Any]:
     return schema
 
 
-def target_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of target files."""
+def target_schema() -> Schema:
+    """Return the JSON Schema (draft 2020-12) of target files."""
     return _schema(Target, "onnx-ops target")
 
 
@@ -59,24 +78,113 @@ def write_schemas(folder: Path) -> None:
         (folder / f"{name}.schema.json").write_text(text, encoding="utf-8")
 
 
-def _or_parameter(found: dict[str, Any]) -> dict[str, Any]:
-    """A scalar may also be written as a reference; a text that may hold anything takes one as it is."""
-    choices = found.get("anyOf", [found])
-    if "$ref" in found or "const" in found or not any(_is_limited(one) for one in choices):
-        return found
-    said = {key: value for key, value in found.items() if key in ("description", "default", "examples", "anyOf")}
-    own = {key: value for key, value in found.items() if key not in said}
-    return {**said, "anyOf": [*found.get("anyOf", [own]), {"$ref": f"#/$defs/{_PARAMETER}"}]}
+def _schema(kind: type, title: str) -> Schema:
+    definitions: dict[str, Schema] = {}
+    root = _object(kind, definitions)
+    return {"$schema": _DIALECT, "$defs": dict(sorted(definitions.items())), **root, "title": title}
 
 
-def _is_limited(schema: dict[str, Any]) -> bool:
+def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
+    """Return the schema of a type; dataclasses are put into the definitions."""
+    kind, metadata = unwrap(hint)
+    members, origin = union_members(kind), get_origin(kind)
+    if is_json(kind):
+        return {}
+    if NoneType in members:
+        return _any_of(_of(without_none(kind, metadata), definitions), {"type": "null"})
+    if members:
+        is_tagged = all(map(is_dataclass, members))
+        return (
+            {"oneOf": [_of(m, definitions) for m in members]} if is_tagged else {"type": [_TYPES[m] for m in members]}
+        )
+    if origin is Literal:
+        choices = list(get_args(kind))
+        return {**({"enum": choices} if len(choices) > 1 else {"const": choices[0]}), "type": "string"}
+    if origin is tuple:
+        least = metadata_of(metadata, MinLen)
+        return {
+            "items": _of(get_args(kind)[0], definitions),
+            **({"minItems": least.min_length} if least else {}),
+            "type": "array",
+        }
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        key, item = get_args(kind)
+        names = {"propertyNames": {"enum": list(get_args(key))}} if get_origin(key) is Literal else {}
+        return {"additionalProperties": _of(item, definitions) or True, **names, "type": "object"}
+    return _reference(kind, definitions) if is_dataclass(kind) else _scalar(kind, metadata)  # type: ignore[arg-type]
+
+
+def _reference(kind: type, definitions: dict[str, Schema]) -> Schema:
+    if kind.__name__ not in definitions:
+        definitions[kind.__name__] = {}  # a type may refer to itself
+        definitions[kind.__name__] = _object(kind, definitions)
+    reference = {"$ref": f"#/$defs/{kind.__name__}"}
+    return _any_of({"type": "string"}, reference) if short_field(kind) else reference
+
+
+def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:
+    if unit := metadata_of(metadata, Unit):
+        scale = SCALES[unit.unit]
+        return {"examples": list(scale.examples), "pattern": scale.pattern, "type": "string"}
+    schema: Schema = {"type": _TYPES[kind]}
+    for limit in metadata:
+        if type(limit) in _LIMITS:
+            name, key = _LIMITS[type(limit)]
+            schema[key] = getattr(limit, name)
+        elif isinstance(limit, Pattern):
+            schema["pattern"] = f"^{limit.regex}$"
+        elif isinstance(limit, MaxLen):
+            schema["maxLength"] = limit.max_length
+        elif isinstance(limit, MinLen):
+            schema["minLength"] = limit.min_length
+    return schema
+
+
+def _object(kind: type, definitions: dict[str, Schema]) -> Schema:
+    properties, required = {}, []
+    for key, (f, hint) in file_fields(kind).items():
+        bare, metadata = unwrap(hint)
+        schema, default = _of(hint, definitions), default_of(f)
+        if get_origin(bare) is tuple and default == ():
+            single = _of(get_args(bare)[0], definitions) if Notation.SINGLE_ENTRY in metadata else {}
+            schema = _any_of(schema, *([single] if single else []), {"type": "null"})
+        if documentation := metadata_of(metadata, DocInfo):
+            schema = {**schema, "description": documentation.documentation}
+        if default is MISSING or (key == "kind" and tag_of(kind)):
+            required.append(key)
+        elif isinstance(default, str | int | float):
+            unit = metadata_of(metadata, Unit)
+            shown = format_quantity(default, unit.unit) if unit and not isinstance(default, str) else default
+            schema = {**schema, "default": shown}
+        properties[key] = schema
+    text = inspect.cleandoc(kind.__doc__ or "")
+    return {
+        "additionalProperties": False,
+        **({} if text.startswith(f"{kind.__name__}(") else {"description": text}),
+        "properties": properties,
+        **({"required": required} if required else {}),
+        "title": kind.__name__,
+        "type": "object",
+    }
+
+
+def _any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": [choice for schema in schemas for choice in schema.get("anyOf", [schema])]}
+
+
+def _or_parameter(schema: Schema) -> Schema:
+    """Let a scalar be written as a reference, too; a text without limits takes one as it is."""
+    choices = schema.get("anyOf", [schema])
+    if "$ref" in schema or "const" in schema or not any(_is_limited(choice) for choice in choices):
+        return schema
+    shared = {key: value for key, value in schema.items() if key in ("description", "default", "examples", "anyOf")}
+    own = {key: value for key, value in schema.items() if key not in shared}
+    return {**shared, "anyOf": [*schema.get("anyOf", [own]), {"$ref": f"#/$defs/{_PARAMETER}"}]}
+
+
+def _is_limited(schema: Schema) -> bool:
     kind = schema.get("type")
     return kind in ("integer", "number", "boolean") or (kind == "string" and bool({"enum", "pattern"} & set(schema)))
-
-
-def _schema(kind: type, title: str) -> dict[str, Any]:
-    schema = adapter(kind).json_schema(schema_generator=_Untitled)
-    return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": title}
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Document, Finding
 from onnx_ops.config.gates import gate_findings
-from onnx_ops.config.reading import bind_document, read_document
+from onnx_ops.config.reading import read_document
 from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.execution import PROVIDER_OPTIONS
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
 
@@ -85,8 +86,8 @@ def profile_names() -> tuple[str, ...]:
 
 def _read(path: Path) -> Target:
     document = read_document(path)
-    bound, problems = bind_document(document, Target)
-    target: Target | None = bound.result
+    target: Target | None = bind_document(document, Target).value
+    problems = document.problems()
     if target is not None and target.name != path.stem:
         finding = Finding(loc=("name",), message=f"'{target.name}' is not the name of its file, '{path.stem}'")
         problems.append(document.problem(finding))

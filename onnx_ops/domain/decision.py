@@ -18,7 +18,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER
+from onnx_ops.domain.quantities import LATER, Notation
 
 Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 
@@ -28,7 +28,9 @@ class Prefer:
     """Which of the variants that pass is chosen. `prefer: size` is short for `prefer: {default: size}`."""
 
     default: Annotated[
-        Preference, doc("latency, size (bytes of the file), accuracy (the task metric), or cost (of a request).")
+        Preference,
+        Notation.SHORT_FORM,
+        doc("latency, size (bytes of the file), accuracy (the task metric), or cost (of a request)."),
     ] = "latency"
     targets: Annotated[Mapping[str, Preference], doc("Another preference for single targets.")] = field(
         default_factory=dict

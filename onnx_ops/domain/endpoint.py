@@ -9,7 +9,7 @@ from typing import TypeAlias
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER
+from onnx_ops.domain.quantities import LATER, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,5 +161,5 @@ class EndpointConfig:
     target: str
     target_digest: Digest
     pipeline: str
-    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    metrics: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    metrics: Mapping[str, Json] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.quantities import Bytes, Json, Seconds
+from onnx_ops.domain.quantities import Bytes, Json, Notation, Seconds
 
 CPU = "CPUExecutionProvider"
 
@@ -50,7 +50,7 @@ class SessionSettings:
 class Provider:
     """An execution provider and its options."""
 
-    name: str
+    name: Annotated[str, Notation.SHORT_FORM]
     options: Annotated[
         Mapping[str, str], doc("As the provider names them; `{cache}` is a folder of the model and the machine.")
     ] = field(default_factory=dict)

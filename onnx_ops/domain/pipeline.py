@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Seconds
+from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, Tune
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
@@ -32,9 +32,6 @@ class InputValues:
     ] = None
     missing: Annotated[bool | None, doc("Whether callers send NaN for a missing number.")] = None
 
-
-NAME_PATTERN = r"[a-z0-9][a-z0-9-]*"
-"""Names of pipelines, variants, targets and endpoints."""
 
 EXPORT = "fp32"
 """Name of the variant that the export stage makes."""
@@ -160,7 +157,7 @@ class Calibrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Attempts):
-    name: Annotated[str, doc("Name of the variant.")]
+    name: Annotated[Name, doc("Name of the variant.")]
     method: Annotated[
         str,
         doc(
@@ -188,7 +185,7 @@ class Quantize(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark(Attempts):
-    targets: Annotated[tuple[str, ...], MinLen(1), doc("Names of files in configs/targets/.")]
+    targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
 
 
@@ -202,15 +199,15 @@ class Register(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deploy(Attempts):
-    endpoint: Annotated[str, doc("Name that clients call; unique in a project.")]
+    endpoint: Annotated[Name, doc("Name that clients call; unique in a project.")]
     provider: Annotated[str, doc("Endpoint plugin: local.")] = "local"
-    target: Annotated[str, doc("Serves champion-<target>; must be benchmarked.")]
+    target: Annotated[ShortName, doc("Serves champion-<target>; must be benchmarked.")]
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
-    settings: Annotated[Mapping[str, str | int | float | bool], doc("Settings of the provider, such as `port`.")] = (
-        field(default_factory=dict)
+    settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = field(
+        default_factory=dict
     )
     metrics: Annotated[
-        Mapping[str, str | int | float | bool],
+        Mapping[str, Json],
         doc(
             "What judges the rollout: `source`, a metrics plugin, and its settings; the provider's own counts if empty."
         ),
@@ -222,7 +219,7 @@ class Pipeline:
     """One YAML file."""
 
     schema: Annotated[int, Ge(1), doc("Version of this file format.")] = 1
-    pipeline: Annotated[str, doc("Name of the pipeline: lower-case letters, digits, dashes.")]
+    pipeline: Annotated[Name, doc("Name of the pipeline: lower-case letters, digits, dashes.")]
     description: str = ""
     data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
     inputs: Annotated[
@@ -237,7 +234,7 @@ class Pipeline:
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
     prefer: Annotated[Prefer, doc("Which variant a target gets of those that pass.")] = field(default_factory=Prefer)
     register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
-    deploy: tuple[Deploy, ...] = ()
+    deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
     parameters: Mapping[str, Json] = field(default_factory=dict, metadata=FOUND)
     """What was taken from `params.yaml`, by its path there."""
 

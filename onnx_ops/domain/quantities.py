@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, TypeAlias
 
-from annotated_types import Ge, Gt, Unit
+from annotated_types import Ge, Gt, MaxLen, Unit
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
@@ -15,6 +17,31 @@ older programs read what they know, and digests of documents stay."""
 
 FOUND: Mapping[str, bool] = {"found": True}
 """Metadata of a field that is no key of a file: whoever reads the file fills it."""
+
+
+class Notation(Enum):
+    """Shorter ways to write a field of a file. Part of the field's annotation."""
+
+    SINGLE_ENTRY = "one entry stands without its list"
+    SHORT_FORM = "a text in place of the mapping fills this field"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a text must match, and how messages describe it. Part of the field's annotation."""
+
+    regex: str
+    description: str
+
+
+NAME_PATTERN = "[a-z0-9][a-z0-9-]*"
+_NAME = Pattern(NAME_PATTERN, "a name: use lower-case letters, digits and dashes, beginning with a letter or digit")
+
+Name = Annotated[str, _NAME, MaxLen(63)]
+"""Names of pipelines, variants and endpoints."""
+
+ShortName = Annotated[str, _NAME, MaxLen(30)]
+"""Names of targets. They become part of MLflow aliases, which its UI cuts short."""
 
 Seconds = Annotated[float, Unit("s"), Gt(0)]
 """Written with a unit in YAML: `5 ms`, `30 s`, `24h`."""

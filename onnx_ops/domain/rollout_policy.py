@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit, doc
 
-from onnx_ops.domain.quantities import Count, Fraction, Seconds
+from onnx_ops.domain.quantities import Count, Fraction, Notation, Seconds
 
 DAY = 86_400.0
 
@@ -48,7 +48,7 @@ class Guardrail:
     exceed the stable version's percentile before the rollout, for the candidate raised by `slower`. `latency` alone
     stands for all of `PLACES`. `cold_start` is judged once, before the candidate gets any traffic."""
 
-    name: Annotated[GuardrailName, doc("What is counted.")]
+    name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("What is counted.")]
     ratio: Annotated[
         OddsRatio | None,
         doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, p95 1.1, p99 1.2."),
@@ -139,7 +139,9 @@ class RolloutPolicy:
         doc("What may not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99, cold_start."),
     ] = ()
     min_requests: Annotated[
-        tuple[Count, ...], doc("Requests to the candidate before a step is left: one number, or one for each step.")
+        tuple[Count, ...],
+        Notation.SINGLE_ENTRY,
+        doc("Requests to the candidate before a step is left: one number, or one for each step."),
     ] = ()
     slo: Annotated[ServiceLevel | None, doc("Must be shown before each advance.")] = None
     bake: Annotated[Seconds | None, doc("Shortest time at each step, however many requests come.")] = None

@@ -12,12 +12,12 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from annotated_types import Ge, MinLen, Predicate, doc
+from annotated_types import Ge, MinLen, doc
 
-from onnx_ops.domain.artifact import Digest, digest_json, is_digest
+from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import CPU, Environment, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
-from onnx_ops.domain.quantities import LATER, Amount, Bytes, Json
+from onnx_ops.domain.quantities import LATER, Amount, Bytes, Json, Notation, Pattern, ShortName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,9 @@ class CustomOps:
 
     path: Annotated[str, doc("The library, relative to the project's root.")]
     digest: Annotated[
-        Digest, Predicate(is_digest), doc("Its digest, `sha256:` and 64 digits; another library is not loaded.")
+        Digest,
+        Pattern("sha256:[0-9a-f]{64}", "a digest: sha256: and 64 digits of 0-9a-f"),
+        doc("Its digest, `sha256:` and 64 digits; another library is not loaded."),
     ]
     domains: Annotated[tuple[str, ...], MinLen(1), doc("Operator domains that it registers.")]
 
@@ -173,7 +175,7 @@ class Target:
     """A runtime build, an execution provider and a machine, under one name."""
 
     schema: Annotated[int, Ge(1)] = 1
-    name: Annotated[str, doc("Lower-case letters, digits and dashes; short, since it becomes part of an alias.")]
+    name: Annotated[ShortName, doc("Lower-case letters, digits and dashes; short, since it becomes part of an alias.")]
     description: str = ""
     runtime: Annotated[str, doc("Plugin that runs models on this target.")] = "onnxruntime"
     providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (
@@ -186,7 +188,9 @@ class Target:
         default_factory=Requirements
     )
     pool: Annotated[str, doc("Prefect work pool whose workers measure this target; this machine if left out.")] = ""
-    custom_ops: Annotated[tuple[CustomOps, ...], doc("Libraries of operators that sessions register.")] = ()
+    custom_ops: Annotated[
+        tuple[CustomOps, ...], Notation.SINGLE_ENTRY, doc("Libraries of operators that sessions register.")
+    ] = ()
     ort_format: Annotated[OrtFormat | None, doc("What runs is an `.ort` file made of the variant.")] = None
     gates: Annotated[
         tuple[TargetGate, ...], doc("Limits here: for each kind of gate, instead of the pipeline's of that kind.")

@@ -17,7 +17,7 @@ from prefect.blocks.core import Block
 from prefect.blocks.fields import SecretDict
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.scratch import Scratch
 
@@ -211,7 +211,7 @@ def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _check(folder: Path, names: Iterable[str]) -> None:
-    from onnx_ops.config import TargetFiles
+    from onnx_ops.config.targets import TargetFiles
 
     files = TargetFiles(folder, folder)
     for name in names:

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from onnx_ops.domain.artifact import Digest, Manifest, Stored
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import Reading, Thresholds
 from onnx_ops.domain.target import Finding, Target
@@ -138,12 +139,12 @@ class Ledger(Protocol):
 class EndpointProvider(Protocol):
     """Makes an endpoint be what a state says."""
 
-    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """What this provider can do for an endpoint with these settings: `split`, `sticky`, `shadow`, `guarded`, and
         what its own source of metrics can tell."""
         ...
 
-    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+    def check(self, settings: Mapping[str, Json]) -> None:
         """Look at an endpoint's settings without touching anything.
 
         Raises:
@@ -245,7 +246,7 @@ class Outliving(Protocol):
 class Diagnosing(Protocol):
     """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, str | int | float | bool]]) -> Iterable[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Finding]:
         """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
         Changes nothing."""
         ...

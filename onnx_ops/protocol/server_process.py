@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import signal
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated
 
-from annotated_types import DocInfo, Ge, Le, doc
+from annotated_types import Ge, Le, Unit, doc
 
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import UserError
 
 # Files of a server's folder.
 SERVER_FILE = "server.json"
@@ -41,22 +39,15 @@ CONTAINER_PROVIDERS = (CPU,)
 OPTION_PREFIX = "ONNX_OPS_SERVE_"
 """Prefix of the environment variables that set server options."""
 TRUSTED_KEYS_VARIABLE = "ONNX_OPS_SERVE_TRUSTED_KEYS"
-_CONTAINER_OPTIONS = frozenset({"access_log", "admin_socket", "endpoint", "trusted_keys"})
-"""Options that the container sets itself."""
 
 _START_FIELD = 21
 _STATE_FIELD = 2
 _DEAD_STATES = ("Z", "X")
 
-Scalar = str | int | float | bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Options of an endpoint server: the flags of `onnx-ops serve`, and the settings of a local endpoint.
-
-    Sizes are in bytes, times in seconds.
-    """
+class ContainerOptions:
+    """Options of every endpoint server, in a container too. Sizes are in bytes, times in seconds."""
 
     workers: Annotated[int, Ge(1), Le(256), doc("Worker processes; each loads every model.")] = 1
     threads: Annotated[
@@ -65,34 +56,50 @@ class ServerOptions:
     queue: Annotated[int, Ge(1), Le(1 << 20), doc("Queued requests of a worker; further requests get a 429.")] = 128
     deadline: Annotated[
         float,
+        Unit("s"),
         Ge(0.001),
         Le(3600),
         doc("Longest time in the queue, unless x-request-timeout-ms is shorter; then 504."),
     ] = 30.0
-    max_body: Annotated[int, Ge(1), Le(2 << 30), doc("Bytes of the largest request body; a larger one gets a 413.")] = (
-        32 << 20
-    )
+    max_body: Annotated[
+        int, Unit("B"), Ge(1), Le(2 << 30), doc("Size of the largest request body; a larger one gets a 413.")
+    ] = 32 << 20
     max_connections: Annotated[
         int, Ge(1), Le(1 << 20), doc("Open connections of all workers together; idle ones are closed first.")
     ] = 16_384
     read_timeout: Annotated[
-        float, Ge(0.1), Le(3600), doc("Time to receive a whole request; a slower one gets a 408.")
+        float, Unit("s"), Ge(0.1), Le(3600), doc("Time to receive a whole request; a slower one gets a 408.")
     ] = 30.0
-    keep_alive: Annotated[float, Ge(0.1), Le(3600), doc("An idle connection is closed after this time.")] = 75.0
+    keep_alive: Annotated[float, Unit("s"), Ge(0.1), Le(3600), doc("An idle connection is closed after this time.")] = (
+        75.0
+    )
     drain: Annotated[
-        int, Ge(0), Le(3600), doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s.")
-    ] = 25
+        float,
+        Unit("s"),
+        Ge(0),
+        Le(3600),
+        doc("Time for requests in flight after SIGTERM; clouds send SIGKILL after 30 s."),
+    ] = 25.0
     prepack: Annotated[
-        int, Ge(0), doc("Smallest model that is cached optimised and packed for this processor; 0: none.")
+        int,
+        Unit("B"),
+        Ge(0),
+        doc("Smallest model that is cached optimised and packed for this processor; 0 B: none."),
     ] = 4 << 20
-    access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
-    admin_socket: Annotated[
-        str, doc("Unix socket of a second admin listener, which needs no token; only the owner can connect.")
-    ] = ""
     allowed_hosts: Annotated[
         str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
     ] = ""
     allowed_origins: Annotated[str, doc("Accepted Origin headers of web pages, separated by commas; `*`: any.")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions(ContainerOptions):
+    """All options of an endpoint server: the flags of `onnx-ops serve`. A container sets those of this class itself."""
+
+    access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
+    admin_socket: Annotated[
+        str, doc("Unix socket of a second admin listener, which needs no token; only the owner can connect.")
+    ] = ""
     trusted_keys: Annotated[
         str, doc("Folder of public keys, or keys in base64: only models signed by them are loaded; empty: any model.")
     ] = ""
@@ -108,84 +115,6 @@ class ServerRecord:
     admin_port: int
     started: float
     options: ServerOptions = field(default_factory=ServerOptions)
-
-
-def list_options() -> tuple[tuple[str, type, Any, str], ...]:
-    """Return name, type, default and description of every option."""
-    hints = get_type_hints(ServerOptions, include_extras=True)
-    listed = []
-    for option in fields(ServerOptions):
-        kind, *extras = get_args(hints[option.name])
-        text = next(extra.documentation for extra in extras if isinstance(extra, DocInfo))
-        listed.append((option.name, kind, option.default, text))
-    return tuple(listed)
-
-
-def parse_options(settings: Mapping[str, object], *, where: str = "", others: tuple[str, ...] = ()) -> ServerOptions:
-    """Validate plain settings and return them as options.
-
-    Args:
-        settings: values by name of option.
-        where: location for error messages.
-        others: further names, which the caller handles.
-
-    Raises:
-        UserError: a name is not an option, or a value has the wrong type or is out of range.
-    """
-    kinds = {name: kind for name, kind, _, _ in list_options()}
-    for name in settings:
-        if name not in kinds and name not in others:
-            close = difflib.get_close_matches(name, [*kinds, *others], n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(sorted([*kinds, *others]))}."
-            raise UserError(f"there is no setting {name!r}", where=where, remedy=remedy)
-    values = {
-        name: _check_option(name, kind, settings[name], where) for name, kind in kinds.items() if name in settings
-    }
-    return ServerOptions(**values)
-
-
-def _check_option(name: str, kind: type, value: object, where: str) -> Any:
-    is_whole_float = kind is float and type(value) is int
-    if type(value) is not kind and not is_whole_float:
-        raise UserError(f"{name} must be of type {kind.__name__}, not {value!r}", where=where)
-    hint = get_type_hints(ServerOptions, include_extras=True)[name]
-    for limit in get_args(hint)[1:]:
-        low = limit.ge if isinstance(limit, Ge) else None
-        high = limit.le if isinstance(limit, Le) else None
-        too_low = low is not None and not value >= low  # type: ignore[operator]
-        too_high = high is not None and not value <= high  # type: ignore[operator]
-        if too_low or too_high:
-            bound = f"at least {low}" if too_low else f"at most {high}"
-            raise UserError(f"{name} must be {bound}, not {value!r}", where=where)
-    return kind(value)
-
-
-def format_flags(options: ServerOptions) -> list[str]:
-    """Return the command-line flags that give a server these options."""
-    return [f"--{f.name.replace('_', '-')}={getattr(options, f.name)}" for f in fields(options)]
-
-
-def select_container_options(
-    settings: Mapping[str, Scalar], *, where: str = "", others: tuple[str, ...] = ()
-) -> dict[str, Scalar]:
-    """Return the server options among an endpoint's settings. `others` are names of the provider's settings.
-
-    Raises:
-        UserError: a name is unknown, a value is invalid, or the container sets that option itself.
-    """
-    options = {name: value for name, value in settings.items() if name not in others}
-    parse_options(options, where=where, others=others)
-    if reserved := sorted(_CONTAINER_OPTIONS & set(options)):
-        raise UserError(f"the container sets {reserved[0]} itself", where=where, remedy="Leave it out.")
-    return options
-
-
-def format_option_variables(options: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return the environment variables that set the options of a container's server."""
-    return {
-        f"{OPTION_PREFIX}{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in sorted(options.items())
-    }
 
 
 def explain_unservable(target: Target, available: Collection[str]) -> str:

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.config.server_options import list_options
 from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
-from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, list_options
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 from onnx_ops.serving import main as server
 from onnx_ops.serving.verified import verify
 

@@ -9,8 +9,10 @@ import resource
 import sys
 from pathlib import Path
 
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.server_options import list_options
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.protocol.server_process import list_options, parse_options
+from onnx_ops.protocol.server_process import ServerOptions
 
 _SPARE_FILES = 256
 
@@ -25,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Before numpy is loaded: it would start threads, of which a process that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        options = parse_options(given)
+        options = bind_settings(given, ServerOptions)
         _allow_files(options.max_connections + _SPARE_FILES)
         from onnx_ops.serving.supervisor import serve
 

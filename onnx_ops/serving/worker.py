@@ -242,5 +242,5 @@ def _config(app: Starlette, options: ServerOptions, *, protocol: type) -> uvicor
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=options.drain,
+        timeout_graceful_shutdown=int(options.drain),
     )

@@ -18,7 +18,7 @@ from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
-from onnx_ops.adapters.endpoints.azureml_settings import read_settings
+from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from tests.support.clouds.azureml import AzureCloud, Trouble
@@ -88,7 +88,7 @@ class World:
     def name(self, deployment: Deployment, **settings: str | float) -> str:
         """What the deployment is called in Azure."""
         config = config_of(self.cloud, **settings)
-        return azure_name(deployment, read_settings(config.settings).made_with)
+        return azure_name(deployment, read_azure_settings(config.settings).immutable)
 
     def scale(self, config: EndpointConfig | None = None) -> float:
         """Send one request, as clients do; return the factor of the model that answers."""

@@ -15,6 +15,7 @@ import pytest
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.domain.quantities import Json
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.clouds.sagemaker import BUCKET, SETTINGS, FakeSageMaker, client
 from tests.support.forks import fork_context
@@ -50,7 +51,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Deployment, Deployme
     )
 
 
-def config_of(name: str, **settings: str | float | bool) -> EndpointConfig:
+def config_of(name: str, **settings: Json) -> EndpointConfig:
     return EndpointConfig(
         endpoint=name,
         provider="sagemaker",

@@ -310,7 +310,7 @@ def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(wo
     changes: dict[str, str | float] = {
         "image": "registry.example/onnx-ops:2",
         "instance_type": "Standard_F4s_v2",
-        "request_timeout": 5.0,
+        "request_timeout": "5 s",
     }
     changed = config_of(world.cloud, **changes)
     assert drift(world, changed) == [
@@ -417,8 +417,8 @@ def test_what_is_missing_is_said(world: World) -> None:
         ({"image": ""}, "image"),
         ({"instance_type": 3}, "instance_type"),
         ({"instances": 0}, "instances"),
-        ({"max_instances": 3}, "belong together"),
-        ({"cpu_percent": 50}, "belong together"),
+        ({"max_instances": 3}, "autoscaling needs min_instances"),
+        ({"cpu_percent": 50}, "autoscaling needs min_instances"),
         ({"min_instances": 2, "max_instances": 3}, "from min_instances to max_instances"),
         ({"max_concurrent_requests_per_instance": 0}, "max_concurrent_requests_per_instance"),
         ({"name": "UPPER"}, "name"),
@@ -426,7 +426,7 @@ def test_what_is_missing_is_said(world: World) -> None:
         ({"models": "s3://somewhere"}, "models"),
         ({"auth": "none"}, "auth"),
         ({"identity": "me"}, "identity"),
-        ({"request_timeout": 181}, "request_timeout"),
+        ({"request_timeout": "181 s"}, "request_timeout"),
         ({"workers": "two"}, "workers"),
         ({"endpoint": "x"}, "endpoint"),
         ({"subscription": ""}, "subscription"),

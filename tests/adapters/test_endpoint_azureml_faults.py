@@ -135,7 +135,7 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
             with world.cloud.kept():
                 world.mischief(at, trouble)
                 patience = ANSWER_S if trouble.fault == "hang" else 60
-                config = config_of(world.cloud, answer_s=patience)
+                config = config_of(world.cloud, api_timeout=f"{patience} s")
                 with suppress(InfrastructureError):
                     world.provider.apply(config, stages(world)[stage], generation=stage + 1)
                 world.cloud.trouble = lambda *_: None
@@ -192,7 +192,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
 @pytest.mark.parametrize("fault", PASSING)
 def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""
-    config = config_of(world.cloud, answer_s=ANSWER_S)
+    config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
     azure.credential.cache_clear()
     _ml_client.cache_clear()
     world.cloud.token_faults = [fault]

@@ -127,7 +127,7 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
                 return Trouble(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
 
             world.cloud.trouble = once
-            world.provider.apply(config(world, answer_s=0.7), first(world), generation=1)
+            world.provider.apply(config(world, api_timeout="700 ms"), first(world), generation=1)
             assert len(met) > turn
             assert world.scale(config(world)) == 2.0
             assert len(world.cloud.control.registries.models) == 1

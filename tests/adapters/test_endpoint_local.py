@@ -307,7 +307,7 @@ def test_hostile_endpoint_names_are_refused(provider: LocalEndpoints, blue: Depl
 
 @pytest.mark.parametrize("port", [0, 65536, "8080", True])
 def test_a_port_must_be_one(provider: LocalEndpoints, blue: Deployment, port: int | str | bool) -> None:
-    with pytest.raises(UserError, match="port must be"):
+    with pytest.raises(UserError, match="port: "):
         provider.apply(replace(CONFIG, settings={"port": port}), state_of(blue, blue=100), generation=1)
 
 
@@ -316,9 +316,9 @@ def test_settings_of_the_server_reach_it_and_others_are_refused(
 ) -> None:
     provider.check({"port": 8080, "workers": 2})
     for settings, message in (
-        ({"worker": 2}, "no setting 'worker'"),
+        ({"worker": 2}, "unknown key .worker."),
         ({"workers": 0}, "at least 1"),
-        ({"port": 0}, "port must be"),
+        ({"port": 0}, "port: "),
     ):
         with pytest.raises(UserError, match=message):
             provider.check(settings)

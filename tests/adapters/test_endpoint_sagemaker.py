@@ -120,7 +120,7 @@ def test_the_config_before_stays_and_counts_that_autoscaling_has_set_stay(
             ],
         ),
         pytest.param({"workers": 2}, ["blue.ONNX_OPS_SERVE_WORKERS: none, not 2"], marks=pytest.mark.nightly),
-        pytest.param({"volume_gb": 40}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly),
+        pytest.param({"volume": "40 GB"}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly),
         pytest.param({"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly),
         pytest.param(
             {"min_instances": 1, "max_instances": 4},
@@ -264,7 +264,7 @@ def test_guarded_and_serverless_endpoints_have_one_variant(
 ) -> None:
     blue, green = pair
     name = "serverless" if serverless else "guarded"
-    config = config_of(name, strategy="guarded", **({"memory_mb": 2048} if serverless else {"canary_percent": 10}))
+    config = config_of(name, strategy="guarded", **({"memory": "2 GiB"} if serverless else {"canary_percent": 10}))
     provider.apply(config, state_of(blue, blue=100), generation=1)
     kept = state_of(green, blue, green=100, blue=0)
     provider.apply(config, kept, generation=2)
@@ -307,7 +307,7 @@ def test_data_capture_and_keys_arrive(
 ) -> None:
     config = config_of(
         "captured", capture_percent=20, capture_uri=f"s3://{BUCKET}/onnx-ops/captured", kms_key="alias/models",
-        subnets="subnet-1,subnet-2", security_groups="sg-1", isolated=True,
+        subnets=["subnet-1", "subnet-2"], security_groups=["sg-1"], isolated=True,
     )  # fmt: skip
     provider.apply(config, state_of(pair[0], blue=100), generation=1)
     sagemaker = client(fake, "sagemaker")

@@ -75,7 +75,7 @@ class Endpoint:
 
     def apply(self, state: EndpointState) -> None:
         self.generation += 1
-        self.provider.apply(config_of(self.name, answer_s=self.answer_s), state, generation=self.generation)
+        self.provider.apply(config_of(self.name, api_timeout=f"{self.answer_s} s"), state, generation=self.generation)
 
     def requests(self) -> list[str]:
         """Names of the requests that the change takes when all is well."""

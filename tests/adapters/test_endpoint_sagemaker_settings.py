@@ -21,12 +21,13 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
     read_deployment,
 )
 from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
-from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
+from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, Signature
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE
 from onnx_ops.testing.endpoints import scaling_deployment
@@ -49,29 +50,29 @@ def deployment(name: str) -> Deployment:
     [
         ({"instnce_type": "ml.c6i.large"}, "instance_type"),
         ({"instance_type": "c6i.large"}, "ml.c6i.large"),
-        ({"instance_count": "2"}, "must be of type int"),
-        ({"instance_count": True}, "must be of type int"),
-        ({"instance_count": 0}, "from 1 to 1000"),
-        ({"role": "admin"}, "not the ARN of a role"),
-        ({"image": ""}, "needs the settings image"),
-        ({"strategy": "canary"}, "ab or guarded"),
-        ({"memory_mb": 2048}, "must be guarded"),
-        ({"memory_mb": 1500, "strategy": "guarded"}, "multiple of 1024"),
-        ({"memory_mb": 2048, "strategy": "guarded", "subnets": "a", "security_groups": "b"}, "no VPC"),
-        ({"alarms": "errors"}, "need strategy guarded"),
-        ({"strategy": "guarded", "canary_percent": 60}, "from 0 to 50"),
+        ({"instance_count": "2"}, "instance_count: expected a whole number"),
+        ({"instance_count": True}, "instance_count: expected a whole number"),
+        ({"instance_count": 0}, "must be at least 1"),
+        ({"role": "admin"}, "is not the ARN of a role"),
+        ({"image": ""}, "image: '' is not an image"),
+        ({"strategy": "canary"}, "expected one of 'ab', 'guarded'"),
+        ({"memory": "2 GiB"}, "must be guarded"),
+        ({"memory": "1500 MiB", "strategy": "guarded"}, "multiple of 1 GiB"),
+        ({"memory": "2 GiB", "strategy": "guarded", "subnets": ["a"], "security_groups": ["b"]}, "no VPC"),
+        ({"alarms": ["errors"]}, "need strategy guarded"),
+        ({"strategy": "guarded", "canary_percent": 60}, "must be at most 50"),
         ({"strategy": "guarded", "linear_percent": 5}, "from 10 to 50"),
-        ({"strategy": "guarded", "linear_percent": 10, "canary_percent": 10}, "exclude each other"),
-        ({"max_instances": 3}, "min_instances must be"),
-        ({"min_instances": 2, "max_instances": 3}, "instance_count must lie"),
+        ({"strategy": "guarded", "linear_percent": 10, "canary_percent": 10}, "excludes canary_percent"),
+        ({"max_instances": 3}, "min_instances: must be"),
+        ({"min_instances": 2, "max_instances": 3}, "instance_count: must be from"),
         ({"capture_percent": 5}, "capture_uri"),
-        ({"subnets": "subnet-1"}, "belong together"),
-        ({"tags": "team"}, "team=vision"),
-        ({"tags": "onnx-ops.endpoint=mine"}, "our own"),
-        ({"wait_s": 4000}, "from 0 to 3600"),
+        ({"subnets": ["subnet-1"]}, "subnets: needs security_groups"),
+        ({"tags": {"team": "!"}}, "is not the value of a tag"),
+        ({"tags": {"onnx-ops.endpoint": "mine"}}, "are reserved"),
+        ({"wait": "4000 s"}, "must be at most 1 h"),
     ],
 )
-def test_wrong_settings_are_refused_at_check(wrong: dict[str, str | int | float | bool], said: str) -> None:
+def test_wrong_settings_are_refused_at_check(wrong: dict[str, Json], said: str) -> None:
     with pytest.raises(UserError) as told:
         SageMakerEndpoints().check({**SETTINGS, **wrong})
     assert said in str(told.value)
@@ -81,7 +82,7 @@ def test_right_settings_pass() -> None:
     provider = SageMakerEndpoints()
     provider.check(SETTINGS)
     provider.check({**SETTINGS, "min_instances": 1, "max_instances": 3, "invocations_per_instance": 500})
-    provider.check({**SETTINGS, "strategy": "guarded", "memory_mb": 3072, "max_concurrency": 20})
+    provider.check({**SETTINGS, "strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20})
 
 
 def test_capabilities_follow_the_strategy() -> None:
@@ -106,7 +107,9 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
     blue, green = deployment("v1"), deployment("v2")
     share = 100 if guarded else cut
     split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
-    settings = settings_of({**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": "x" if guarded else ""})
+    settings = read_sagemaker_settings(
+        {**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": ["x"] if guarded else []}
+    )
     layout = build_layout(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
     for request in layout.models.values():
         wire.read("SageMaker.CreateModel", json.dumps(request).encode())
@@ -122,7 +125,7 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))
 def test_weights_change_no_layout_and_another_image_does(first: int, second: int) -> None:
-    settings = settings_of(SETTINGS)
+    settings = read_sagemaker_settings(SETTINGS)
 
     def state(share: int) -> EndpointState:
         split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
@@ -159,17 +162,17 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_re
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
-    (model,) = build_layout("e", state, settings_of(SETTINGS), trusted_keys=keys).models.values()
+    (model,) = build_layout("e", state, read_sagemaker_settings(SETTINGS), trusted_keys=keys).models.values()
     assert model["PrimaryContainer"]["Environment"][TRUSTED_KEYS_VARIABLE] == keys
     create_key(tmp_path / "9.pem")
     with pytest.raises(UserError, match="more trusted keys"):
-        build_layout("e", state, settings_of(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
+        build_layout("e", state, read_sagemaker_settings(SETTINGS), trusted_keys=TrustedKeys(tmp_path).encoded())
 
 
 def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
     split = TrafficSplit(weights={"v1": 90, "v2": 10})
     state = EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
-    settings = settings_of(SETTINGS)
+    settings = read_sagemaker_settings(SETTINGS)
     create_key(tmp_path / "old.pem")
     before = build_layout("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
     create_key(tmp_path / "new.pem")
@@ -195,7 +198,11 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
 def test_a_name_that_sagemaker_does_not_take_is_refused() -> None:
     split = TrafficSplit(weights={"v1": 100})
     with pytest.raises(UserError, match="cannot be the name"):
-        build_layout("my_endpoint", EndpointState(deployments=(deployment("v1"),), split=split), settings_of(SETTINGS))
+        build_layout(
+            "my_endpoint",
+            EndpointState(deployments=(deployment("v1"),), split=split),
+            read_sagemaker_settings(SETTINGS),
+        )
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def alarmed(
     client(fake, "cloudwatch").put_metric_alarm(AlarmName="failing", **FIGURES)
     alarm_is(fake, "OK")
     name = f"alarmed-{hex_of(digest_bytes(request.node.name.encode()))[:8]}"
-    config = config_of(name, strategy="guarded", alarms="failing", canary_percent=10)
+    config = config_of(name, strategy="guarded", alarms=["failing"], canary_percent=10)
     provider.apply(config, state_of(pair[0], blue=100), generation=1)
     return config
 
@@ -144,7 +144,7 @@ def test_no_update_begins_under_an_alarm_that_fires_and_the_way_back_needs_none(
 def test_an_update_that_failed_under_a_quiet_alarm_may_come_again(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], alarmed: EndpointConfig
 ) -> None:
-    unknown = replace(alarmed, settings={**alarmed.settings, "alarms": "nowhere"})
+    unknown = replace(alarmed, settings={**alarmed.settings, "alarms": ["nowhere"]})
     with pytest.raises(NotFoundError, match="no alarm is called nowhere"):
         provider.apply(unknown, state_of(pair[1], green=100), generation=2)
     fake.behave(taken_back="no capacity")

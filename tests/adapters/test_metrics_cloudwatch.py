@@ -70,7 +70,7 @@ def test_percentiles_are_those_of_the_last_whole_minute(fake: FakeSageMaker, tmp
     blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
     provider, config = SageMakerEndpoints(), config_of("percentiles")
     provider.apply(config, state_of(blue, blue=100), generation=1)
-    source = plugins.load("metrics", "cloudwatch", {"delay_s": 0})
+    source = plugins.load("metrics", "cloudwatch", {"delay": "0 s"})
     fake.shift(180)
     begun_s = time.monotonic()
     for _ in range(30):
@@ -103,7 +103,7 @@ def test_a_guarded_endpoint_tells_no_versions_apart(fake: FakeSageMaker, tmp_pat
     assert provider.metrics().read(config, {"blue": None}).tallies == {}
 
 
-@pytest.mark.parametrize("settings", [{"dealy_s": 1}, {"delay_s": "soon"}, {"delay_s": -1}])
+@pytest.mark.parametrize("settings", [{"dealy": "1 s"}, {"delay": "soon"}, {"delay": "-1 s"}])
 def test_wrong_settings_are_refused(settings: dict[str, str | int]) -> None:
-    with pytest.raises(UserError, match="delay_s"):
+    with pytest.raises(UserError, match="delay"):
         CloudWatchMetrics(settings)

@@ -11,6 +11,7 @@ import pytest
 from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import ShadowTally, Tally, Thresholds, interval
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import shared as slab
@@ -195,12 +196,12 @@ def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source:
 def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
     scraped.answer(1, 500, FAST, 3)
-    settings = {
+    settings: dict[str, Json] = {
         "url": inbox.url,
         "endpoint_label": "exported_endpoint",
         "deployment_label": "release",
         "status_label": "code",
-        "select": 'job=serving, namespace="prod\\',
+        "select": {"job": "serving", "namespace": '"prod\\'},
     }
     reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
     assert reading.tallies["v1"] == Tally(requests=3, errors=3, timed=3)
@@ -230,7 +231,7 @@ def test_another_servers_series(inbox: Inbox) -> None:
             "requests": "calls_total",
             "histogram": "call_seconds",
             "origin": "process_start_time_seconds",
-            "select": "job=triton",
+            "select": {"job": "triton"},
         }
     )
     reading = source.read(CONFIG, {"v1": Thresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
@@ -282,14 +283,14 @@ def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeyp
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({}, "needs a url"),
-        ({"url": "prometheus:9090"}, "needs a url"),
-        ({"url": "http://p", "histgram": "x"}, "Did you mean 'histogram'"),
-        ({"url": "http://p", "zzz": "x"}, "Known: url"),
-        ({"url": "http://p", "requests": 'x{a="b"}'}, "no name of a metric"),
-        ({"url": "http://p", "status_label": "a-b"}, "no name of a label"),
-        ({"url": "http://p", "status_label": 3}, "no name of a label"),
-        ({"url": "http://p", "select": "job"}, "is not label=value"),
+        ({}, "missing key 'url'"),
+        ({"url": "prometheus:9090"}, "is not an http address"),
+        ({"url": "http://p", "histgram": "x"}, "did you mean 'histogram'"),
+        ({"url": "http://p", "zzz": "x"}, "known keys: endpoint_label"),
+        ({"url": "http://p", "requests": 'x{a="b"}'}, "is not the name of a metric"),
+        ({"url": "http://p", "status_label": "a-b"}, "is not the name of a label"),
+        ({"url": "http://p", "status_label": 3}, "status_label: expected a text"),
+        ({"url": "http://p", "select": "job"}, "select: expected a mapping"),
     ],
 )
 def test_wrong_settings(settings: dict[str, str | int], told: str) -> None:

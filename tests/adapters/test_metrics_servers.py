@@ -48,7 +48,7 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Se
 
 def source_of(servers: list[ServerFamily]) -> SeveralServers:
     urls = [f"http://127.0.0.1:{server.record().admin_port}" for server in servers]
-    return SeveralServers({"urls": ", ".join(urls)})
+    return SeveralServers({"urls": list(urls)})
 
 
 def call(server: ServerFamily, user: str, times: int) -> None:
@@ -75,7 +75,7 @@ def test_users_of_both_servers_are_added_before_they_are_squared(servers: list[S
     assert source.read(CONFIG, WATCHED).origin == reading.origin
     port = servers[0].record().admin_port
     with pytest.raises(ServiceUnavailableError, match="the same server"):
-        SeveralServers({"urls": f"http://127.0.0.1:{port}, http://localhost:{port}"}).read(CONFIG, WATCHED)
+        SeveralServers({"urls": [f"http://127.0.0.1:{port}", f"http://localhost:{port}"]}).read(CONFIG, WATCHED)
 
 
 def test_a_server_that_cannot_be_counted_is_no_silence(
@@ -114,10 +114,10 @@ def test_a_server_that_cannot_be_counted_is_no_silence(
     "settings",
     [
         {},
-        {"urls": "https://one.example,"},
-        {"urls": "https://one.example, https://one.example"},
-        {"urls": "http://one.example"},
-        {"urls": "https://one.example", "url": "x"},
+        {"urls": "https://one.example"},
+        {"urls": ["https://one.example", "https://one.example/"]},
+        {"urls": ["http://one.example"]},
+        {"urls": ["https://one.example"], "url": "x"},
     ],
 )
 def test_settings_that_name_no_servers_are_refused(settings: dict[str, str]) -> None:

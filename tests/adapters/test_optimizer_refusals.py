@@ -22,11 +22,11 @@ from onnx_ops.testing.models import rows, write_perceptron
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"activations": "float8e4m3fn"}, "activations must be one of uint8, int8, uint16"),
-        ({"weights": "float8e4m3fn"}, "weights must be one of int8, uint8"),
-        ({"activations": "bfloat16"}, "activations must be one of"),
-        ({"smooth": True}, "no option is called 'smooth'"),
-        ({"format": "QOperator"}, "no option is called 'format'"),
+        ({"activations": "float8e4m3fn"}, "activations: expected one of 'uint8', 'int8', 'uint16'"),
+        ({"weights": "float8e4m3fn"}, "weights: expected one of 'int8', 'uint8'"),
+        ({"activations": "bfloat16"}, "activations: expected one of"),
+        ({"smooth": True}, "unknown key 'smooth'"),
+        ({"format": "QOperator"}, "unknown key 'format'"),
     ],
     ids=[
         "fp8 that does not load",

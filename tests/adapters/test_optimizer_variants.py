@@ -154,7 +154,7 @@ def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> 
     assert ShapeOptimizer().optimize(with_options(perceptron, dims={"features": 8})) == ("fixed: features = 8",)
     assert info(perceptron.path).inputs[0].shape == ("batch", 8)
     np.testing.assert_array_equal(*answers(perceptron))
-    for dims, word in (({"batch": 4}, "'batch'"), ({"feature": 8}, "'feature'"), ({}, "mapping")):
+    for dims, word in (({"batch": 4}, "'batch'"), ({"feature": 8}, "'feature'"), ({}, "one entry")):
         with pytest.raises(UserError, match=word):
             ShapeOptimizer().optimize(with_options(perceptron, dims=dims))
 
@@ -233,12 +233,12 @@ def test_four_bits_are_an_eighth_and_a_convolution_has_nothing_to_narrow(percept
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"bits": 3}, "one of 4, 8"),
-        ({"bits": True}, "one of 4, 8"),
+        ({"bits": 3}, "one of '4', '8'"),
+        ({"bits": True}, "one of '4', '8'"),
         ({"block": 24}, "block"),
-        ({"algorithm": "awq"}, "rtn, hqq, gptq"),
+        ({"algorithm": "awq"}, "'rtn', 'hqq', 'gptq'"),
         ({"algorithm": "gptq"}, "calibration rows"),
-        ({"blocks": 32}, "Did you mean 'block'"),
+        ({"blocks": 32}, "did you mean 'block'"),
     ],
 )
 def test_wrong_options_of_narrow_weights_are_refused(

@@ -48,7 +48,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
     """One server for all tests of a file that only call it: they hurt it one after the other."""
     root = tmp_path_factory.mktemp("patient")
     deployment = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    server = ServerFamily(folder=root / "state", options=("--read-timeout", "2", "--allowed-hosts", "x"))
+    server = ServerFamily(folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x"))
     server.start()
     assert server.publish(state_of(deployment, blue=100), 1).status == 200
     yield Patient(server)

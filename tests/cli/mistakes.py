@@ -586,7 +586,7 @@ MACHINE = (
     Mistake(
         name="no token for servers",
         old="rollout",
-        new="metrics: {source: servers, urls: 'http://127.0.0.1:1'}, rollout",
+        new="metrics: {source: servers, urls: ['http://127.0.0.1:1']}, rollout",
         code=4,
         path="deploy[0].provider",
     ),

@@ -14,6 +14,7 @@ from onnx_ops.attestation import sign
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Signer
@@ -26,7 +27,7 @@ from tests.support.extras import require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
-AZURE: Mapping[str, str | int | float | bool] = {
+AZURE: Mapping[str, Json] = {
     "subscription": "00000000-0000-0000-0000-000000000001",
     "resource_group": "group",
     "workspace": "workspace",

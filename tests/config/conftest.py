@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config import load_pipeline
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.errors import ConfigError
 
 PIPELINE = """\

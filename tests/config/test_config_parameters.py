@@ -11,7 +11,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.config import TargetFiles, load_pipeline
+from onnx_ops.config.loader import load_pipeline
+from onnx_ops.config.targets import TargetFiles
 from onnx_ops.errors import ConfigError
 from onnx_ops.pipeline import plan
 from tests.pipeline.plan_parts import TableProbe

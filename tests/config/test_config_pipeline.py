@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.config import check_pipeline, load_pipeline
+from onnx_ops.config.loader import check_pipeline, load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -189,7 +189,7 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: 
         ("{}", []),
         ("{source: promethius}", ["no metric plugin is called 'promethius'; did you mean 'prometheus'?"]),
         ("{url: http://p}", ["metrics need a source: one of prometheus"]),
-        ("{source: prometheus}", ["there is no url. Write one"]),
+        ("{source: prometheus}", ["there is no url. Write one."]),
     ],
 )
 def test_check_asks_the_source_of_metrics_about_its_settings(

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.config import load_pipeline
 from onnx_ops.config.document import Loc
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.config.text import read_text
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem
 
@@ -109,7 +109,7 @@ def test_the_projects_pipelines_are_right(tmp_path: Path, name: str) -> None:
 
 def test_loading_imports_nothing_heavy(project: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom onnx_ops.config import load_pipeline\n"
+        "import sys\nfrom pathlib import Path\nfrom onnx_ops.config.loader import load_pipeline\n"
         "load_pipeline(Path('toy.yaml'), root=Path('.'))\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )

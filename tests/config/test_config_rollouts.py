@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config import check_pipeline, load_pipeline
+from onnx_ops.config.loader import check_pipeline, load_pipeline
 from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.domain.target import Target

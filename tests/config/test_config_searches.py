@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config import check_pipeline
+from onnx_ops.config.loader import check_pipeline
 from onnx_ops.domain.decision import Prefer
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.quantization import Budget, Tune

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config import TargetFiles
+from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.gate import MemoryGate, ParityGate
 from onnx_ops.domain.target import Requirements, Target

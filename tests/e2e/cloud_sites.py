@@ -29,6 +29,7 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
@@ -86,7 +87,7 @@ class Site(ABC):
 
     name: str
     provider: EndpointProvider
-    settings: Mapping[str, str | int | float | bool]
+    settings: Mapping[str, Json]
 
     def __init__(self) -> None:
         self.kept = threading.local()

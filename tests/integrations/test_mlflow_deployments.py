@@ -14,7 +14,7 @@ import pytest
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.attestation import sign
-from onnx_ops.config import TargetFiles
+from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import Publication

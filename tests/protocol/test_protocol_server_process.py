@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.execution import CPU, Environment, Provider, SessionSettings
 from onnx_ops.domain.target import OrtFormat, Target
-from onnx_ops.errors import UserError
 from onnx_ops.protocol.server_process import (
     WORKERS_FOLDER,
-    ServerOptions,
     explain_unservable,
-    format_flags,
-    list_options,
     list_workers,
-    parse_options,
     read_start_time,
     register_worker,
     signal_worker,
 )
-
-
-def test_every_option_is_described() -> None:
-    assert [name for name, _, _, _ in list_options()] == [f.name for f in fields(ServerOptions)]
-    assert all(text and kind in (int, float, str) for _, kind, _, text in list_options())
-    assert parse_options({}) == ServerOptions()
-
-
-@given(st.builds(ServerOptions, workers=st.integers(1, 9), deadline=st.floats(0.001, 3600), endpoint=st.text("ab")))
-def test_what_is_said_on_the_command_line_is_understood(options: ServerOptions) -> None:
-    parser = argparse.ArgumentParser()
-    for name, kind, default, _ in list_options():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
-    assert parse_options(vars(parser.parse_args(format_flags(options)))) == options
-
-
-def test_whole_numbers_are_times_too() -> None:
-    assert parse_options({"deadline": 5}).deadline == 5.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"worker": 2}, "no setting 'worker'"),
-        ({"workers": "2"}, "workers must be of type int, not '2'"),
-        ({"workers": True}, "workers must be of type int"),
-        ({"workers": 0}, "workers must be at least 1"),
-        ({"workers": 1000}, "workers must be at most 256"),
-        ({"deadline": float("nan")}, "deadline must be at least"),
-        ({"access_log": 1}, "access_log must be of type str"),
-    ],
-)
-def test_what_cannot_be_used_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_options(settings, where="digits")
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("digits: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [("workers", 1, 256), ("drain", 0, 3600), ("deadline", 0.001, 3600.0), ("keep_alive", 0.1, 3600.0)],
-)
-def test_limits_are_the_last_values_that_are_accepted(name: str, low: float, high: float) -> None:
-    for limit, direction in ((low, -1), (high, 1)):
-        assert getattr(parse_options({name: limit}), name) == limit
-        beyond = limit + direction if isinstance(limit, int) else math.nextafter(limit, direction * math.inf)
-        with pytest.raises(UserError):
-            parse_options({name: beyond})
-
-
-def test_a_name_that_is_nearly_right_is_suggested() -> None:
-    with pytest.raises(UserError) as caught:
-        parse_options({"prot": 1}, others=("port",))
-    assert caught.value.remedy == "Did you mean 'port'?"
-
 
 CUDA = Provider(name="CUDAExecutionProvider")
 ON_CUDA = Target(name="cuda", providers=(CUDA, Provider(name=CPU)))

@@ -42,7 +42,7 @@ class SageMaker(Scene):
             target=TARGET,
             target_digest=TARGET_DIGEST,
             pipeline="p",
-            settings={**SETTINGS, "strategy": "guarded", "alarms": "failing", "canary_percent": 10},
+            settings={**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10},
         )
         configure(self.ports, self.config, AT_ONCE)
 

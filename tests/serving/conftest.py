@@ -94,7 +94,7 @@ def crew(tmp_path: Path) -> Iterator[Server]:
     """A server with two workers."""
     folder = tmp_path / "state"
     folder.mkdir()
-    server = Server(folder, flags=["--workers=2", "--drain=5"])
+    server = Server(folder, flags=["--workers=2", "--drain=5 s"])
     server.start()
     yield server
     server.kill_all()

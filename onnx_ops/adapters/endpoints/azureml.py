@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.azure import Scalar, endpoint_name, missing_credentials
+from onnx_ops.adapters.azure import endpoint_name, missing_credentials
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, has_succeeded
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
@@ -22,11 +22,12 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     record_of,
     state_of,
 )
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Finding
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 
@@ -48,23 +49,23 @@ class AzureEndpoints(CloudEndpoints):
         self._folder = folder
         self._policy = policy or RetryPolicy()
 
-    def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `split` and what Azure Monitor counts: Azure compares no mirrored answers and pins no users."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
-    def check(self, settings: Mapping[str, Scalar]) -> None:
+    def check(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
-        read_settings(settings)
+        read_azure_settings(settings)
 
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's name and workspace; raises UserError if the settings are wrong."""
-        workspace = read_settings(config.settings, where=config.endpoint).place
+        workspace = read_azure_settings(config.settings, where=config.endpoint).place
         name = endpoint_name(config.endpoint, config.settings)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
     def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of the authentication or identity, which Azure fixes when an endpoint is made."""
-        old, new = (read_settings(config.settings, where=config.endpoint) for config in (before, after))
+        old, new = (read_azure_settings(config.settings, where=config.endpoint) for config in (before, after))
         for name in ("auth", "identity"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
                 raise UserError(
@@ -74,7 +75,7 @@ class AzureEndpoints(CloudEndpoints):
                     "again, or give it another `name`.",
                 )
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Finding]:
         """Check packages, credentials, workspace, role, image and quota."""
         return diagnose(tuple(endpoints.values()))
 
@@ -205,8 +206,8 @@ class AzureEndpoints(CloudEndpoints):
         return AzureModels(client, settings, name)
 
     def _parts(self, config: EndpointConfig) -> tuple[AzureSettings, AzureClient, str]:
-        settings = read_settings(config.settings, where=config.endpoint)
+        settings = read_azure_settings(config.settings, where=config.endpoint)
         if keys := self._trusted_keys():
-            settings = replace(settings, server={**settings.server, "trusted_keys": keys})
+            settings = replace(settings, trusted_keys=keys)
         name = endpoint_name(config.endpoint, config.settings)
-        return settings, AzureClient(settings.place, self._policy, answer_s=settings.answer_s), name
+        return settings, AzureClient(settings.place, self._policy, answer_s=settings.api_timeout), name

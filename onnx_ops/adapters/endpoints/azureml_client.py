@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.azure import ANSWER_S, LOGIN_REMEDY, ROLE_REMEDY, Workspace, credential, first_line, timeouts
+from onnx_ops.adapters.azure import (
+    API_TIMEOUT_S,
+    LOGIN_REMEDY,
+    ROLE_REMEDY,
+    Workspace,
+    credential,
+    first_line,
+    timeouts,
+)
 from onnx_ops.adapters.endpoints.cloud import attempts, converge
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.plugins import EXTRAS, require
@@ -72,7 +80,7 @@ class RetryPolicy:
 class AzureClient:
     """Endpoints and deployments of a workspace."""
 
-    def __init__(self, workspace: Workspace, policy: RetryPolicy, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, workspace: Workspace, policy: RetryPolicy, *, answer_s: float = API_TIMEOUT_S) -> None:
         self.workspace = workspace
         self.policy = policy
         self.answer_s = answer_s

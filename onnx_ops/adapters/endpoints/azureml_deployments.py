@@ -55,7 +55,7 @@ class AzureDeployments:
 
     def name(self, deployment: Deployment) -> str:
         """Return what a deployment with these settings is called in Azure."""
-        return azure_name(deployment, self._settings.made_with)
+        return azure_name(deployment, self._settings.immutable)
 
     def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
         """Yield how a deployment that runs differs from the settings."""
@@ -68,7 +68,7 @@ class AzureDeployments:
             "max_concurrent_requests_per_instance": getattr(requests, "max_concurrent_requests_per_instance", None),
             "request_timeout": (getattr(requests, "request_timeout_ms", None) or 0) / 1e3,
         }
-        desired = dict(self._settings.made_with)
+        desired = dict(self._settings.immutable)
         if not str(resource.environment).endswith(f"/{self._environment_name()}/versions/1"):
             yield f"image of {resource.name}: another one, not {desired['image']}"
         desired.pop("image")

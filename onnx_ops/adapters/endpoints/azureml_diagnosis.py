@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, Scalar, ask, bearer, management_url
+from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, ask, bearer, management_url
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_settings
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.cloud import run_check
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Finding
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.plugins import EXTRAS, absent, install_hint, version
@@ -39,7 +40,7 @@ _VERSIONS_IN_ROLLOUT = 2
 """The old and the new version run side by side."""
 
 
-def diagnose(endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
+def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Finding]:
     """Yield the findings of all checks; a check whose prerequisite failed is left out.
 
     Args:
@@ -61,8 +62,8 @@ def diagnose(endpoints: Sequence[Mapping[str, Scalar]]) -> Iterator[Finding]:
         yield from run_check("azure workspace", partial(_check_workspace, settings), cloud=_CLOUD)
 
 
-def _check_workspace(values: Mapping[str, Scalar]) -> Iterator[Finding]:
-    settings = read_settings(values)
+def _check_workspace(values: Mapping[str, Json]) -> Iterator[Finding]:
+    settings = read_azure_settings(values)
     workspace = settings.place
     check = f"azure workspace {workspace.workspace}"
     try:

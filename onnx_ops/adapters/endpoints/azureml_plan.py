@@ -16,6 +16,7 @@ from onnx_ops.adapters.endpoints.cloud import join_text, split_text
 from onnx_ops.domain.artifact import Digest, digest_json, short
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import OnnxOpsError, UserError
 
 OWNER = "onnx-ops-endpoint"
@@ -69,17 +70,17 @@ def plan_traffic(
     return TrafficPlan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
 
 
-def azure_name(deployment: Deployment, made_with: Mapping[str, str | int | float | bool] | None = None) -> str:
+def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
     """Return a name that follows from the content, which therefore never changes: lower case, at most 32 characters.
 
     Args:
         deployment: what it serves. A model is named by that alone.
-        made_with: settings that a deployment in Azure was made with.
+        immutable: settings that a deployment in Azure was made with.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", deployment.name.lower()).strip("-")[:_SLUG_CHARACTERS].strip("-")
     slug = slug if slug[:1].isalpha() and slug[:1].isascii() else f"d{slug}"
     content = [getattr(deployment, name) for name in ("name", "model", "version", "variant", "manifest", "batchable")]
-    execution = [dict(made_with)] if made_with is not None else []
+    execution = [dict(immutable)] if immutable is not None else []
     if deployment.execution != Execution():
         execution.append(codec.to_json(deployment.execution))
     return f"{slug}-{short(digest_json([*content, *deployment.custom_ops, *execution]))}"

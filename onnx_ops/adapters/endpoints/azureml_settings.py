@@ -1,168 +1,128 @@
-"""Settings of an endpoint in Azure ML."""
+"""Settings of an Azure ML endpoint in a pipeline file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from onnx_ops.adapters.azure import ANSWER_S, ENDPOINT_NAME, Scalar, Workspace, workspace_of
-from onnx_ops.errors import UserError
-from onnx_ops.protocol.server_process import (
-    TRUSTED_KEYS_VARIABLE,
-    format_option_variables,
-    parse_options,
-    select_container_options,
-)
+from annotated_types import Ge, Le, Unit
 
-_DATASTORE = re.compile(r"azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?", re.ASCII)
-_IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
-_SIZE = re.compile(r"[A-Z][A-Za-z]+_\w+", re.ASCII)
-_REGISTRY = re.compile(r"[A-Za-z0-9][\w-]{2,32}", re.ASCII)
-_AUTH = ("key", "aml_token", "aad_token")
+from onnx_ops.adapters.azure import API_TIMEOUT_S, EndpointName, PlaceName, Workspace
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.config.server_options import format_option_variables
+from onnx_ops.domain.quantities import FOUND, Json, Pattern
+from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE, ContainerOptions
+
+_DATASTORE = r"(?a)azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?"
+_IMAGE = r"(?a)[\w.-]+(:\d+)?(/[\w.-]+)+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?"
+
+_Instances = Annotated[int | None, Ge(1), Le(500)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AzureSettings:
-    """What an endpoint's settings say.
+class AzureSettings(ContainerOptions):
+    """Settings of one endpoint, and options of its server; see docs/azureml.md.
 
-    `image` is the serving image in a registry that the endpoint's identity may pull from, best with its digest.
-    `instance_type` and `instances` are what every deployment runs on. With `max_instances` Azure Monitor keeps each
-    deployment's instances between that and `min_instances`, by their mean load of the processor: it adds one above
-    `cpu_percent`, and takes one away below half of it. `models` is the folder of a datastore that
-    gets the models, `registry` the Azure ML registry that they are copied into and read from. `auth` is how clients
-    show who they are, `identity` the resource id of a user-assigned identity (a system-assigned one without it),
-    `name` the endpoint's name in Azure, `request_timeout` in seconds. `max_concurrent_requests_per_instance` is how
-    many requests Azure gives to an instance at a time before it answers 429 itself: as many as the server queues by
-    default, where Azure's own default is 1. `blob_url` is the address of the datastore's storage account where it has
-    another one than usual, `answer_s` how many seconds Azure may take to answer one request. `server` are options of
-    the endpoint server.
+    Attributes:
+        image: The serving image in a registry that the endpoint's identity may pull from, best with its digest.
+        instance_type: Size of the machines of every deployment.
+        cpu_percent: Mean load of the processor above which Azure Monitor adds an instance; it removes one below half.
+        registry: The Azure ML registry that models are copied into and read from.
+        models: Folder of a datastore that gets the models.
+        auth: How clients authenticate.
+        identity: Resource id of a user-assigned identity; a system-assigned one if empty.
+        name: The endpoint's name in Azure.
+        max_concurrent_requests_per_instance: Requests that Azure gives to an instance at a time; the length of the
+            server's queue by default, where Azure's own default is 1.
+        blob_url: Address of the datastore's storage account where it is not the usual one.
+        api_timeout: Time that Azure may take to answer one request.
+        trusted_keys: Public keys that the container trusts; set by the project, not by the pipeline file.
     """
 
-    place: Workspace
-    image: str
-    instance_type: str
-    instances: int = 1
-    min_instances: int = 0
-    max_instances: int = 0
-    cpu_percent: int = 70
-    registry: str = ""
-    models: str = "azureml://datastores/workspaceblobstore/paths/onnx-ops"
-    auth: str = "key"
-    identity: str = ""
-    request_timeout: float = 60.0
-    max_concurrent_requests_per_instance: int = 0
-    blob_url: str = ""
-    answer_s: float = ANSWER_S
-    server: Mapping[str, Scalar]
+    subscription: PlaceName
+    resource_group: PlaceName
+    workspace: PlaceName
+    image: Annotated[str, Pattern(_IMAGE, "REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST")]
+    instance_type: Annotated[str, Pattern(r"(?a)[A-Z][A-Za-z]+_\w+", "a size, such as Standard_F4s_v2")]
+    instances: Annotated[int, Ge(1), Le(500)] = 1
+    min_instances: _Instances = None
+    max_instances: _Instances = None
+    cpu_percent: Annotated[int, Ge(1), Le(100)] = 70
+    registry: Annotated[str, Pattern(r"(?a)([A-Za-z0-9][\w-]{2,32})?", "the name of an Azure ML registry")] = ""
+    models: Annotated[str, Pattern(_DATASTORE, "azureml://datastores/NAME/paths/FOLDER")] = (
+        "azureml://datastores/workspaceblobstore/paths/onnx-ops"
+    )
+    auth: Literal["key", "aml_token", "aad_token"] = "key"
+    identity: Annotated[str, Pattern("(/subscriptions/.*)?", "the resource id of a user-assigned identity")] = ""
+    name: EndpointName | None = None
+    request_timeout: Annotated[float, Unit("s"), Ge(0.001), Le(180)] = 60.0
+    max_concurrent_requests_per_instance: Annotated[int | None, Ge(1), Le(10_000)] = None
+    blob_url: Annotated[str, Pattern("(https://.*)?", "an https address")] = ""
+    api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
+    trusted_keys: str = field(default="", metadata=FOUND)
+
+    @property
+    def place(self) -> Workspace:
+        """The workspace."""
+        return Workspace(subscription=self.subscription, resource_group=self.resource_group, workspace=self.workspace)
 
     @property
     def datastore(self) -> str:
-        return str(_parts(self.models)["datastore"])
+        """Name of the datastore of the models."""
+        return self._models_path["datastore"]
 
     @property
     def folder(self) -> str:
         """Path inside the datastore."""
-        return str(_parts(self.models)["folder"])
+        return self._models_path["folder"]
+
+    @property
+    def _models_path(self) -> Mapping[str, str]:
+        match = re.fullmatch(_DATASTORE, self.models)
+        return match.groupdict() if match else {}
 
     @property
     def concurrency(self) -> int:
         """Requests that an instance gets at a time."""
-        return self.max_concurrent_requests_per_instance or parse_options(self.server).queue
+        return self.max_concurrent_requests_per_instance or self.queue
 
     @property
     def scaled(self) -> bool:
-        return self.max_instances > 0
+        """Whether Azure Monitor sets the number of instances."""
+        return self.max_instances is not None
 
     @property
-    def made_with(self) -> Mapping[str, Scalar]:
+    def immutable(self) -> Mapping[str, Json]:
         """What a deployment keeps for as long as it exists, but for the keys that its container trusts."""
-        variables = {name: value for name, value in self.variables().items() if name != TRUSTED_KEYS_VARIABLE}
         return {
             "image": self.image,
             "instance_type": self.instance_type,
             "max_concurrent_requests_per_instance": self.concurrency,
             "request_timeout": self.request_timeout,
-            **variables,
+            **format_option_variables(self),
         }
 
     def variables(self) -> dict[str, str]:
-        """Environment of the container."""
-        return format_option_variables(self.server)
+        """Return the environment of the container."""
+        keys = {TRUSTED_KEYS_VARIABLE: self.trusted_keys} if self.trusted_keys else {}
+        return format_option_variables(self) | keys
 
 
-_OWN = ("subscription", "resource_group", "workspace", "name")
-_KNOWN = (
-    "image",
-    "instance_type",
-    "instances",
-    "min_instances",
-    "max_instances",
-    "cpu_percent",
-    "registry",
-    "models",
-    "auth",
-    "identity",
-    "request_timeout",
-    "max_concurrent_requests_per_instance",
-    "blob_url",
-    "answer_s",
-)
+def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
+    """Return the settings of an endpoint.
 
+    Raises:
+        SettingsError: A setting is unknown, missing or wrong, or contradicts another one.
+    """
+    remedy = "" if {"image", "instance_type"} <= set(given) else "See docs/azureml.md for an example."
 
-def read_settings(settings: Mapping[str, Scalar], *, where: str = "") -> AzureSettings:
-    """Raises UserError if a setting is not known, missing or wrong."""
-    place = workspace_of(settings, where=where)
-    name = settings.get("name")
-    if name is not None and not (isinstance(name, str) and ENDPOINT_NAME.fullmatch(name)):
-        raise _wrong("name", name, "3 to 32 lower-case letters, digits and hyphens, first a letter", where)
-    given = {key: value for key, value in settings.items() if key in _KNOWN}
-    server = select_container_options(settings, where=where, others=(*_OWN, *_KNOWN))
-    for key in ("image", "instance_type"):
-        if key not in given:
-            raise UserError(f"azureml needs {key}", where=where, remedy="See docs/azureml.md for an example.")
-    _check(given, where)
-    read = AzureSettings(place=place, server=server, **given)  # type: ignore[arg-type] # _check has seen to it
-    if bool(read.min_instances) != read.scaled or ("cpu_percent" in given and not read.scaled):
-        remedy = "Set min_instances and max_instances for autoscaling, or neither, and cpu_percent with them only."
-        raise UserError("min_instances, max_instances and cpu_percent belong together", where=where, remedy=remedy)
-    if read.scaled and not read.min_instances <= read.instances <= read.max_instances:
-        raise _wrong("instances", read.instances, "a number from min_instances to max_instances", where)
-    return read
+    def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:
+        low, high = settings.min_instances, settings.max_instances
+        if (low is None) != (high is None) or ("cpu_percent" in given and high is None):
+            yield "max_instances", "autoscaling needs min_instances and max_instances, and cpu_percent needs both"
+        elif low is not None and high is not None and not low <= settings.instances <= high:
+            yield "instances", f"must be from min_instances to max_instances, not {settings.instances}"
 
-
-def _check(given: Mapping[str, Scalar], where: str) -> None:
-    texts = {"image": (_IMAGE, "REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST"), "instance_type": (_SIZE, "a size")}
-    for key, (pattern, told) in texts.items():
-        if not (isinstance(given[key], str) and pattern.fullmatch(str(given[key]))):
-            raise _wrong(key, given[key], told, where)
-    most_of = {"instances": 500, "max_concurrent_requests_per_instance": 10_000, "cpu_percent": 100}
-    for key, most in {**most_of, "min_instances": 500, "max_instances": 500}.items():
-        if type(number := given.get(key, 1)) is not int or not 1 <= number <= most:
-            raise _wrong(key, number, f"a number from 1 to {most}", where)
-    for key, (low, high) in {"request_timeout": (0.001, 180.0), "answer_s": (0.1, 600.0)}.items():
-        if type(seconds := given.get(key, high)) not in (int, float) or not low <= float(seconds) <= high:
-            raise _wrong(key, seconds, f"seconds, from {low:g} to {high:g}", where)
-    registry = given.get("registry", "")
-    if registry and not (isinstance(registry, str) and _REGISTRY.fullmatch(registry)):
-        raise _wrong("registry", registry, "the name of an Azure ML registry", where)
-    if "models" in given and not _DATASTORE.fullmatch(str(given["models"])):
-        raise _wrong("models", given["models"], "azureml://datastores/NAME/paths/FOLDER", where)
-    if given.get("auth", "key") not in _AUTH:
-        raise _wrong("auth", given["auth"], f"one of {', '.join(_AUTH)}", where)
-    identity, blob_url = given.get("identity", ""), given.get("blob_url", "")
-    if identity and not str(identity).startswith("/subscriptions/"):
-        raise _wrong("identity", identity, "the resource id of a user-assigned identity", where)
-    if blob_url and not str(blob_url).startswith("https://"):
-        raise _wrong("blob_url", blob_url, "an https address", where)
-
-
-def _parts(models: str) -> re.Match[str]:
-    found = _DATASTORE.fullmatch(models)
-    if found is None:
-        raise _wrong("models", models, "azureml://datastores/NAME/paths/FOLDER", "")
-    return found
-
-
-def _wrong(key: str, value: object, wanted: str, where: str) -> UserError:
-    return UserError(f"{key} is {value!r}", where=where, remedy=f"It must be {wanted}.")
+    return bind_settings(given, AzureSettings, where=where, remedy=remedy, rules=find_contradictions)

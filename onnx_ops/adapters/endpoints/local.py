@@ -8,16 +8,21 @@ import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.server_process import APPLY_LOCK, LOG_FILE, ServerProcess
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.adapters.server_metrics import ServerMetrics
+from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
 from onnx_ops.domain.execution import CPU
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
@@ -32,11 +37,10 @@ from onnx_ops.protocol.messages import (
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import (
     AUDIT_FILE,
+    ContainerOptions,
     ServerOptions,
     ServerRecord,
     explain_unservable,
-    list_options,
-    parse_options,
 )
 
 _LOOPBACK = "127.0.0.1"
@@ -55,12 +59,23 @@ _APPLY_S = 300.0
 """Loading several large models takes this long at most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings(ContainerOptions):
+    """Settings of one endpoint: its port, which is chosen once and kept if left out, and options of its server.
+
+    The trusted keys are the project's to name, not the pipeline's.
+    """
+
+    port: Annotated[int | None, Ge(1), Le(65_535), doc("Port that clients call.")] = None
+    access_log: Annotated[str, doc("File that gets one JSON line per inference.")] = ""
+    admin_socket: Annotated[str, doc("Unix socket of a second admin listener.")] = ""
+    endpoint: Annotated[str, doc("Name of the endpoint in metrics.")] = ""
+
+
 class LocalEndpoints:
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
-    Settings of an endpoint: `port`, the port that clients call; without it a free one is chosen once and kept. All
-    others are those of the server (see `ServerOptions`) but its `trusted_keys`, which are no pipeline's to name: its
-    servers load what the keys in `trusted` have signed for, or anything where that is None.
+    Its servers load what the keys in `trusted` have signed for, or anything where that is None.
     """
 
     tools = EXTRAS["serve"]
@@ -70,7 +85,7 @@ class LocalEndpoints:
         self._trusted = "" if trusted is None else str(trusted.resolve())
         self._python = python
 
-    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         return frozenset({"split", "sticky"}) | self.metrics().capabilities()
 
     def metrics(self) -> ServerMetrics:
@@ -94,9 +109,8 @@ class LocalEndpoints:
             raise error_from_bytes(body)
         return read_message(body, Counts)
 
-    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
-        _port_of(settings)
-        _options(settings)
+    def check(self, settings: Mapping[str, Json]) -> None:
+        _read_settings(settings)
 
     def unservable(self, target: Target) -> str:
         on_processor = [provider.name for provider in target.providers] == [CPU]
@@ -108,7 +122,7 @@ class LocalEndpoints:
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
         """That another program has the port that the settings name."""
-        server, port = self._server(config), _port_of(config.settings, where=config.endpoint)
+        server, port = self._server(config), _read_settings(config.settings, where=config.endpoint).port
         record = server.record()
         own = server.orphaned() or (record is not None and record.port == port)
         return None if port is None or own or _is_free(port) else _taken(port, config, server)
@@ -136,11 +150,11 @@ class LocalEndpoints:
 
     def _drift(self, config: EndpointConfig, record: ServerRecord) -> Iterator[str]:
         """How the running server differs from the settings. Whom it trusts is the business of who started it."""
-        port = _port_of(config.settings, where=config.endpoint)
+        port = _read_settings(config.settings, where=config.endpoint).port
         if port is not None and port != record.port:
             yield f"port: {record.port}, not {port}"
         wanted = _options(config.settings, where=config.endpoint)
-        for name, *_ in list_options():
+        for name in file_fields(ServerOptions):
             if name != "trusted_keys" and (there := getattr(record.options, name)) != (asked := getattr(wanted, name)):
                 yield f"{name}: {there}, not {asked}"
 
@@ -271,7 +285,7 @@ class LocalEndpoints:
         return ServerProcess(self._folder / config.endpoint, self._python)
 
     def _known_port(self, server: ServerProcess, config: EndpointConfig) -> int | None:
-        wanted = _port_of(config.settings, where=config.endpoint)
+        wanted = _read_settings(config.settings, where=config.endpoint).port
         if wanted is None:
             path = server.folder / _PORT_FILE
             text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
@@ -297,20 +311,15 @@ def _taken(port: int, config: EndpointConfig, server: ServerProcess) -> ServiceU
     )
 
 
-def _port_of(settings: Mapping[str, object], where: str = "") -> int | None:
-    port = settings.get("port")
-    if port is not None and (type(port) is not int or not 0 < port < 1 << 16):
-        raise UserError(f"port must be a number from 1 to 65535, not {port!r}", where=where)
-    return port
+def _read_settings(given: Mapping[str, Json], where: str = "") -> LocalSettings:
+    remedy = "Set ONNX_OPS_TRUSTED_KEYS for the project." if "trusted_keys" in given else ""
+    return bind_settings(given, LocalSettings, where=where, remedy=remedy)
 
 
-def _options(settings: Mapping[str, object], where: str = "") -> ServerOptions:
-    given = {name: value for name, value in settings.items() if name != "port"}
-    if "trusted_keys" in given:
-        raise UserError(
-            "an endpoint does not say whom it trusts", where=where, remedy="Set ONNX_OPS_TRUSTED_KEYS for the project."
-        )
-    return parse_options(given, where=where, others=("port",))
+def _options(given: Mapping[str, Json], where: str = "") -> ServerOptions:
+    settings = _read_settings(given, where)
+    names = set(file_fields(LocalSettings)) & set(file_fields(ServerOptions))
+    return ServerOptions(**{name: getattr(settings, name) for name in names})
 
 
 def _write(path: Path, port: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.adapters.aws import Clients, clients, missing_credentials, variant_of
+from onnx_ops.adapters.aws import AwsAccess, Clients, access_in, clients, missing_credentials, variant_of
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import diagnose
@@ -29,15 +29,15 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
 )
 from onnx_ops.adapters.endpoints.sagemaker_resources import PART_BYTES, EndpointResources
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling
-from onnx_ops.adapters.endpoints.sagemaker_settings import settings_of
+from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.endpoints.sagemaker_update import EndpointUpdate
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Finding
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 
 _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
-Scalar = str | int | float | bool
 
 
 class SageMakerEndpoints(CloudEndpoints):
@@ -58,16 +58,16 @@ class SageMakerEndpoints(CloudEndpoints):
         del folder
         super().__init__(trusted)
         self._part_bytes = part_bytes
-        self._clients: dict[tuple[str, str, float], Clients] = {}
+        self._clients: dict[AwsAccess, Clients] = {}
 
-    def capabilities(self, settings: Mapping[str, Scalar] | None = None) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return `guarded` or `split`, by the strategy, and the quantiles that CloudWatch has."""
         guarded = (settings or {}).get("strategy") == "guarded"
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
-    def check(self, settings: Mapping[str, Scalar]) -> None:
+    def check(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
-        settings_of(settings)
+        read_sagemaker_settings(settings)
 
     def place(self, config: EndpointConfig) -> str:
         """Return region, profile and bucket; raises UserError if no region is chosen, or the settings are wrong."""
@@ -82,7 +82,7 @@ class SageMakerEndpoints(CloudEndpoints):
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without asking AWS."""
-        return missing_credentials(config.settings, where=config.endpoint)
+        return missing_credentials(access_in(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return what the endpoint does: during an update, what it did before; the generation is the last claimed.
@@ -199,7 +199,7 @@ class SageMakerEndpoints(CloudEndpoints):
         """Delete an orphan; raises ConflictError if the endpoint uses it by now."""
         EndpointResources(self._connect(config)).delete_orphan(leftover)
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Finding]:
         """Check package, credentials and region, role and its trust, bucket, image, alarms and quota."""
         if not endpoints:
             yield from diagnose({})
@@ -225,11 +225,11 @@ class SageMakerEndpoints(CloudEndpoints):
         return build_layout(client.endpoint, state, client.settings, trusted_keys=self._trusted_keys())
 
     def _connect(self, config: EndpointConfig) -> SageMakerClient:
-        settings = settings_of(config.settings, where=config.endpoint)
-        key = (settings.region, settings.profile, settings.answer_s)
-        if key not in self._clients:
-            self._clients[key] = clients(config.settings, where=config.endpoint)
-        return SageMakerClient(self._clients[key], config.endpoint, settings)
+        settings = read_sagemaker_settings(config.settings, where=config.endpoint)
+        access = access_in(config.settings)
+        if access not in self._clients:
+            self._clients[access] = clients(access, where=config.endpoint)
+        return SageMakerClient(self._clients[access], config.endpoint, settings)
 
 
 def _read_state(

@@ -113,10 +113,10 @@ class SageMakerClient:
         """
 
         def timeout() -> ServiceUnavailableError:
-            remedy = "The change continues at AWS; run the command again, or raise `timeout_s`."
+            remedy = "The change continues at AWS; run the command again, or raise `timeout`."
             return ServiceUnavailableError(what, where=self.endpoint, why=f"it is {self._status}", remedy=remedy)
 
-        return converge(step, attempts(self.settings.timeout_s, self.settings.poll_s), timeout)
+        return converge(step, attempts(self.settings.timeout, self.settings.poll_interval), timeout)
 
 
 class GenerationFence:

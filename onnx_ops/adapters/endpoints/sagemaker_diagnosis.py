@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, Scalar, clients, code_of, translated
+from onnx_ops.adapters.aws import Clients, access_in, clients, code_of, translated
 from onnx_ops.adapters.endpoints.cloud import run_check
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed, settings_of
+from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Finding
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import install_hint
@@ -24,7 +25,7 @@ _ECR = re.compile(
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
-def diagnose(given: Mapping[str, Scalar]) -> Iterator[Finding]:
+def diagnose(given: Mapping[str, Json]) -> Iterator[Finding]:
     """Yield the findings for an endpoint's settings; without any, those of package, credentials and region."""
     try:
         yield Finding(check="boto3", ok=True, found=version("boto3"))
@@ -32,12 +33,12 @@ def diagnose(given: Mapping[str, Scalar]) -> Iterator[Finding]:
         yield Finding(check="boto3", ok=False, found="not installed", remedy=install_hint("boto3"))
         return
     try:
-        settings = settings_of(given) if given else None
+        settings = read_sagemaker_settings(given) if given else None
     except OnnxOpsError as error:
         yield Finding(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
         return
     try:
-        connect = clients(given)
+        connect = clients(access_in(given))
     except OnnxOpsError as error:
         yield Finding(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
@@ -50,7 +51,7 @@ def diagnose(given: Mapping[str, Scalar]) -> Iterator[Finding]:
     yield from _run("image", lambda: _check_image(connect, settings.image))
     yield from _run("pull", lambda: _check_pull(connect("iam"), settings.role, settings.image))
     if settings.alarms:
-        yield from _run("alarms", lambda: _check_alarms(connect("cloudwatch"), listed(settings.alarms)))
+        yield from _run("alarms", lambda: _check_alarms(connect("cloudwatch"), settings.alarms))
     if not settings.serverless:
         yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 

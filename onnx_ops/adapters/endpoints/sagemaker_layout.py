@@ -15,11 +15,12 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
+from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.config.server_options import format_option_variables
 from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError, UserError
-from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE, format_option_variables
+from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
 
 ENDPOINT_TAG = "onnx-ops.endpoint"
 DOCUMENT = "ONNX_OPS_DEPLOYMENT_DOCUMENT"
@@ -116,9 +117,7 @@ def build_layout(
     """
     stem = name_stem(endpoint)
     _require_possible(endpoint, state, settings)
-    tags = [
-        {"Key": key, "Value": value} for key, value in sorted({**settings.own_tags, ENDPOINT_TAG: endpoint}.items())
-    ]
+    tags = [{"Key": key, "Value": value} for key, value in sorted({**settings.tags, ENDPOINT_TAG: endpoint}.items())]
     models: dict[str, Mapping[str, Any]] = {}
     model_names: dict[str, str] = {}
     for deployment in state.deployments:
@@ -166,7 +165,7 @@ def _model_request(
 ) -> dict[str, Any]:
     if len(trusted_keys) > _VALUE_CHARACTERS:
         raise UserError("there are more trusted keys than a container's environment takes", remedy="Retire old ones.")
-    options = format_option_variables(settings.server)
+    options = format_option_variables(settings)
     if trusted_keys:
         options[TRUSTED_KEYS_VARIABLE] = trusted_keys
     request: dict[str, Any] = {
@@ -178,23 +177,23 @@ def _model_request(
         },
         "EnableNetworkIsolation": settings.isolated,
     }
-    if subnets := listed(settings.subnets):
-        groups = list(listed(settings.security_groups))
-        request["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": groups}
+    if settings.subnets:
+        groups = list(settings.security_groups)
+        request["VpcConfig"] = {"Subnets": list(settings.subnets), "SecurityGroupIds": groups}
     return request
 
 
 def _variant_request(model: str, variant: str, weight: float, settings: SageMakerSettings) -> dict[str, Any]:
     request: dict[str, Any] = {"VariantName": variant, "ModelName": model, "InitialVariantWeight": weight}
     if settings.serverless:
-        serverless = {"MemorySizeInMB": settings.memory_mb, "MaxConcurrency": settings.max_concurrency}
+        serverless = {"MemorySizeInMB": settings.memory_mib, "MaxConcurrency": settings.max_concurrency}
         if settings.provisioned_concurrency:
             serverless["ProvisionedConcurrency"] = settings.provisioned_concurrency
         return {**request, "ServerlessConfig": serverless}
     request |= {
         "InstanceType": settings.instance_type,
         "InitialInstanceCount": settings.instance_count,
-        "ContainerStartupHealthCheckTimeoutInSeconds": settings.startup_s,
+        "ContainerStartupHealthCheckTimeoutInSeconds": int(settings.startup),
     }
     if settings.volume_gb:
         request["VolumeSizeInGB"] = settings.volume_gb

@@ -1,180 +1,133 @@
-"""What may be said of a SageMaker endpoint in a pipeline file."""
+"""Settings of a SageMaker endpoint in a pipeline file."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from onnx_ops.adapters.aws import ANSWER_S
-from onnx_ops.errors import UserError
-from onnx_ops.protocol.server_process import select_container_options
+from annotated_types import Ge, Le, MaxLen, Unit
 
-Scalar = str | int | float | bool
+from onnx_ops.adapters.aws import AwsAccess
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.quantities import Json, Pattern
+from onnx_ops.protocol.server_process import ContainerOptions
 
-_ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_IMAGE = re.compile(r"\S{1,255}")
-_INSTANCE = re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9-]+")
-_TAG = re.compile(r"[\w .:/=+\-@]{1,128}=[\w .:/+\-@]{0,256}")
 _OWN_TAGS = "onnx-ops"
-_MOST_ALARMS = 10
+_MIB = 1 << 20
+_GB = 10**9
 
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "instance_count": (1, 1000),
-    "memory_mb": (1024, 6144),
-    "max_concurrency": (1, 200),
-    "provisioned_concurrency": (0, 200),
-    "min_instances": (0, 1000),
-    "max_instances": (0, 1000),
-    "invocations_per_instance": (1, 1e9),
-    "canary_percent": (0, 50),
-    "linear_percent": (0, 50),
-    "wait_s": (0, 3600),
-    "termination_wait_s": (0, 3600),
-    "max_execution_s": (600, 28800),
-    "capture_percent": (0, 100),
-    "volume_gb": (0, 512),
-    "startup_s": (60, 3600),
-    "timeout_s": (1, 86400),
-    "poll_s": (0, 600),
-    "answer_s": (0.1, 600),
-}
-"""Lowest and highest values that the service (or, for the last three, we) take."""
+_Instances = Annotated[int, Ge(0), Le(1000)]
+_Shift = Annotated[int, Ge(0), Le(50)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SageMakerSettings:
-    """Settings of one endpoint; see docs/sagemaker.md. Lists are written with commas between their items.
+class SageMakerSettings(AwsAccess, ContainerOptions):
+    """Settings of one endpoint, and options of its server; see docs/sagemaker.md. Limits are those of the service."""
 
-    `server` are options of the endpoint server.
-    """
-
-    role: str
-    image: str
-    bucket: str
+    role: Annotated[str, Pattern(r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", "the ARN of a role")]
+    image: Annotated[str, Pattern(r"\S{1,255}", "an image")]
+    bucket: Annotated[str, Pattern(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket")]
     prefix: str = "onnx-ops"
-    region: str = ""
-    profile: str = ""
-    strategy: str = "ab"
-    instance_type: str = "ml.c6i.large"
-    instance_count: int = 1
-    memory_mb: int = 0
-    max_concurrency: int = 5
-    provisioned_concurrency: int = 0
-    min_instances: int = 0
-    max_instances: int = 0
-    invocations_per_instance: float = 1000.0
-    alarms: str = ""
-    canary_percent: int = 0
-    linear_percent: int = 0
-    wait_s: int = 300
-    termination_wait_s: int = 120
-    max_execution_s: int = 3600
-    capture_percent: int = 0
-    capture_uri: str = ""
+    strategy: Literal["ab", "guarded"] = "ab"
+    instance_type: Annotated[str, Pattern(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type, such as ml.c6i.large")] = (
+        "ml.c6i.large"
+    )
+    instance_count: Annotated[int, Ge(1), Le(1000)] = 1
+    memory: Annotated[int | None, Unit("B"), Ge(1024 * _MIB), Le(6144 * _MIB)] = None
+    max_concurrency: Annotated[int, Ge(1), Le(200)] = 5
+    provisioned_concurrency: Annotated[int, Ge(0), Le(200)] = 0
+    min_instances: _Instances = 0
+    max_instances: _Instances = 0
+    invocations_per_instance: Annotated[float, Ge(1), Le(1e9)] = 1000.0
+    alarms: Annotated[tuple[str, ...], MaxLen(10)] = ()
+    canary_percent: _Shift = 0
+    linear_percent: _Shift = 0
+    wait: Annotated[float, Unit("s"), Ge(0), Le(3600)] = 300.0
+    termination_wait: Annotated[float, Unit("s"), Ge(0), Le(3600)] = 120.0
+    max_execution: Annotated[float, Unit("s"), Ge(600), Le(28800)] = 3600.0
+    capture_percent: Annotated[int, Ge(0), Le(100)] = 0
+    capture_uri: Annotated[str, Pattern("(s3://.*)?", "an s3:// address")] = ""
     kms_key: str = ""
-    subnets: str = ""
-    security_groups: str = ""
+    subnets: Annotated[tuple[str, ...], MaxLen(16)] = ()
+    security_groups: Annotated[tuple[str, ...], MaxLen(5)] = ()
     isolated: bool = False
-    tags: str = ""
-    volume_gb: int = 0
-    startup_s: int = 600
-    timeout_s: float = 3600.0
-    poll_s: float = 10.0
-    answer_s: float = ANSWER_S
-    server: Mapping[str, Scalar] = field(default_factory=dict)
+    tags: Mapping[
+        Annotated[str, Pattern(r"[\w .:/=+\-@]{1,128}", "the name of a tag")],
+        Annotated[str, Pattern(r"[\w .:/+\-@]{0,256}", "the value of a tag")],
+    ] = field(default_factory=dict)
+    volume: Annotated[int | None, Unit("B"), Ge(_GB), Le(512 * _GB)] = None
+    startup: Annotated[float, Unit("s"), Ge(60), Le(3600)] = 600.0
+    timeout: Annotated[float, Unit("s"), Ge(1), Le(86400)] = 3600.0
+    poll_interval: Annotated[float, Unit("s"), Ge(0), Le(600)] = 10.0
 
     @property
     def serverless(self) -> bool:
-        return self.memory_mb > 0
+        """Whether the endpoint has no instances."""
+        return self.memory is not None
+
+    @property
+    def memory_mib(self) -> int:
+        """Memory of a serverless endpoint in MiB, in which the service counts; 0 if it has instances."""
+        return (self.memory or 0) // _MIB
+
+    @property
+    def volume_gb(self) -> int:
+        """Storage in GB, in which the service counts; 0 for its default."""
+        return (self.volume or 0) // _GB
 
     @property
     def guarded(self) -> bool:
+        """Whether SageMaker shifts the traffic and watches alarms."""
         return self.strategy == "guarded"
 
     @property
     def scaled(self) -> bool:
+        """Whether the number of instances follows the load."""
         return self.max_instances > 0
 
-    @property
-    def own_tags(self) -> Mapping[str, str]:
-        return dict(pair.partition("=")[::2] for pair in listed(self.tags))
 
-
-def listed(text: str) -> tuple[str, ...]:
-    """The items of a list with commas."""
-    return tuple(item for item in map(str.strip, text.split(",")) if item)
-
-
-def settings_of(given: Mapping[str, Scalar], *, where: str = "") -> SageMakerSettings:
-    """Settings from plain values.
+def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
+    """Return the settings of an endpoint.
 
     Raises:
-        UserError: one is not known, is missing, is not of its type or range, or does not go with the others.
+        SettingsError: A setting is unknown, missing or wrong, or contradicts another one.
     """
-    hints = get_type_hints(SageMakerSettings)
-    own = tuple(f.name for f in fields(SageMakerSettings) if f.name != "server")
-    server = select_container_options(given, where=where, others=own)
-    given = {name: value for name, value in given.items() if name in own}
-    for name, value in given.items():
-        _check(name, hints[name], value, where)
-    if missing := [name for name in ("role", "image", "bucket") if not given.get(name)]:
-        remedy = "docs/sagemaker.md shows how to make them."
-        raise UserError(f"sagemaker needs the settings {', '.join(missing)}", where=where, remedy=remedy)
-    values: dict[str, Any] = {name: hints[name](value) for name, value in given.items()}
-    found = SageMakerSettings(**values, server=server)
-    for problem in _problems(found):
-        raise UserError(problem, where=where)
-    return found
+    remedy = "" if {"role", "image", "bucket"} <= set(given) else "See docs/sagemaker.md for how to make them."
+    return bind_settings(given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions)
 
 
-def _check(name: str, kind: type, value: Scalar, where: str) -> None:
-    numeric = kind is float and type(value) is int
-    if type(value) is not kind and not numeric:
-        raise UserError(f"{name} must be of type {kind.__name__}, not {value!r}", where=where)
-    low, high = _RANGES.get(name, (0, 0))
-    if name in _RANGES and not isinstance(value, str) and not low <= value <= high:
-        raise UserError(f"{name} must be from {low:g} to {high:g}, not {value!r}", where=where)
-
-
-def _problems(found: SageMakerSettings) -> list[str]:
-    """Everything that is wrong, or that the service would refuse."""
-    subnets, groups, alarms = listed(found.subnets), listed(found.security_groups), listed(found.alarms)
-    shaped = found.canary_percent > 0 or found.linear_percent > 0
-    rules = {
-        f"role: {found.role!r} is not the ARN of a role": not _ROLE.fullmatch(found.role),
-        f"image: {found.image!r} is no image": not _IMAGE.fullmatch(found.image),
-        f"bucket: {found.bucket!r} is no name of a bucket": not _BUCKET.fullmatch(found.bucket),
-        f"strategy must be ab or guarded, not {found.strategy!r}": found.strategy not in ("ab", "guarded"),
-        f"instance_type: {found.instance_type!r} is not like ml.c6i.large": not _INSTANCE.fullmatch(
-            found.instance_type
+def _find_contradictions(settings: SageMakerSettings) -> Iterator[tuple[str, str]]:
+    """Yield what the service would refuse, or could not do, with the setting to change."""
+    is_shifted = settings.canary_percent > 0 or settings.linear_percent > 0
+    serverless_rules = (
+        ("memory", "a serverless endpoint has one variant: strategy must be guarded", not settings.guarded),
+        ("memory", "must be a multiple of 1 GiB", settings.memory_mib % 1024 != 0),
+        ("subnets", "a serverless endpoint has no VPC", bool(settings.subnets or settings.security_groups)),
+        ("isolated", "a serverless endpoint has no network isolation", settings.isolated),
+        ("capture_percent", "a serverless endpoint has no data capture", settings.capture_percent > 0),
+        ("max_instances", "a serverless endpoint scales automatically; leave it out", settings.scaled),
+    )
+    yield from ((name, text) for name, text, wrong in serverless_rules if settings.serverless and wrong)
+    low, high, count = settings.min_instances, settings.max_instances, settings.instance_count
+    rules = (
+        (
+            "provisioned_concurrency",
+            "must not exceed max_concurrency",
+            settings.provisioned_concurrency > settings.max_concurrency,
         ),
-        "serverless (memory_mb) has one variant only: strategy must be guarded": found.serverless and not found.guarded,
-        "memory_mb must be a multiple of 1024": found.memory_mb % 1024 != 0,
-        "provisioned_concurrency must not exceed max_concurrency": found.provisioned_concurrency
-        > found.max_concurrency,
-        "serverless has no VPC": found.serverless and bool(subnets or groups),
-        "serverless has no network isolation": found.serverless and found.isolated,
-        "serverless has no data capture": found.serverless and found.capture_percent > 0,
-        "serverless scales by itself: leave max_instances out": found.serverless and found.scaled,
-        "min_instances must be from 1 to max_instances": found.scaled
-        and not 1 <= found.min_instances <= found.max_instances,
-        "instance_count must lie between min_instances and max_instances": found.scaled
-        and not found.min_instances <= found.instance_count <= found.max_instances,
-        "min_instances needs max_instances": found.min_instances > 0 and not found.scaled,
-        "subnets and security_groups belong together": bool(subnets) != bool(groups),
-        "at most 16 subnets and 5 security_groups": len(subnets) > 16 or len(groups) > 5,
-        f"at most {_MOST_ALARMS} alarms": len(alarms) > _MOST_ALARMS,
-        "alarms, canary_percent and linear_percent need strategy guarded": not found.guarded
-        and (bool(alarms) or shaped),
-        "canary_percent and linear_percent exclude each other": found.canary_percent > 0 and found.linear_percent > 0,
-        "linear_percent must be from 10 to 50": 0 < found.linear_percent < 10,
-        "capture_percent needs capture_uri, and capture_uri capture_percent": (found.capture_percent > 0)
-        != bool(found.capture_uri),
-        "capture_uri must begin with s3://": bool(found.capture_uri) and not found.capture_uri.startswith("s3://"),
-        "tags must be like team=vision, cost=42": any(not _TAG.fullmatch(pair) for pair in listed(found.tags)),
-        "tags that begin with onnx-ops are our own": any(key.startswith(_OWN_TAGS) for key in found.own_tags),
-    }
-    return [problem for problem, wrong in rules.items() if wrong]
+        ("min_instances", "must be from 1 to max_instances", settings.scaled and not 1 <= low <= high),
+        ("instance_count", "must be from min_instances to max_instances", settings.scaled and not low <= count <= high),
+        ("min_instances", "needs max_instances", low > 0 and not settings.scaled),
+        ("subnets", "needs security_groups, and they need subnets",
+         bool(settings.subnets) != bool(settings.security_groups)),
+        ("strategy", "alarms, canary_percent and linear_percent need strategy guarded",
+         not settings.guarded and (bool(settings.alarms) or is_shifted)),
+        ("linear_percent", "excludes canary_percent", settings.canary_percent > 0 and settings.linear_percent > 0),
+        ("linear_percent", "must be from 10 to 50", 0 < settings.linear_percent < 10),
+        ("capture_percent", "needs capture_uri, which needs capture_percent",
+         (settings.capture_percent > 0) != bool(settings.capture_uri)),
+        ("tags", f"tags that begin with {_OWN_TAGS} are reserved", any(k.startswith(_OWN_TAGS) for k in settings.tags)),
+        ("volume", "must be a whole number of GB", (settings.volume or 0) % _GB != 0),
+    )  # fmt: skip
+    yield from ((name, text) for name, text, wrong in rules if wrong)

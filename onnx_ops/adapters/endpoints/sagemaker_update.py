@@ -13,7 +13,7 @@ from typing import Any
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, instance_drift
-from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, listed
+from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, RefusedError
 
 _BUSY = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting"})
@@ -62,7 +62,7 @@ class EndpointUpdate:
         self._generation = generation
         self._scaling = VariantScaling(client)
         self._is_rollback = is_rollback
-        self._alarms = () if is_rollback else listed(self._settings.alarms)
+        self._alarms = () if is_rollback else self._settings.alarms
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
 
     def move(self, layout: EndpointLayout) -> None:
@@ -306,7 +306,7 @@ class EndpointUpdate:
 
 def deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
     """Return how SageMaker shifts the traffic: at once, or as the settings say."""
-    routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else settings.wait_s}
+    routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else int(settings.wait)}
     if settings.canary_percent and not at_once:
         size = {"Type": "CAPACITY_PERCENT", "Value": settings.canary_percent}
         routing |= {"Type": "CANARY", "CanarySize": size}
@@ -316,8 +316,8 @@ def deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once
     config: dict[str, Any] = {
         "BlueGreenUpdatePolicy": {
             "TrafficRoutingConfiguration": routing,
-            "TerminationWaitInSeconds": 0 if at_once else settings.termination_wait_s,
-            "MaximumExecutionTimeoutInSeconds": settings.max_execution_s,
+            "TerminationWaitInSeconds": 0 if at_once else int(settings.termination_wait),
+            "MaximumExecutionTimeoutInSeconds": int(settings.max_execution),
         }
     }
     if alarms:

@@ -15,17 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onnx_ops.adapters.objects import durable_file
+from onnx_ops.config.server_options import format_flags
 from onnx_ops.errors import ConflictError, CorruptStateError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.messages import STATE_PATH, read_message
-from onnx_ops.protocol.server_process import (
-    LOCK_FILE,
-    SERVER_FILE,
-    TOKEN_FILE,
-    ServerOptions,
-    ServerRecord,
-    format_flags,
-)
+from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerOptions, ServerRecord
 
 LOG_FILE = "server.log"
 

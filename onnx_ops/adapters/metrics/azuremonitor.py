@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from onnx_ops.adapters.azure import Scalar, ask, endpoint_name, missing_credentials, workspace_of
+from onnx_ops.adapters.azure import ask, endpoint_name, missing_credentials, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock
@@ -47,7 +48,7 @@ class AzureMonitorMetrics:
         UserError: a setting is given.
     """
 
-    def __init__(self, settings: Mapping[str, Scalar], clock: Clock | None = None) -> None:
+    def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
         if settings:
             raise UserError(f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none.")
         self._clock = clock or SystemClock()

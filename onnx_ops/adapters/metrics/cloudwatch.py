@@ -6,23 +6,32 @@ begin with the endpoint's last change, which is the origin. Time is that of Amaz
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Annotated, Any
 
-from onnx_ops.adapters.aws import ANSWER_S, Clients, Scalar, clients, missing_credentials, translated, variant_of
+from annotated_types import Ge, Unit, doc
+
+from onnx_ops.adapters.aws import AwsAccess, Clients, access_in, clients, missing_credentials, translated, variant_of
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
-from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError, quoted
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, quoted
 
-_KNOWN = ("delay_s", "profile", "region")
-_DELAY_S = 120
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _COUNTS = {"requests": "Invocations", "refused": "Invocation4XXErrors", "errors": "Invocation5XXErrors"}
 _LATENCIES = {"p50": "p50", "p99": "p99"}
 _MICROSECONDS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudWatchSettings(AwsAccess):
+    """Settings of the endpoint's section `metrics`. Access is that of the provider where it is left out."""
+
+    delay: Annotated[float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")] = 120.0
 
 
 class CloudWatchMetrics:
@@ -30,28 +39,20 @@ class CloudWatchMetrics:
     the weaker rule. Answers 4xx of the model are refusals, a full queue's 429 among them; 5xx are errors.
 
     Args:
-        settings: of the endpoint's section `metrics`: `region` and `profile`, by default those of its provider;
-            `delay_s`, after which a minute is taken to be told in full.
+        settings: those of `CloudWatchSettings`.
 
     Raises:
         UserError: a setting is not known, or wrong.
     """
 
-    def __init__(self, settings: Mapping[str, Scalar]) -> None:
-        for name in settings:
-            if name not in _KNOWN:
-                close = difflib.get_close_matches(name, _KNOWN, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(_KNOWN)}."
-                raise UserError(f"cloudwatch has no setting {name!r}", remedy=hint)
-        delay = settings.get("delay_s", _DELAY_S)
-        if type(delay) is not int or delay < 0:
-            raise UserError(f"delay_s must be a number of seconds, not {delay!r}")
-        self._delay = timedelta(seconds=delay)
+    def __init__(self, settings: Mapping[str, Json]) -> None:
+        read = bind_settings(settings, CloudWatchSettings, where="cloudwatch")
+        self._delay = timedelta(seconds=read.delay)
         self._settings = settings
-        self._connected: dict[tuple[Scalar, ...], Clients] = {}
+        self._connected: dict[AwsAccess, Clients] = {}
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
-        return missing_credentials({**config.settings, **self._settings}, where=config.endpoint)
+        return missing_credentials(access_in(config.settings, self._settings), where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"quantiles"})
@@ -87,12 +88,10 @@ class CloudWatchMetrics:
         )
 
     def _connect(self, config: EndpointConfig) -> Clients:
-        where = {name: self._settings.get(name, config.settings.get(name, "")) for name in ("region", "profile")}
-        where["answer_s"] = config.settings.get("answer_s", ANSWER_S)
-        key = tuple(where.values())
-        if key not in self._connected:
-            self._connected[key] = clients(where, where=config.endpoint)
-        return self._connected[key]
+        access = access_in(config.settings, self._settings, where=config.endpoint)
+        if access not in self._connected:
+            self._connected[access] = clients(access, where=config.endpoint)
+        return self._connected[access]
 
     @staticmethod
     def _since(sagemaker: Any, endpoint: str) -> tuple[datetime, datetime]:
@@ -129,7 +128,7 @@ def _query(key: str, metric: str, statistic: str, endpoint: str, variant: str, p
 
 
 def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end: datetime) -> dict[str, list[float]]:
-    """Values by the id of the query; raises ServiceUnavailable where CloudWatch tells only a part."""
+    """Values by the id of the query; raises ServiceUnavailableError where CloudWatch tells only a part."""
     found: dict[str, list[float]] = {}
     pages = cloudwatch.get_paginator("get_metric_data").paginate(
         MetricDataQueries=asked, StartTime=begin, EndTime=end, ScanBy="TimestampAscending"

@@ -11,15 +11,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.adapters.metrics.selecting import Names, Scalar, names_of
+from onnx_ops.adapters.metrics.selecting import Names
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, short
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds
-from onnx_ops.errors import RefusedError, ServiceUnavailableError, UserError, quoted
+from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
@@ -42,6 +44,13 @@ class _Page:
     counters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusSettings(Names):
+    """Settings of the endpoint's section `metrics`: the server's address, and what series and labels are called."""
+
+    url: Annotated[str, Pattern("https?://[^/]+.*", "an http address")]
+
+
 class PrometheusMetrics:
     """Fulfils `ports.MetricsSource`.
 
@@ -49,18 +58,16 @@ class PrometheusMetrics:
     with every instance that comes, goes or is started again: what was counted across that is left out.
 
     Args:
-        settings: of the endpoint's section `metrics`; see `names_of`, and `url`.
+        settings: those of `PrometheusSettings`.
 
     Raises:
         UserError: a setting is not known, missing or wrong.
     """
 
-    def __init__(self, settings: Mapping[str, Scalar]) -> None:
-        given = dict(settings)
-        self._url = str(given.pop("url", "")).rstrip("/")
-        if urlsplit(self._url).scheme not in ("http", "https") or not urlsplit(self._url).hostname:
-            raise UserError("prometheus needs a url", remedy="For example: url: https://prometheus.example")
-        self._names: Names = names_of(given)
+    def __init__(self, settings: Mapping[str, Json]) -> None:
+        remedy = "For example: url: https://prometheus.example"
+        self._names = bind_settings(settings, PrometheusSettings, where="prometheus", remedy=remedy)
+        self._url = self._names.url.rstrip("/")
 
     def capabilities(self) -> frozenset[str]:
         return frozenset({"exceedances", "shadow", "outcomes"} if self._names.own else {"exceedances"})

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from onnx_ops.errors import UserError
+from onnx_ops.domain.quantities import Pattern
 
-Scalar = str | int | float | bool
-
-_METRIC = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
+_Metric = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
+_Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """What series and labels are called; the defaults are the endpoint server's own.
 
-    `select` are further labels that all series must have, as `job=serving, namespace=prod`. `origin` is a series that
-    changes its labels or its value when the counters begin anew, such as `process_start_time_seconds`.
+    `select` are further labels that all series must have, as `{job: serving, namespace: prod}`. `origin` is a series
+    that changes its labels or its value when the counters begin anew, such as `process_start_time_seconds`.
     """
 
-    endpoint_label: str = "endpoint"
-    deployment_label: str = "deployment"
-    status_label: str = "status"
-    requests: str = "onnx_ops_requests_total"
-    histogram: str = "onnx_ops_service_seconds"
-    origin: str = "onnx_ops_counts"
-    select: str = ""
+    endpoint_label: _Label = "endpoint"
+    deployment_label: _Label = "deployment"
+    status_label: _Label = "status"
+    requests: _Metric = "onnx_ops_requests_total"
+    histogram: _Metric = "onnx_ops_service_seconds"
+    origin: _Metric = "onnx_ops_counts"
+    select: Mapping[_Label, str] = field(default_factory=dict)
 
     @property
     def own(self) -> bool:
@@ -44,43 +41,13 @@ class Names:
             counters: further series by deployment, where the server is one of ours.
             scraped: label by which the times of the scrapes are told from the counts.
         """
-        chosen = _matchers(_selected(self.select))
+        chosen = _matchers(self.select)
         ours = [f"{self.endpoint_label}={_quoted(endpoint)}", *chosen]
         metrics = [self.requests, f"{self.histogram}_bucket", *(counters if self.own else ())]
         origin = f"{self.origin}{{{','.join(ours if self.own else chosen)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
         series = f"{{{','.join([named, *ours])}}}"
         return f'{origin} or label_replace(timestamp({origin}), "{scraped}", "yes", "", "") or {series}'
-
-
-def names_of(settings: Mapping[str, Scalar]) -> Names:
-    """The names in an endpoint's settings.
-
-    Raises:
-        UserError: a setting is not known, or its value is no name.
-    """
-    known = [f.name for f in fields(Names)]
-    for key, value in settings.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known: url, {', '.join(known)}."
-            raise UserError(f"prometheus has no setting {key!r}", remedy=hint)
-        pattern = _LABEL if key.endswith("_label") else _METRIC
-        if key != "select" and not (isinstance(value, str) and pattern.fullmatch(value)):
-            what = "label" if key.endswith("_label") else "metric"
-            raise UserError(f"{key}: {value!r} is no name of a {what}", remedy="Letters, digits and underscores.")
-    _selected(str(settings.get("select", "")))
-    return Names(**{key: str(value) for key, value in settings.items()})
-
-
-def _selected(text: str) -> dict[str, str]:
-    found = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        label, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (equals and _LABEL.fullmatch(label)):
-            raise UserError(f"select: {part!r} is not label=value", remedy="For example: job=serving, namespace=prod")
-        found[label] = value
-    return found
 
 
 def _matchers(labels: Mapping[str, str]) -> list[str]:

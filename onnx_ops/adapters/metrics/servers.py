@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import MinLen, doc
 
 from onnx_ops import codec
 from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.adapters.metrics.selecting import Scalar
 from onnx_ops.adapters.server_metrics import ServerMetrics
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.messages import COUNTS_PATH, Counts, UserCountsRequest
 
 VARIABLE = "ONNX_OPS_SERVERS_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServersSettings:
+    """Settings of the endpoint's section `metrics`."""
+
+    urls: Annotated[tuple[str, ...], MinLen(1), doc("Addresses of the servers' admin listeners.")]
+
+
+def _find_duplicates(settings: ServersSettings) -> Iterator[tuple[str, str]]:
+    if len({url.rstrip("/") for url in settings.urls}) < len(settings.urls):
+        yield "urls", "each must be of another server"
 
 
 class SeveralServers(ServerMetrics):
     """Fulfils `ports.MetricsSource`. Counts are added over the servers, those of a user too.
 
     Args:
-        settings: of the endpoint's section `metrics`: `urls`, the addresses of the servers' admin listeners, separated
-            by commas.
+        settings: those of `ServersSettings`.
 
     Raises:
         UserError: a setting is not known, missing or wrong.
     """
 
-    def __init__(self, settings: Mapping[str, Scalar]) -> None:
-        urls = [url.strip().rstrip("/") for url in str(settings.get("urls", "")).split(",")]
-        if unknown := sorted(set(settings) - {"urls"}):
-            raise UserError(f"servers has no setting {unknown[0]!r}", remedy="Known: urls.")
-        if not all(urls) or len(set(urls)) < len(urls):
-            what = "servers needs urls, each of another server"
-            raise UserError(what, remedy="For example: urls: https://one.example, https://two.example")
+    def __init__(self, settings: Mapping[str, Json]) -> None:
+        read = bind_settings(settings, ServersSettings, where="servers", rules=_find_duplicates)
+        urls = [url.rstrip("/") for url in read.urls]
         self._hosts = {url: host_of(url, "an address in urls") for url in urls}
         super().__init__(self._all)
 

@@ -6,23 +6,46 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, MinLen
 
 from onnx_ops.adapters.optimizers.library import quiet, told
-from onnx_ops.adapters.optimizers.options import SIZES, Kind, one_of, read_options, whole
+from onnx_ops.adapters.optimizers.options import read_options
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.rewrites import follow, like_source
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
-LEVELS = ("basic", "extended", "all")
-FAMILIES = ("bart", "bert", "clip", "gpt2", "phi", "t5", "unet", "vit")
-
 _TOOLS = ("onnxruntime", "onnx")
 _ERRORS_ONLY = 3
 _LEAVE_OUT = "Leave this variant out of `quantize`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """Options of saved graph optimizations."""
+
+    level: Literal["basic", "extended", "all"] = "extended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionOptions:
+    """Options of the fusion of transformer patterns."""
+
+    family: Literal["bart", "bert", "clip", "gpt2", "phi", "t5", "unet", "vit"] = "bert"
+    heads: Annotated[int, Ge(1)] | None = None
+    hidden: Annotated[int, Ge(1)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeOptions:
+    """Options of fixed shapes."""
+
+    dims: Annotated[Mapping[str, Annotated[int, Ge(1)]], MinLen(1)] = field(default_factory=dict)
 
 
 class GraphOptimizer:
@@ -33,7 +56,7 @@ class GraphOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
-    options: Mapping[str, Kind] = {"level": one_of(*LEVELS)}
+    options: type = GraphOptions
     quantized = False
     needs_calibration = False
 
@@ -64,7 +87,7 @@ class FusionOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
-    options: Mapping[str, Kind] = {"family": one_of(*FAMILIES), "heads": whole(1), "hidden": whole(1)}
+    options = FusionOptions
     quantized = False
     needs_calibration = False
 
@@ -102,7 +125,7 @@ class ShapeOptimizer:
     """
 
     tools: tuple[str, ...] = _TOOLS
-    options: Mapping[str, Kind] = {"dims": SIZES}
+    options = ShapeOptions
     quantized = False
     needs_calibration = False
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
+from onnx_ops.adapters.optimizers.options import Names, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
@@ -19,6 +19,13 @@ _FLOAT, _HALF = 1, 10
 _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfOptions:
+    """Options of the conversion to float16."""
+
+    keep: Names = ()
+
+
 class HalfOptimizer:
     """Weights and arithmetic in float16; inputs and outputs keep their types.
 
@@ -26,7 +33,7 @@ class HalfOptimizer:
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
-    options: Mapping[str, Kind] = {"keep": NAMES}
+    options = HalfOptions
     quantized = True
     needs_calibration = False
 

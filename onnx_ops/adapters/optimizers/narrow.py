@@ -7,10 +7,11 @@ import importlib
 import io
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import YES_NO, Kind, one_of, read_options
+from onnx_ops.adapters.optimizers.options import read_options
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import constants, read_model, write_model
 from onnx_ops.onnx_graph.model_info import info
@@ -20,16 +21,18 @@ from onnx_ops.ports.optimize import OptimizeRequest
 
 _DOUBLE = 11
 
-ALGORITHMS = ("rtn", "hqq", "gptq")
-
-_OPTIONS = {
-    "bits": one_of(4, 8),
-    "block": one_of(16, 32, 64, 128, 256),
-    "symmetric": YES_NO,
-    "algorithm": one_of(*ALGORITHMS),
-    "accuracy": one_of(0, 1, 2, 3, 4),
-}
 _MOVES = "moves weights by more than rounding, so as to keep the answers: parity.weight_steps must allow it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOptions:
+    """Options of the quantization of weights."""
+
+    bits: Literal[4, 8] | None = None
+    block: Literal[16, 32, 64, 128, 256] = 32
+    symmetric: bool = True
+    algorithm: Literal["rtn", "hqq", "gptq"] = "rtn"
+    accuracy: Literal[0, 1, 2, 3, 4] | None = None
 
 
 class WeightQuantizer:
@@ -40,7 +43,7 @@ class WeightQuantizer:
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
-    options: Mapping[str, Kind] = _OPTIONS
+    options = WeightOptions
     quantized = True
     needs_calibration = False
 

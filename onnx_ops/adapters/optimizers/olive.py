@@ -7,13 +7,13 @@ import importlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.optimizers.options import Kind, read_options
+from onnx_ops.adapters.optimizers.options import read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
@@ -25,12 +25,6 @@ from onnx_ops.scratch import Scratch
 
 CONFIG = "config"
 
-_OPTIONS = {
-    CONFIG: Kind(
-        "a file of the project, or the configuration itself: {passes: {...}}",
-        lambda value: bool(value) and isinstance(value, str | Mapping),
-    )
-}
 _KEPT = ("passes", "systems", "host", "target")
 """What a configuration is used for. The rest says where models come from and go to, and how Olive judges them: that is
 the pipeline's."""
@@ -44,6 +38,13 @@ _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", r
 _EXCLUDING = ("OnnxDynamicQuantization", "OnnxStaticQuantization", "OnnxQuantization", "OnnxBlockWiseRtnQuantization")
 _GEMM_SUFFIX = "_MatMul"
 """What ONNX Runtime's quantizers add to the name of a Gemm that they rewrite: they look for exclusions afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OliveOptions:
+    """Options of a run of Olive: a file of the project, or the configuration itself."""
+
+    config: Json = None
 
 
 class OliveOptimizer:
@@ -64,7 +65,7 @@ class OliveOptimizer:
         "numpy==2.4.6",
     )
     tools: tuple[str, ...] = ()
-    options: Mapping[str, Kind] = _OPTIONS
+    options = OliveOptions
     quantized = True
     needs_calibration = False
 
@@ -80,12 +81,14 @@ class OliveOptimizer:
         """
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
-        if config is None:
+        if not config:
             raise UserError(
                 "olive needs a configuration",
                 where=f"variant {section.name}",
                 remedy="Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}.",
             )
+        if not isinstance(config, str | Mapping):
+            raise UserError("config must be a file of the project, or the configuration: {passes: {...}}", where=where)
         if isinstance(config, str):
             config, where = _read(root, config, where), config
         return replace(section, options={**section.options, CONFIG: _used(config, where)})

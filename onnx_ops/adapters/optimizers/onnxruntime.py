@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import NAMES, YES_NO, Kind, one_of, read_options
-from onnx_ops.domain.quantization import ACTIVATIONS, WEIGHTS, reduced, static_recipe
+from onnx_ops.adapters.optimizers.options import Names, read_options
+from onnx_ops.domain.quantization import reduced, static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import info
@@ -35,14 +35,6 @@ WIDE_OPSET = 21
 
 _REWRITTEN_GEMM = "_MatMul"
 """The dynamic quantizer first makes each Gemm X a MatMul X_MatMul, and only then looks at the exclusions."""
-
-_DYNAMIC_OPTIONS = {"op_types": NAMES, "reduce_range": YES_NO}
-_STATIC_OPTIONS = {
-    **_DYNAMIC_OPTIONS,
-    "activations": one_of(*ACTIVATIONS),
-    "weights": one_of(*WEIGHTS),
-    "symmetric": YES_NO,
-}
 
 _FLOAT = 1
 _FUSED = "com.microsoft"
@@ -68,6 +60,23 @@ class _Job:
         return [name for names in self.excluded.values() for name in names]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicOptions:
+    """Options of dynamic quantization."""
+
+    op_types: Names = ()
+    reduce_range: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticOptions(DynamicOptions):
+    """Options of static quantization."""
+
+    activations: Literal["uint8", "int8", "uint16"] | None = None
+    weights: Literal["int8", "uint8"] | None = None
+    symmetric: bool | None = None
+
+
 class DynamicQuantizer:
     """Weights of MatMul and Gemm in int8, activations quantized anew in every run. Needs no data.
 
@@ -75,7 +84,7 @@ class DynamicQuantizer:
     """
 
     tools: tuple[str, ...] = TOOLS
-    options: Mapping[str, Kind] = _DYNAMIC_OPTIONS
+    options = DynamicOptions
     quantized = True
     needs_calibration = False
 
@@ -98,7 +107,7 @@ class StaticQuantizer:
     """
 
     tools: tuple[str, ...] = TOOLS
-    options: Mapping[str, Kind] = _STATIC_OPTIONS
+    options = StaticOptions
     quantized = True
     needs_calibration = True
 

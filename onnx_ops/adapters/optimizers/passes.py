@@ -6,14 +6,15 @@ Each runs in a process of its own: their native code may take its process down, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.isolation.shield import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.optimizers.options import NAMES, Kind, read_options
+from onnx_ops.adapters.optimizers.options import Names, read_options
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_model, write_model
 from onnx_ops.onnx_graph.model_info import info
@@ -24,6 +25,20 @@ from onnx_ops.scratch import Scratch
 
 Clean = Callable[[Path, Path, Sequence[str]], None]
 """Writes to the second path what a tool makes of the model at the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassesOptions:
+    """Passes to run."""
+
+    passes: Names = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipOptions:
+    """Passes to leave out."""
+
+    skip: Names = ()
 
 
 class _Passes:
@@ -46,8 +61,9 @@ class _Passes:
         self._memory = memory
 
     @property
-    def options(self) -> Mapping[str, Kind]:
-        return {self.option: NAMES}
+    def options(self) -> type:
+        """Dataclass of the options."""
+        return PassesOptions if self.option == "passes" else SkipOptions
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))

@@ -13,7 +13,7 @@ from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, 
 from onnx_ops.attestation import sign
 from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.pipeline import NAME_PATTERN
+from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.domain.rollout import alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError

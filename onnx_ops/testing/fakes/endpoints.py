@@ -8,6 +8,7 @@ from typing import Any
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
+from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds, UnitSums
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
@@ -28,12 +29,12 @@ class FakeProvider:
         self.left: dict[str, list[Leftover]] = {}
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
-        self._settings: dict[str, Mapping[str, str | int | float | bool]] = {}
+        self._settings: dict[str, Mapping[str, Json]] = {}
 
-    def capabilities(self, settings: Mapping[str, str | int | float | bool] | None = None) -> frozenset[str]:
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         return frozenset({"split"})
 
-    def check(self, settings: Mapping[str, str | int | float | bool]) -> None:
+    def check(self, settings: Mapping[str, Json]) -> None:
         """Endpoints in memory have no settings of their own, and take any."""
 
     def unservable(self, target: Target) -> str:

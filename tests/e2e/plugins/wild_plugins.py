@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.optimizers.graphs import GraphOptimizer
-from onnx_ops.adapters.optimizers.options import Kind
+from onnx_ops.adapters.optimizers.graphs import GraphOptimizer, GraphOptions
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 
 
@@ -34,10 +33,15 @@ def misbehave(how: str) -> None:
             pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WildOptions(GraphOptions):
+    how: str = ""
+
+
 class WildOptimizer(GraphOptimizer):
     """Option `how` says how it ends."""
 
-    options: Mapping[str, Kind] = {"how": Kind("a text", lambda value: isinstance(value, str))}
+    options = WildOptions
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         misbehave(str(request.section.options["how"]))

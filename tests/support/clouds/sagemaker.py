@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError
 from tests.support.clouds.iam import BUCKET, ROLE, resources
 from tests.support.clouds.sagemaker_parts import ACCOUNT, CALLER, REGION
@@ -27,13 +28,13 @@ from tests.support.processes import ROOT
 
 __all__ = ["BUCKET", "ROLE", "SETTINGS", "FakeSageMaker", "client", "fake_sagemaker"]
 
-SETTINGS: Mapping[str, str | int | float | bool] = {
+SETTINGS: Mapping[str, Json] = {
     "role": ROLE,
     "image": f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/onnx-ops:1",
     "bucket": BUCKET,
     "region": REGION,
-    "poll_s": 0,
-    "timeout_s": 120,
+    "poll_interval": "0 s",
+    "timeout": "2 min",
 }
 _START_S = 60.0
 _PAUSE_S = 0.01

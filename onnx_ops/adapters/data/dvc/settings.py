@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from onnx_ops import codec
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.pipeline import DataSection, PluginData
+from onnx_ops.domain.quantities import Pattern
 from onnx_ops.errors import RefusedError, UserError
 
 _SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
-_MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class DvcSettings:
     rev: str = ""
     repo: str = "."
     remote: str = ""
-    md5: str = ""
+    md5: Annotated[str, Pattern(r"([0-9a-f]{32}(\.dir)?)?", "an MD5, as the .dvc file has it")] = ""
     requirements: tuple[str, ...] = ()
 
     @property
@@ -46,29 +44,11 @@ def settings_of(section: DataSection) -> DvcSettings:
     """
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
-    known = [field.name for field in fields(DvcSettings)]
-    for key in section.with_:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
-            raise UserError(f"unknown setting {key!r}", where="data.with", remedy=hint)
-    if "path" not in section.with_:
-        raise UserError("data from DVC needs a path", where="data.with", remedy="Write `with: {path: data/train.npz}`.")
-    _check_texts(section.with_)
-    settings = codec.from_json(dict(section.with_), DvcSettings, where="data.with")
+    settings = bind_settings(
+        section.with_, DvcSettings, where="data.with", remedy="For example: with: {path: data/train.npz}."
+    )
     _check(settings)
     return settings
-
-
-def _check_texts(given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        if key == "requirements":
-            if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-                raise UserError(
-                    "requirements must be a list of texts", where="data.with", remedy="Write [dvc==3.67.1]."
-                )
-        elif not isinstance(value, str):
-            raise UserError(f"{key} must be a text, not {value!r}", where="data.with", remedy="Put it into quotes.")
 
 
 def _check(settings: DvcSettings) -> None:
@@ -79,8 +59,6 @@ def _check(settings: DvcSettings) -> None:
             where=f"data.with.path: {settings.path}",
             remedy="Write it relative to `repo`, with slashes.",
         )
-    if settings.md5 and not _MD5.fullmatch(settings.md5):
-        raise UserError(f"{settings.md5!r} is no MD5", where="data.with.md5", remedy="Copy it from the .dvc file.")
     if "://" in settings.repo and urlsplit(settings.repo).password is not None:
         raise RefusedError(
             "a password does not belong into a pipeline file",

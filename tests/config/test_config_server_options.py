@@ -1,0 +1,86 @@
+"""Settings of plugins and options of the server, which the same binder reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnx_ops.config.binding import SettingsError, bind_settings
+from onnx_ops.config.loader import check_pipeline
+from onnx_ops.config.server_options import format_flags, format_option_variables, list_options
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import ConfigError
+from onnx_ops.protocol.server_process import ContainerOptions, ServerOptions
+
+OPTIONS = st.builds(
+    ServerOptions,
+    workers=st.integers(1, 9),
+    deadline=st.floats(0.001, 3600),
+    endpoint=st.text("ab"),
+    prepack=st.just(0),
+)
+
+
+def bind_options(given: Mapping[str, Json]) -> ServerOptions:
+    return bind_settings(given, ServerOptions, where="digits")
+
+
+def test_every_option_is_described() -> None:
+    assert [name for name, _, _, _ in list_options()] == [f.name for f in fields(ServerOptions)]
+    assert all(text and kind in (int, str) for _, kind, _, text in list_options())
+    assert bind_options({}) == ServerOptions()
+
+
+@given(OPTIONS)
+def test_flags_and_variables_give_the_same_options(options: ServerOptions) -> None:
+    parser = argparse.ArgumentParser()
+    for name, kind, default, _ in list_options():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
+    assert bind_options(vars(parser.parse_args(format_flags(options)))) == options
+    variables = format_option_variables(ContainerOptions(max_body=1 << 20, workers=2, queue=128))
+    assert variables == {"ONNX_OPS_SERVE_MAX_BODY": "1 MiB", "ONNX_OPS_SERVE_WORKERS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"worker": 2}, "digits: unknown key 'worker'; did you mean 'workers'?"),
+        ({"workers": "2"}, "digits: workers: expected a whole number, got the text '2'; leave out the quotes"),
+        ({"workers": True}, "digits: workers: expected a whole number, got true"),
+        ({"workers": 0}, "digits: workers: must be at least 1, got the number 0"),
+        ({"deadline": 5}, "digits: deadline: expected a duration, got the number 5; write it with a unit, e.g. 5 ms"),
+        ({"deadline": "2 h"}, "digits: deadline: must be at most 1 h, got the text '2 h'"),
+        ({"workers": 0, "queue": "x"}, "must be at least 1, got the number 0; queue: expected a whole number"),
+    ],
+)
+def test_wrong_settings_are_refused_with_every_problem(settings: dict[str, Json], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        bind_options(settings)
+    assert message in str(caught.value)
+    assert len(caught.value.findings) == len(settings)
+
+
+def test_check_locates_every_problem_of_an_endpoints_settings(project: Path, pipeline_text: str) -> None:
+    settings = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"
+    text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, settings: {settings},")
+    (project / "toy.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        check_pipeline(
+            project / "toy.yaml",
+            root=project,
+            plugins={"endpoints": ("local",)},
+            settings=lambda _, given: bind_settings(given, ServerOptions),
+            environ={},
+        )
+    line = text.splitlines()[-1]
+    assert [(problem.path, problem.column) for problem in caught.value.problems] == [
+        ("deploy[0].settings.deadline", line.index("5,") + 1),
+        ("deploy[0].settings.read_timeout", line.index("1 week") + 1),
+        ("deploy[0].settings", line.index("worker") + 1),
+    ]
