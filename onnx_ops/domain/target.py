@@ -21,7 +21,7 @@ from onnx_ops.domain.quantities import LATER, Amount, Bytes, Json, Notation, Pat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DiagnosticResult:
     """One line: what was looked at, what was found, and what to do if that is wrong.
 
     `absent` is something optional that is not installed: no fault, and not ready for use.
@@ -128,8 +128,8 @@ class HardwareFingerprint:
     memory_bytes: int
     runtime: str
     runtime_version: str
-    accelerators: tuple[str, ...] = field(default=(), metadata=LATER)
-    driver: str = field(default="", metadata=LATER)
+    accelerators: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    driver: str = field(default="", metadata=OMIT_DEFAULT)
 
     def digest(self) -> Digest:
         return digest_json(

@@ -10,7 +10,7 @@ from prefect import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
 
-from onnx_ops.domain.artifact import Manifest, short
+from onnx_ops.domain.artifact import Manifest, short_digest
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
@@ -116,5 +116,5 @@ def _shown(outcome: StageOutcome, decide: Decide) -> State[Any]:
     decision = decide(outcome.manifest)
     if decision is not None and decision.verdict is not Verdict.PASS:
         return judged(decision)
-    known = f" ({short(outcome.key)})" if outcome.key is not None else ""
+    known = f" ({short_digest(outcome.key)})" if outcome.key is not None else ""
     return Completed(name="Cached", message=f"its result is known already{known}")

@@ -15,9 +15,9 @@ from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
-from onnx_ops.release.notify import notify_each
-from onnx_ops.release.reconcile import Glance, tell_registry
-from onnx_ops.release.rollback import Rolled, roll_back_each
+from onnx_ops.release.notify import send_pending_each
+from onnx_ops.release.reconcile import DryRun, write_aliases
+from onnx_ops.release.rollback import RollbackResult, roll_back_each
 
 P = ParamSpec("P")
 
@@ -67,7 +67,7 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def reconcile_as_task(glance: Glance, endpoint: str, by: str) -> State[Any]:
+def reconcile_as_task(glance: DryRun, endpoint: str, by: str) -> State[Any]:
     """Settle one endpoint in a task run of its own; one endpoint's trouble is not another's."""
     return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
 
@@ -91,13 +91,13 @@ def back_as_tasks(
         else:
             told = functools.partial(_moved, ports, moved[name], by)
             states[name] = run_as_task("rollback", f"rollback {name}", told)
-    notify_each(ports, tuple(moved))
+    send_pending_each(ports, tuple(moved))
     return states
 
 
-def _moved(ports: Ports, rolled: Rolled, by: str) -> State[Any]:
+def _moved(ports: Ports, rolled: RollbackResult, by: str) -> State[Any]:
     told = f"{rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
-    pending = tell_registry(ports, rolled.endpoint, actor=by) if rolled.owed else ""
+    pending = write_aliases(ports, rolled.endpoint, actor=by) if rolled.owed else ""
     return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
@@ -110,7 +110,7 @@ def together(states: Mapping[str, State[Any]]) -> State[Any]:
     return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
-def _settled(glance: Glance, endpoint: str, by: str) -> State[Any]:
+def _settled(glance: DryRun, endpoint: str, by: str) -> State[Any]:
     try:
         reports = glance.settle(endpoint, actor=by)
     except OnnxOpsError as error:

@@ -20,7 +20,7 @@ from onnx_ops.orchestration.executor import PrefectExecutor
 from onnx_ops.orchestration.flows import actor, conclusion, together
 from onnx_ops.orchestration.progress import Progress
 from onnx_ops.orchestration.tasks import failed
-from onnx_ops.release.notify import notify_each
+from onnx_ops.release.notify import send_pending_each
 
 
 def lead(
@@ -47,7 +47,7 @@ def lead(
     publish_tables(summary)
     publish_pictures(summary, evidence_of(summary, project.ports.store).values())
     tell_run(project.ports, prepared.pipeline, summary)
-    notify_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
+    send_pending_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
     return conclusion(summary, result.errors)
 
 

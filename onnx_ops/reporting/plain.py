@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from statistics import median
 
-from onnx_ops.domain.evidence import Evidence, Starts
+from onnx_ops.domain.evidence import ColdStartMeasurement, Evidence
 
 
 def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
@@ -28,7 +28,7 @@ def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
     return figures
 
 
-def _starts(target: str, starts: Starts) -> dict[str, float]:
+def _starts(target: str, starts: ColdStartMeasurement) -> dict[str, float]:
     """Medians over fresh processes."""
     samples = {
         "load_ms": [1e3 * seconds for seconds in starts.load_s],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from onnx_ops.domain.decision import Decision
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, gate_of
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, find_gate_kind
 from onnx_ops.reporting.figures import number
 from onnx_ops.reporting.measured import Measured
 from onnx_ops.reporting.plots import Figure, limit_of, share
@@ -70,7 +70,7 @@ def _place(comparison: LatencyComparison | PairedRatios) -> tuple[str, str]:
     """Gate and metric of the result about a ratio."""
     if isinstance(comparison, LatencyComparison):
         return "latency", f"ratio vs {comparison.against}"
-    return gate_of(comparison.figure), f"{comparison.figure} vs {comparison.against}"
+    return find_gate_kind(comparison.figure), f"{comparison.figure} vs {comparison.against}"
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
-from onnx_ops.domain.attestation import OVERRIDE
+from onnx_ops.domain.attestation import OVERRIDE_TAG_PREFIX
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import VersionRecord, is_among
-from onnx_ops.domain.rollout import alias as alias_of
+from onnx_ops.domain.rollout import format_alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import TRUSTED_KEYS, Configuration
 from onnx_ops.integrations.mlflow_app.names import PREVIOUS, GuardedAlias, folded, guarded
 from onnx_ops.integrations.mlflow_app.overrides import Overrides
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock, Verifier
-from onnx_ops.release.decision_policy import counts, passing_decision, standing_override
+from onnx_ops.release.decision_policy import is_valid_for, read_override, require_passing_decision
 from onnx_ops.reporting.description import told_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
@@ -60,7 +60,7 @@ class Guard:
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
         """A version's tag is about to be set."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
+        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
         found, record = self._read(model, version)
         if found is None or record is None:
@@ -72,13 +72,13 @@ class Guard:
                 )
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
-            if plain.startswith(OVERRIDE):
+            if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._overrides.give(user, found, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """A version's tag is about to be deleted."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
+        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
         found, record = self._read(model, version)
         if found is None or record is None:
@@ -86,7 +86,7 @@ class Guard:
         with _said(f"tag {key} of version {found.version} of {found.model} was not deleted"):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
-            if plain.startswith(OVERRIDE):
+            if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._overrides.take_back(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
@@ -149,12 +149,12 @@ class Guard:
     def _decided(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
         keys = self._keys()
         try:
-            passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
+            require_passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in found.aliases:
                 return  # it serves now, and is about to be followed
-            if standing_override(record, target.target, keys) is not None:
+            if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
             why = (told_reason(found.description, target.target) if judged else "") or error.why
@@ -172,7 +172,7 @@ class Guard:
 
     def _counts(self, record: VersionRecord, target: str) -> bool:
         keys, signed = self._configuration.keys, record.decisions.get(target)
-        return keys is not None and signed is not None and counts(signed, record, target, keys)
+        return keys is not None and signed is not None and is_valid_for(signed, record, target, keys)
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
         """A decision that counts is only followed by a later one that counts too."""
@@ -182,7 +182,7 @@ class Guard:
         keys, new = self._configuration.keys, decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
-        if new is None or not counts(new, record, target, keys):
+        if new is None or not is_valid_for(new, record, target, keys):
             raise RefusedError("what stands there is validly signed, and this is not about this version and target")
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
