@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
-    from onnx_ops.domain.target import DiagnosticResult
+    from onnx_ops.domain.target import Diagnosis
     from onnx_ops.release.audit import ReevaluatedDecision
     from onnx_ops.reporting.comparison import ModelComparison
 
@@ -328,7 +328,7 @@ def champions_table(found: Sequence[Drift]) -> None:
     print_table(console(), ("model", "version", "target", "variant", "verdict", "why"), rows)
 
 
-def doctor_table(findings: Sequence[DiagnosticResult]) -> None:
+def doctor_table(findings: Sequence[Diagnosis]) -> None:
     rows = [
         [
             "[yellow]--[/yellow]" if one.absent else "[green]ok[/green]" if one.ok else "[red]!![/red]",

@@ -18,7 +18,7 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER, Notation
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Notation
 
 Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 

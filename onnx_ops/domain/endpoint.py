@@ -9,7 +9,7 @@ from typing import TypeAlias
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER, Json
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

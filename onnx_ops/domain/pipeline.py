@@ -16,7 +16,7 @@ from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
+from onnx_ops.domain.quantities import COMPUTED, OMIT_DEFAULT, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, Tune
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
@@ -237,7 +237,7 @@ class Pipeline:
     )
     register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
     deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
-    parameters: Mapping[str, Json] = field(default_factory=dict, metadata=FOUND)
+    parameters: Mapping[str, Json] = field(default_factory=dict, metadata=COMPUTED)
     """What was taken from `params.yaml`, by its path there."""
 
     def variants(self) -> tuple[str, ...]:

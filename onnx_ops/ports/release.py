@@ -12,7 +12,7 @@ from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
-from onnx_ops.domain.target import DiagnosticResult, Target
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError
 
 
@@ -241,7 +241,7 @@ class DetachedServing(Protocol):
 class Diagnosable(Protocol):
     """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
         """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
         Changes nothing."""
         ...

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import DiagnosticResult, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.ports.data import Array, Tensors
 
 
@@ -158,7 +158,7 @@ class EnvironmentRuntime(Runtime, Protocol):
         """The same, with its environments below a folder."""
         ...
 
-    def diagnose(self) -> Iterable[DiagnosticResult]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         """What it needs of this machine beside those, and whether that is here. Changes nothing."""
         ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import DiagnosticResult, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
@@ -41,7 +41,7 @@ class TargetedRuntime:
     def housed(self, folder: Path) -> TargetedRuntime:
         return TargetedRuntime(here=self.here, folder=folder)
 
-    def diagnose(self) -> Iterable[DiagnosticResult]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return ()
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:

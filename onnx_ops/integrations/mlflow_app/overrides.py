@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 
 from onnx_ops import codec
-from onnx_ops.attestation import sign
-from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.attestation import sign_record
+from onnx_ops.domain.attestation import MAX_REASON_LENGTH, OVERRIDE_TAG_PREFIX, override_reason_tag, override_record_tag
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.errors import RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock
-from onnx_ops.release.decision_policy import override_of
+from onnx_ops.release.decision_policy import build_override
 
-_REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
+_REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 
 
 class Overrides:
@@ -39,11 +39,11 @@ class Overrides:
             raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
         if not reason.strip():
             raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
-        if len(reason) > LONGEST_REASON:
-            raise RefusedError(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
-        about = override_of(record, target, keys, reason=reason, by=user, now=self._clock.now())
-        envelope = sign(about, signer).envelope
-        self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
+        if len(reason) > MAX_REASON_LENGTH:
+            raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
+        about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
+        envelope = sign_record(about, signer).envelope
+        self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
 
     def take_back(self, user: str, key: str) -> None:
         """The tag with the reason is about to be deleted; the signed record stays, as a trace.
@@ -60,7 +60,7 @@ class Overrides:
         if self._configuration.signer is None or located is None or not located.policy.overrides:
             return "Or promote a version that passed."
         if is_among(user, located.policy.overrides):
-            return f"Or override it: set tag {reason_tag(target)} with the reason, then this alias again."
+            return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
     def _permit(self, user: str, key: str) -> None:
@@ -79,6 +79,6 @@ def _target(key: str) -> str:
     match = _REASON.fullmatch(key)
     if match is None:
         raise RefusedError(
-            "only the server itself writes it", remedy=f"The reason of an override is {reason_tag('TARGET')}."
+            "only the server itself writes it", remedy=f"The reason of an override is {override_reason_tag('TARGET')}."
         )
     return match[1]

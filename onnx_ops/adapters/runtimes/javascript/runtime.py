@@ -21,7 +21,7 @@ from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tenso
 from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.target import DiagnosticResult, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.ports.data import Array, Tensors
@@ -68,7 +68,7 @@ class NodeRuntime:
     def housed(self, folder: Path) -> NodeRuntime:
         return type(self)(folder=folder)
 
-    def diagnose(self) -> Iterable[DiagnosticResult]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return diagnosed("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
@@ -232,7 +232,7 @@ class BrowserRuntime(NodeRuntime):
 
     kind: ClassVar[str] = "browser"
 
-    def diagnose(self) -> Iterable[DiagnosticResult]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return diagnosed("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
