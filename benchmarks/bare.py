@@ -21,10 +21,10 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.store.models import manifest_of
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
-from onnx_ops.domain.rollout import split_state
+from onnx_ops.domain.rollout import build_split_state
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.compatibility import full_check
-from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, RaceSchedule
+from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, PairedBenchmarkSchedule
 from onnx_ops.statistics.probes import learn_domains, make_batch_inputs, make_range_inputs
 
 TARGET = Target(name="cpu-1t")
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
         runtime.run(path, TARGET, (samples,))
         runtime.sample(path, TARGET, feed(samples), runs=800, warmup=50)
         if name != "fp32":
-            runtime.race((export, export, path), TARGET, feed(samples), RaceSchedule(heats=5))
+            runtime.race((export, export, path), TARGET, feed(samples), PairedBenchmarkSchedule(heats=5))
     registry = MlflowRegistry(f"sqlite:///{folder / 'mlflow.db'}", artifact_root=str(folder / "mlartifacts"))
     versions = registry.publish(publication(variants))
     registry.set_alias("digits-mlp", "champion-cpu-1t", versions["fp32"])
@@ -91,7 +91,7 @@ def deploy(folder: Path, export: Path, version: str) -> None:
         pipeline="bare",
     )
     endpoints = LocalEndpoints(folder / "endpoints")
-    endpoints.apply(config, split_state(None, deployment, 100), generation=1)
+    endpoints.apply(config, build_split_state(None, deployment, 100), generation=1)
     if endpoints.observe(config) is None:
         raise SystemExit("the endpoint does not answer")
 

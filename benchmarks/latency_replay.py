@@ -27,7 +27,7 @@ from benchmarks.truth.latency import LIMIT, LOADS, QUIET, TARGET, WIDTH, write_l
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.measure.timing import split_log_ratios
-from onnx_ops.ports import RaceSamples, RaceSchedule
+from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule
 from onnx_ops.statistics.latency import LOOKS, compare, compute_block_logs, explain_withheld_verdict, should_continue
 
 RATIOS = (1.0, 1.02, 1.0 + LIMIT, 1.10)
@@ -38,7 +38,7 @@ COPIES = 3
 class Recording:
     """A race of one model with itself; `heat_s` is what a heat took, sessions built and warmed up included."""
 
-    samples: RaceSamples
+    samples: PairedBenchmarkSamples
     heat_s: float
 
 
@@ -77,7 +77,7 @@ def record(heats: int) -> Recording:
     with tempfile.TemporaryDirectory(prefix="onnx-ops-replay-") as folder:
         model = write_layers(Path(folder) / "model.onnx", 0)
         begun = time.perf_counter()
-        samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, RaceSchedule(heats=heats))
+        samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(heats=heats))
         return Recording(samples=samples, heat_s=(time.perf_counter() - begun) / heats)
 
 
@@ -87,7 +87,7 @@ def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -
     return [_decide(samples, ratio, draw) for _ in range(count)]
 
 
-def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> Decided:
+def _decide(samples: PairedBenchmarkSamples, ratio: float, draw: np.random.Generator) -> Decided:
     """As `measure.timing` does it, look by look."""
     recorded = len(samples.nanoseconds)
     heats = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
@@ -100,7 +100,7 @@ def _decide(samples: RaceSamples, ratio: float, draw: np.random.Generator) -> De
 
 
 def _look(
-    samples: RaceSamples, heats: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
+    samples: PairedBenchmarkSamples, heats: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
 ) -> npt.NDArray[np.float64]:
     def dealt(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.take_along_axis(array[heats], deal[:, np.newaxis, :, np.newaxis], axis=2)

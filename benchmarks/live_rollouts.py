@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.truth.claims import table
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.statistics.rollout.guardrails import FEWEST_REQUESTS
 from tests.chaos.test_live_rollouts import RAILS, WIDTH, Site
 from tests.support.load import LoadPlan, Payload
@@ -96,7 +96,7 @@ def rolled_out(crowd: Crowd, seed: int, *, bad: bool) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder))
         try:
-            configure(site.ports, site.config, POLICY)
+            bind_endpoint(site.ports, site.config, POLICY)
             model = {"layers": 50, "weights_mb": crowd.weights_mb}
             site.release("first", **model)
             plan = LoadPlan(

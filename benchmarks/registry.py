@@ -30,22 +30,22 @@ from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.ledger import Mirrored
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.ledger import AliasesWritten
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure
-from onnx_ops.release.reconcile import ask
-from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.reconcile import read_registry
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.mlflow_server import mlflow_server
 
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
 WARM_UP, PER_MODEL = 3, "the same, one question per model"
-CALLS: Mapping[str, Callable[[Ports, Watcher], object]] = {
+CALLS: Mapping[str, Callable[[Ports, WatchLoop], object]] = {
     "idle pass over all endpoints": lambda ports, watcher: watcher.look_at_all(),
-    "of it, the question to the registry": lambda ports, watcher: ask(ports),
+    "of it, the question to the registry": lambda ports, watcher: read_registry(ports),
     PER_MODEL: lambda ports, watcher: [
         ports.registry().aliases(name.removeprefix("endpoint-")) for name in ports.ledger.endpoints()
     ],
@@ -95,7 +95,7 @@ def told(few: Counter, many: Counter, call: str) -> list[str]:
 
 
 def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Counter, Counter]:
-    sides: list[tuple[Ports, Watcher, Counter]] = []
+    sides: list[tuple[Ports, WatchLoop, Counter]] = []
     with ExitStack() as stack:
         server = stack.enter_context(postgresql(folder)) if kind == "PostgreSQL" else ""
         for versions in (FEW, options.versions):
@@ -107,7 +107,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
             ports = connected(url, place)
             for number in range(options.models):
                 serve(ports, f"model-{number:03d}", str(versions // options.models))
-            watcher = Watcher(ports, Bell(), every=5.0, told=quiet)
+            watcher = WatchLoop(ports, ReconcileQueue(), every=5.0, told=quiet)
             sides.append((ports, watcher, Counter()))
         counted(sides)
         for turn in range(options.rounds + WARM_UP):
@@ -122,7 +122,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
     return sides[0][2], sides[1][2]
 
 
-def counted(sides: list[tuple[Ports, Watcher, Counter]]) -> None:
+def counted(sides: list[tuple[Ports, WatchLoop, Counter]]) -> None:
     """One call of each kind on each side, with the requests that it sends."""
     send = requests.Session.send
     sent: list[str] = []
@@ -159,20 +159,20 @@ def serve(ports: Ports, model: str, version: str) -> None:
         target_digest=digest_bytes(b"target"),
         pipeline="p",
     )
-    configure(ports, config, RolloutPolicy())
+    bind_endpoint(ports, config, RolloutPolicy())
     digest = digest_bytes(f"{model} {version}".encode())
     deployment = Deployment(
         name=f"v{version}", model=model, version=version, variant="fp32", release=digest, manifest=digest, location=""
     )
     journal = Journal.open(ports, config.endpoint)
-    state, roles = split_state(None, deployment, 100), Roles(stable=deployment)
+    state, roles = build_split_state(None, deployment, 100), Roles(stable=deployment)
     journal.perform(Action(kind=ActionKind.FIRST, state=state, roles=roles, why="", aliases={ALIAS: version}))
-    journal.append(Mirrored(aliases={ALIAS: version}))
+    journal.append(AliasesWritten(aliases={ALIAS: version}))
 
 
-def quiet(report: WatchReport) -> None:
+def quiet(report: WatchEvent) -> None:
     """A pass that does anything is not what is to be measured."""
-    if report.kind is not Kind.WAITING:
+    if report.kind is not WatchEventKind.WAITING:
         raise SystemExit(f"not idle: {report}")
 
 

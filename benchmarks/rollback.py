@@ -32,8 +32,8 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
@@ -93,11 +93,11 @@ def two_versions(root: Path, registry: FakeRegistry | None = None) -> Ports:
         pipeline="p",
     )
     ports = setting_up(root, registry)
-    configure(ports, config, RolloutPolicy())
+    bind_endpoint(ports, config, RolloutPolicy())
     for seed in ("a", "b"):
         version = registry.publish(publication(root / "files", model=MODEL, seed=seed, target=TARGET))["fp32"]
         promote(ports, MODEL, version, TARGET, override=True, reason="only the rollback is looked at")
-        settle(ports, ENDPOINT)
+        reconcile_until_stable(ports, ENDPOINT)
     return open_project(root).ports
 
 

@@ -43,7 +43,7 @@ from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, r
 from benchmarks.debt.sites import PROVIDERS, Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.errors import MeasurementError
-from onnx_ops.release.retry import PATIENCE_S
+from onnx_ops.release.retry import COMMAND_TIMEOUT_S
 from onnx_ops.testing.fakes import FakeRegistry
 
 ANSWER_S = 10.0
@@ -113,7 +113,7 @@ def try_fault(site: Site, fault_name: str, ending: str, follower: str, *, number
 def send_request(place: Place, ending: str, draw: random.Random) -> float:
     """Request a rollback in a process of its own. Return the seconds until it answered, 0 if it was killed."""
     killed_s = draw.uniform(0.0, 0.6) if ending == "kill -9" else None
-    return run_bounded(request, place, 0.05 if ending == "time-out" else PATIENCE_S, killed_s=killed_s)
+    return run_bounded(request, place, 0.05 if ending == "time-out" else COMMAND_TIMEOUT_S, killed_s=killed_s)
 
 
 @contextmanager

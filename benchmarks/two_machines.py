@@ -34,9 +34,9 @@ from benchmarks.debt.project import MODEL, TARGET, Place, create_project, serve_
 from benchmarks.debt.sites import Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.endpoint import gives_all_to
+from onnx_ops.domain.endpoint import serves_only
 from onnx_ops.domain.ledger import Intent
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.release.promote import promote
 from onnx_ops.release.rollback import roll_back_each
@@ -153,9 +153,9 @@ def happen(machines: Machines, place: Place, draw: random.Random) -> None:
     one = draw.choice(list(machines.places))
     match draw.choice(["alias", "alias", "champion", "override", "rollback", "kill", "kill", "time"]):
         case "alias":
-            place.registry.set_alias(MODEL, alias("challenger", TARGET), draw.choice(APPROVED + REFUSED))
+            place.registry.set_alias(MODEL, format_alias("challenger", TARGET), draw.choice(APPROVED + REFUSED))
         case "champion":
-            place.registry.set_alias(MODEL, alias("champion", TARGET), draw.choice(APPROVED + REFUSED))
+            place.registry.set_alias(MODEL, format_alias("champion", TARGET), draw.choice(APPROVED + REFUSED))
         case "override":
             run_bounded(promote_by_force, machines.places[one], draw.choice(APPROVED))
         case "rollback":
@@ -191,11 +191,11 @@ def disagreement(place: Place) -> str:
     stable = state.roles.stable
     if stable is None or state.open_intent is not None or state.pending_rollback is not None or state.pending_aliases:
         return "something is left to do"
-    if actual is None or not gives_all_to(actual, stable):
+    if actual is None or not serves_only(actual, stable):
         return f"{stable.name} should serve: {actual}"
-    if aliases.get(alias("champion", TARGET)) != stable.version:
+    if aliases.get(format_alias("champion", TARGET)) != stable.version:
         return f"{stable.name} serves, and the registry says {aliases}"
-    if alias("challenger", TARGET) in aliases and aliases[alias("challenger", TARGET)] != stable.version:
+    if format_alias("challenger", TARGET) in aliases and aliases[format_alias("challenger", TARGET)] != stable.version:
         return f"a challenger waits: {aliases}"
     return ""
 

@@ -6,9 +6,9 @@ from onnx_ops.orchestration.surroundings import project_of
 from prefect import State, flow
 
 from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, reconcile_as_task
-from onnx_ops.release.journal import bound_endpoints
-from onnx_ops.release.notify import notify_each
-from onnx_ops.release.reconcile import Glance, ask
+from onnx_ops.release.journal import list_bound_endpoints
+from onnx_ops.release.notify import send_pending_each
+from onnx_ops.release.reconcile import DryRun, read_registry
 
 
 @flow(name="reconcile", persist_result=False)
@@ -22,8 +22,8 @@ def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
     """
     with project_of(blocks) as project:
         ports = project.ports
-        names = endpoints or bound_endpoints(ports)
-        glance = Glance(ports, lambda: ask(ports))
+        names = endpoints or list_bound_endpoints(ports)
+        glance = DryRun(ports, lambda: read_registry(ports))
         states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
-        notify_each(ports, names)
+        send_pending_each(ports, names)
         return aggregate_state(states)

@@ -6,7 +6,7 @@ from prefect import State, flow
 
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, roll_back_endpoints
-from onnx_ops.release.rollback import chosen
+from onnx_ops.release.rollback import select_endpoints
 
 
 @flow(name="rollback", persist_result=False)
@@ -35,7 +35,7 @@ def rollback(
     """
     with project_of(blocks) as project:
         ports = project.ports
-        names = chosen(ports, endpoints, every=all, model=model, target=target)
+        names = select_endpoints(ports, endpoints, every=all, model=model, target=target)
         return aggregate_state(
             roll_back_endpoints(ports, names, to=to, reason=reason, by=actor(ports), force=force, pin=not all)
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_of, short
-from onnx_ops.domain.attestation import Attested, Envelope, OverrideRecord, Signature
+from onnx_ops.domain.artifact import Digest, canonical_json, digest_bytes, hex_digits, short_digest
+from onnx_ops.domain.attestation import Attested, Envelope, EnvelopeSignature, OverrideRecord
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.release import VersionRecord
@@ -47,7 +47,7 @@ _SUBJECT = "manifest.json"
 """The subject's digest is that of the manifest's canonical JSON, which names every file of a version."""
 
 
-def sign(record: _R, signer: Signer) -> Attested[_R]:
+def sign_record(record: _R, signer: Signer) -> Attested[_R]:
     """The record in an envelope that the signer has signed.
 
     Raises:
@@ -55,17 +55,17 @@ def sign(record: _R, signer: Signer) -> Attested[_R]:
     """
     statement = {
         "_type": STATEMENT_TYPE,
-        "subject": [{"name": _SUBJECT, "digest": {"sha256": hex_of(record.manifest)}}],
+        "subject": [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}],
         "predicateType": _PREDICATES[type(record)],
         "predicate": codec.to_json(record),
     }
     payload = canonical_json(statement)
-    signature = Signature(keyid=signer.key, sig=signer.sign(_pre_authentication(PAYLOAD_TYPE, payload)))
+    signature = EnvelopeSignature(keyid=signer.key, sig=signer.sign(_pre_authentication(PAYLOAD_TYPE, payload)))
     envelope = Envelope(payload=base64.b64encode(payload).decode(), payloadType=PAYLOAD_TYPE, signatures=(signature,))
     return Attested(record=record, envelope=envelope)
 
 
-def read(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested[_R]:
+def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested[_R]:
     """What an envelope says. Nothing is verified.
 
     Args:
@@ -86,19 +86,19 @@ def read(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested
     if not envelope.signatures:
         raise CorruptStateError("nobody has signed it", where=where)
     record = codec.from_json(statement.get("predicate"), kind, where=where)
-    if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_of(record.manifest)}}]:
+    if statement.get("subject") != [{"name": _SUBJECT, "digest": {"sha256": hex_digits(record.manifest)}}]:
         raise CorruptStateError("its subject is not what its predicate is about", where=where)
     return Attested(record=record, envelope=envelope)
 
 
-def verified(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
+def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
     """The record, as it stands in the bytes that a trusted key has signed.
 
     Raises:
         InvalidSignatureError: no trusted key has signed it, or it is not of this kind.
     """
     try:
-        record = read(envelope, kind, where=where).record
+        record = read_envelope(envelope, kind, where=where).record
         signed = _pre_authentication(envelope.payloadType, _decoded(envelope.payload, where))
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidSignatureError("nobody can have signed this", where=where, why=str(error)) from error
@@ -121,7 +121,7 @@ def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bo
     return named and (not isinstance(about, OverrideRecord) or about.version == what.version)
 
 
-def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
+def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     """What lets a deployment's files be loaded: a passing decision or an override about exactly them.
 
     Raises:
@@ -132,14 +132,14 @@ def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
         raise RefusedError("no signed decision names its files", where=where, remedy=_UNSIGNED)
     about: Record
     if deployment.evidence is None:
-        about = verified(deployment.authority, OverrideRecord, verifier, where=where)
+        about = verify_envelope(deployment.authority, OverrideRecord, verifier, where=where)
     else:
-        about = verified(deployment.authority, DecisionRecord, verifier, where=where)
+        about = verify_envelope(deployment.authority, DecisionRecord, verifier, where=where)
     if not is_about(about, deployment, about.target):
         raise RefusedError(
             "the signed decision names other files",
             where=where,
-            why=f"it is about {about.model}, {about.variant}, {short(about.manifest)}",
+            why=f"it is about {about.model}, {about.variant}, {short_digest(about.manifest)}",
             remedy=_UNSIGNED,
         )
     decision = about if isinstance(about, DecisionRecord) else None
@@ -155,13 +155,13 @@ def authority_of(deployment: Deployment, verifier: Verifier) -> Record:
     return about
 
 
-def target_of(deployment: Deployment) -> str:
+def read_authority_target(deployment: Deployment) -> str:
     """The target that a deployment's authority names; nothing is verified. Empty if it has none."""
     if deployment.authority is None:
         return ""
     if deployment.evidence is None:
-        return read(deployment.authority, OverrideRecord).record.target
-    return read(deployment.authority, DecisionRecord).record.target
+        return read_envelope(deployment.authority, OverrideRecord).record.target
+    return read_envelope(deployment.authority, DecisionRecord).record.target
 
 
 class TrustedKeys:
@@ -204,16 +204,16 @@ class TrustedKeys:
         trusted = self._load()
         if key not in trusted:
             raise InvalidSignatureError(
-                f"key {short(key)} is not trusted",
+                f"key {short_digest(key)} is not trusted",
                 where=", ".join(map(str, self._paths)),
-                why=f"trusted keys: {', '.join(map(short, sorted(trusted))) or 'none'}",
+                why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
                 remedy=f"If you trust its owner, put the public key (NAME{PUBLIC_SUFFIX}) there; else judge again",
             )
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise InvalidSignatureError(
-                f"the signature by key {short(key)} does not fit",
+                f"the signature by key {short_digest(key)} does not fit",
                 why="the record or the signature was changed after it was signed",
                 remedy="Judge the release again with `onnx-ops run`, and find out who changed it",
             ) from error
@@ -221,7 +221,7 @@ class TrustedKeys:
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
         texts = [text for text in self._encoded.split(",") if text]
         loaded = [*map(_public_key, self._files()), *map(_encoded_key, texts)]
-        return {key_digest(key): key for key in loaded}
+        return {compute_key_digest(key): key for key in loaded}
 
     def _files(self) -> Iterator[Path]:
         for path in self._paths:
@@ -231,12 +231,12 @@ class TrustedKeys:
                 yield path
 
 
-def key_digest(key: EllipticCurvePublicKey) -> Digest:
+def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
     """Names a public key: digest of its SubjectPublicKeyInfo in DER."""
     return digest_bytes(_der(key))
 
 
-def not_a_key(kind: str, where: str) -> UserError:
+def build_key_error(kind: str, where: str) -> UserError:
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
@@ -263,9 +263,9 @@ def _loaded(load: Callable[[], object], where: str) -> EllipticCurvePublicKey:
     try:
         key = load()
     except (ValueError, OSError, UnsupportedAlgorithm) as error:
-        raise not_a_key("public", where) from error
+        raise build_key_error("public", where) from error
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
-        raise not_a_key("public", where)
+        raise build_key_error("public", where)
     return key
 
 

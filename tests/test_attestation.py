@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.attestation import PAYLOAD_TYPE, TrustedKeys, authority_of, read, sign, target_of, verified
-from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.attestation import (
+    PAYLOAD_TYPE,
+    TrustedKeys,
+    read_authority_target,
+    read_envelope,
+    sign_record,
+    verify_authority,
+    verify_envelope,
+)
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.attestation import Envelope, OverrideRecord
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import Deployment
@@ -68,7 +76,7 @@ def deployment(**changes: Any) -> Deployment:
         manifest=MANIFEST,
         location="/models",
         evidence=EVIDENCE,
-        authority=sign(decision(), SIGNER).envelope,
+        authority=sign_record(decision(), SIGNER).envelope,
     )
     return replace(approved, **changes)
 
@@ -79,7 +87,7 @@ def test_an_envelope_is_that_of_the_standards() -> None:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.serialization import load_der_public_key
 
-    document = json.loads(codec.dumps(sign(decision(), SIGNER).envelope))
+    document = json.loads(codec.dumps(sign_record(decision(), SIGNER).envelope))
     assert set(document) == {"payload", "payloadType", "signatures"}
     kind, payload = document["payloadType"].encode(), base64.b64decode(document["payload"])
     encoded = b" ".join([b"DSSEv1", str(len(kind)).encode(), kind, str(len(payload)).encode(), payload])
@@ -89,49 +97,51 @@ def test_an_envelope_is_that_of_the_standards() -> None:
     key.verify(base64.b64decode(signature["sig"]), encoded, ECDSA(SHA256()))
     statement = json.loads(payload)
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
-    assert statement["subject"] == [{"name": "manifest.json", "digest": {"sha256": hex_of(MANIFEST)}}]
+    assert statement["subject"] == [{"name": "manifest.json", "digest": {"sha256": hex_digits(MANIFEST)}}]
     assert statement["predicateType"] == "urn:onnx-ops:decision:v1"
 
 
 @pytest.mark.parametrize("record", [decision(), override()], ids=["decision", "override"])
 def test_what_was_signed_is_read_back_and_verified(record: DecisionRecord | OverrideRecord) -> None:
-    attested = sign(record, SIGNER)
+    attested = sign_record(record, SIGNER)
     text = codec.dumps(attested.envelope)
-    assert read(text, type(record)) == attested
+    assert read_envelope(text, type(record)) == attested
     assert attested.keys == (SIGNER.key,)
-    assert verified(attested.envelope, type(record), SIGNER) == record
+    assert verify_envelope(attested.envelope, type(record), SIGNER) == record
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
-        verified(attested.envelope, type(record), STRANGER)
+        verify_envelope(attested.envelope, type(record), STRANGER)
 
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_no_changed_byte_is_verified(position: int, bit: int) -> None:
-    envelope = sign(decision(), SIGNER).envelope
+    envelope = sign_record(decision(), SIGNER).envelope
     payload = bytearray(base64.b64decode(envelope.payload))
     payload[position % len(payload)] ^= 1 << bit
     changed = replace(envelope, payload=base64.b64encode(bytes(payload)).decode())
     with pytest.raises(InvalidSignatureError):
-        verified(changed, DecisionRecord, SIGNER)
+        verify_envelope(changed, DecisionRecord, SIGNER)
 
 
 def test_one_kind_does_not_pass_for_the_other() -> None:
     with pytest.raises(InvalidSignatureError, match="nobody can have signed this"):
-        verified(sign(override(), SIGNER).envelope, DecisionRecord, SIGNER)
+        verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
-        verified(replace(sign(decision(), SIGNER).envelope, payloadType="text/plain"), DecisionRecord, SIGNER)
+        verify_envelope(
+            replace(sign_record(decision(), SIGNER).envelope, payloadType="text/plain"), DecisionRecord, SIGNER
+        )
 
 
 def test_one_trusted_signature_of_several_is_enough_and_none_is_not() -> None:
-    mine, theirs = sign(decision(), SIGNER).envelope, sign(decision(), STRANGER).envelope
+    mine, theirs = sign_record(decision(), SIGNER).envelope, sign_record(decision(), STRANGER).envelope
     both = replace(mine, signatures=(*theirs.signatures, *mine.signatures))
-    assert verified(both, DecisionRecord, SIGNER) == decision()
+    assert verify_envelope(both, DecisionRecord, SIGNER) == decision()
     with pytest.raises(InvalidSignatureError):
-        verified(replace(mine, signatures=()), DecisionRecord, SIGNER)
+        verify_envelope(replace(mine, signatures=()), DecisionRecord, SIGNER)
 
 
 def statement_of(**changes: Any) -> Envelope:
     """A statement that the trusted key has signed, with other members."""
-    signed = sign(decision(), SIGNER).envelope
+    signed = sign_record(decision(), SIGNER).envelope
     document = {**json.loads(base64.b64decode(signed.payload)), **changes}
     payload = base64.b64encode(json.dumps(document).encode()).decode()
     return replace(signed, payload=payload)
@@ -150,16 +160,16 @@ def statement_of(**changes: Any) -> Envelope:
 )
 def test_what_is_no_decision_is_told_from_one(envelope: Envelope, why: str) -> None:
     with pytest.raises(CorruptStateError, match=why):
-        read(envelope, DecisionRecord)
+        read_envelope(envelope, DecisionRecord)
 
 
 def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded() -> None:
-    assert authority_of(deployment(), SIGNER) == decision()
-    assert target_of(deployment()) == "cpu"
-    overridden = deployment(evidence=None, authority=sign(override(), SIGNER).envelope)
-    assert authority_of(overridden, SIGNER) == override()
-    assert target_of(overridden) == "cpu"
-    assert target_of(deployment(authority=None)) == ""
+    assert verify_authority(deployment(), SIGNER) == decision()
+    assert read_authority_target(deployment()) == "cpu"
+    overridden = deployment(evidence=None, authority=sign_record(override(), SIGNER).envelope)
+    assert verify_authority(overridden, SIGNER) == override()
+    assert read_authority_target(overridden) == "cpu"
+    assert read_authority_target(deployment(authority=None)) == ""
 
 
 @pytest.mark.parametrize(
@@ -171,18 +181,21 @@ def test_a_decision_or_an_override_about_exactly_these_files_lets_them_be_loaded
         (deployment(execution=Execution(session=SessionSettings(intra_op_threads=2))), "was not to run as target cpu"),
         (deployment(variant="int8"), "names other files"),
         (deployment(model="faces"), "names other files"),
-        (deployment(authority=sign(decision(verdict=Verdict.FAIL), SIGNER).envelope), "ended fail"),
-        (deployment(authority=sign(decision(), STRANGER).envelope), "is not trusted"),
-        (deployment(authority=sign(override(), SIGNER).envelope), "nobody can have signed"),
+        (deployment(authority=sign_record(decision(verdict=Verdict.FAIL), SIGNER).envelope), "ended fail"),
+        (deployment(authority=sign_record(decision(), STRANGER).envelope), "is not trusted"),
+        (deployment(authority=sign_record(override(), SIGNER).envelope), "nobody can have signed"),
         (deployment(evidence=None), "nobody can have signed"),
-        (deployment(evidence=None, version="3", authority=sign(override(), SIGNER).envelope), "names other files"),
+        (
+            deployment(evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope),
+            "names other files",
+        ),
         (deployment(evidence=digest_bytes(b"other")), "rests on other evidence"),
         (deployment(batchable=True), "rests on other evidence"),
     ],
 )
 def test_anything_else_is_refused(other: Deployment, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
-        authority_of(other, SIGNER)
+        verify_authority(other, SIGNER)
 
 
 def test_keys_are_named_by_a_folder_or_themselves(tmp_path: Any) -> None:

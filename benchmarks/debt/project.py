@@ -20,19 +20,19 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.app.project import open_project
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, serves_only
 from onnx_ops.domain.ledger import Intent, ReleaseState, RollbackRequested
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import Publication
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.ports import Ports, Registry, Signer
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle, settle_each
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
 from onnx_ops.release.rollback import roll_back_each
-from onnx_ops.release.watch import Bell, Watcher
+from onnx_ops.release.watch import ReconcileQueue, WatchLoop
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
 
@@ -171,7 +171,7 @@ def create_project(root: Path) -> FakeRegistry:
 def _signed(made: Publication, signer: Signer) -> Publication:
     """The publication with decisions that the project's own key has signed."""
     variants = (
-        replace(v, signed={target: sign(decision.record, signer) for target, decision in v.signed.items()})
+        replace(v, signed={target: sign_record(decision.record, signer) for target, decision in v.signed.items()})
         for v in made.variants
     )
     return replace(made, variants=tuple(variants))
@@ -191,9 +191,9 @@ def config_of(endpoint: str, provider: str, settings: Mapping[str, Json]) -> End
 
 def serve_first(place: Place, keep_previous: float = DAY) -> Ports:
     ports = place.ports()
-    configure(ports, place.config, RolloutPolicy(keep_previous=keep_previous))
+    bind_endpoint(ports, place.config, RolloutPolicy(keep_previous=keep_previous))
     promote(ports, MODEL, "1", TARGET)
-    settle(ports, place.config.endpoint)
+    reconcile_until_stable(ports, place.config.endpoint)
     return ports
 
 
@@ -201,9 +201,9 @@ def serve_both(place: Place, keep_first: bool) -> None:
     """Let version 1 serve, then version 2; version 1 stays loaded, or is let go."""
     ports = serve_first(place, DAY if keep_first else 0.0)
     promote(ports, MODEL, "2", TARGET)
-    settle(ports, place.config.endpoint)
+    reconcile_until_stable(ports, place.config.endpoint)
     actual = ports.provider(place.config.provider).observe(place.config)
-    if actual is None or not gives_all_to(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
+    if actual is None or not serves_only(actual, place.version("2")) or len(actual.deployments) != 1 + keep_first:
         raise SystemExit(f"version 2 does not serve: {actual}")
 
 
@@ -229,7 +229,7 @@ def repeat_command(place: Place, told: Connection) -> None:
 def repeat_reconcile(place: Place, told: Connection) -> None:
     del told
     while True:
-        settle_each(place.ports(), (place.config.endpoint,))
+        reconcile_each(place.ports(), (place.config.endpoint,))
         time.sleep(0.1)
 
 
@@ -237,16 +237,16 @@ def watch(place: Place, told: Connection | None = None) -> None:
     del told
     if place.machine:
         socket.gethostname = lambda: place.machine  # by which leases name their holder
-    Watcher(place.ports(), Bell(), every=0.5, endpoints=(place.config.endpoint,), told=lambda _: None).run()
+    WatchLoop(place.ports(), ReconcileQueue(), every=0.5, endpoints=(place.config.endpoint,), told=lambda _: None).run()
 
 
 def confirm(place: Place) -> None:
     """What has arrived stays, however often the endpoint is looked at. Raises SystemExit if it does not."""
     ports, provider = place.ports(), place.config.provider
     for _ in range(3):
-        settle(ports, place.config.endpoint)
+        reconcile_until_stable(ports, place.config.endpoint)
     actual = ports.provider(provider).observe(place.config)
-    if actual is None or not gives_all_to(actual, place.version("1")):
+    if actual is None or not serves_only(actual, place.version("1")):
         raise SystemExit(f"version 1 does not serve: {actual}")
 
 

@@ -24,8 +24,8 @@ from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
     OptimizeRequest,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -113,13 +113,15 @@ class SyntheticRuntime:
         del model, target, feed, warmup
         return RunSamples(nanoseconds=_times((runs,), 0), preempted=np.zeros(runs, dtype=bool))
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         del target, feed
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
         cost = np.ones((1, 1, len(models), 1))
         cost[:, :, -1] = 0.9
         times = (_times(shape, schedule.seed) * cost).astype(np.int64)
-        return RaceSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
+        return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         del target, feed

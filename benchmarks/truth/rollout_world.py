@@ -1,7 +1,7 @@
 """Many rollouts at once: traffic that is drawn, counted, judged by the product's functions and moved by its machine.
 
 The evidence of all rollouts is computed together (`compute_log_likelihood`, `log10_evidence`, `certified`, `mismatch`,
-`grossly_failing`); what follows from it is asked of `next_action` for each rollout at each look.
+`grossly_failing`); what follows from it is asked of `choose_next_action` for each rollout at each look.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ import numpy.typing as npt
 from benchmarks.truth.rollout_users import Users, UserTraffic
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import Action, ActionKind, Guard, Judged, Roles, Wait, WaitKind, next_action, split_state
-from onnx_ops.domain.rollout_policy import PLACES, QUANTILES, RolloutPolicy
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    AnalysisResult,
+    GuardrailResult,
+    Roles,
+    Wait,
+    WaitKind,
+    build_split_state,
+    choose_next_action,
+)
+from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES, RolloutPolicy
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.evidence import FINE_GRID, compute_log_likelihood
@@ -83,7 +93,7 @@ class Rollouts:
     def __init__(self, world: World, trials: int, seed: int) -> None:
         self._world = world
         self._random = np.random.default_rng(seed)
-        begun = self._ask(split_state(STABLE, None, 0), Roles(stable=STABLE), None, 0.0)
+        begun = self._ask(build_split_state(STABLE, None, 0), Roles(stable=STABLE), None, 0.0)
         assert isinstance(begun, Action), begun
         self._states = [begun.state] * trials
         self._roles = [begun.roles] * trials
@@ -101,7 +111,7 @@ class Rollouts:
         """At each look: (trials, events, 4)."""
         self._users = None
         if world.users is not None:
-            quantiles = [{**QUANTILES, **PLACES}[place] for place in timed]
+            quantiles = [{**LATENCY_QUANTILES, **LATENCY_PLACES}[place] for place in timed]
             self._users = UserTraffic(world.users, world.requests, trials, self._random, quantiles)
         self.exposed = np.zeros(trials, dtype=np.int64)
         self.ends = ["open"] * trials
@@ -114,8 +124,8 @@ class Rollouts:
             self._look(look, active)
         return Result(ends=self.ends, exposed=[int(n) for n in self.exposed])
 
-    def _ask(self, actual: EndpointState, roles: Roles, judged: Judged | None, now: float) -> Action | Wait:
-        return next_action(
+    def _ask(self, actual: EndpointState, roles: Roles, judged: AnalysisResult | None, now: float) -> Action | Wait:
+        return choose_next_action(
             wanted=CANDIDATE,
             actual=actual,
             roles=roles,
@@ -217,11 +227,11 @@ class Rollouts:
         limit, planned = compute_firing_limit(policy), policy.planned()
         for row, index in enumerate(active):
             total = (int(step[row, 1]), planned[self._roles[index].step].minimum)
-            judged = Judged(
+            judged = AnalysisResult(
                 began=self._began[index],
                 requests=total[0],
                 guards=tuple(
-                    Guard(
+                    GuardrailResult(
                         name=rail.name, evidence=float(found[column][row]), limit=limit, seen=total[0], needed=total[1]
                     )
                     for column, rail in enumerate(policy.guardrails)
@@ -234,7 +244,7 @@ class Rollouts:
             )
             self._follow(int(index), judged, now)
 
-    def _follow(self, index: int, judged: Judged, now: float) -> None:
+    def _follow(self, index: int, judged: AnalysisResult, now: float) -> None:
         action = self._ask(self._states[index], self._roles[index], judged, now)
         if isinstance(action, Wait):
             held = action.kind in (WaitKind.PAUSED, WaitKind.HELD)

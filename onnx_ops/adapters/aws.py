@@ -14,7 +14,7 @@ from annotated_types import Ge, Le, Unit
 
 from onnx_ops.adapters.host import machine_vendor
 from onnx_ops.config.binding import bind_settings
-from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import absent, require
@@ -218,7 +218,7 @@ def variant_of(deployment: str) -> str:
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")
-    return f"{plain or 'd'}-{hex_of(digest_bytes(deployment.encode()))[:8]}"
+    return f"{plain or 'd'}-{hex_digits(digest_bytes(deployment.encode()))[:8]}"
 
 
 def is_name(text: str) -> bool:

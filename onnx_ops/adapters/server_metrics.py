@@ -8,7 +8,13 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds, UnitSums
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+    UnitSums,
+)
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
@@ -37,7 +43,7 @@ class ServerMetrics:
         counted = [one.deployments[deployment].service for one in found if deployment in one.deployments]
         return (found[0].bounds_s, _added(counted)) if counted else None
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         watched = {name: {} if limits is None else limits.by_guardrail() for name, limits in deployments.items()}
         ascending = {name: tuple(sorted(set(limits.values()))) for name, limits in watched.items()}
         grades = {
@@ -47,11 +53,11 @@ class ServerMetrics:
         found = self._counts(config, UserCountsRequest(limits_s=ascending))
         ours = {name: [one.deployments[name] for one in found if name in one.deployments] for name in deployments}
         counted = [one for each in ours.values() for one in each]
-        return Reading(
+        return MetricsReading(
             origin="+".join(one.origin for one in found),
             at=min(one.at for one in found),
             tallies={name: _tally(each, found[0].bounds_s, watched[name]) for name, each in ours.items() if each},
-            shadow=ShadowTally(
+            shadow=ShadowCounts(
                 compared=sum(one.shadow_answered for one in counted),
                 differing=sum(one.shadow_differing for one in counted),
                 failed=sum(one.shadow_failed for one in counted),
@@ -67,7 +73,9 @@ def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*counts, strict=True))
 
 
-def _tally(counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]) -> Tally:
+def _tally(
+    counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]
+) -> RequestCounts:
     service = _added([one.service for one in counted])
 
     def over(latency_s: float) -> int | None:
@@ -75,7 +83,7 @@ def _tally(counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limit
         at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
         return None if at is None else sum(service[at + 1 :])
 
-    return Tally(
+    return RequestCounts(
         requests=sum(n for one in counted for n in one.statuses.values()),
         errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURE_STATUSES),
         refused=sum(one.statuses.get(status, 0) for one in counted for status in REJECTION_STATUSES),

@@ -24,9 +24,9 @@ from onnx_ops.errors import UserError
 from onnx_ops.ports import (
     DataSource,
     EndpointProvider,
+    EnvironmentRuntime,
+    EnvironmentSource,
     Exporters,
-    HousedRuntime,
-    HousedSource,
     MetricsSource,
     Notifier,
     Optimizers,
@@ -87,12 +87,12 @@ def _optimizers(settings: Settings) -> Optimizers:
 
 def _runtime(settings: Settings, name: str) -> Runtime:
     found: Runtime = plugins.load("runtimes", name)
-    return found.housed(settings.environments) if isinstance(found, HousedRuntime) else found
+    return found.housed(settings.environments) if isinstance(found, EnvironmentRuntime) else found
 
 
 def _source(settings: Settings, name: str) -> DataSource:
     found: DataSource = plugins.load("data", name)
-    return found.housed(settings.environments, settings.state) if isinstance(found, HousedSource) else found
+    return found.housed(settings.environments, settings.state) if isinstance(found, EnvironmentSource) else found
 
 
 def git_sha(root: Path) -> str:

@@ -17,13 +17,13 @@ from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Ports
-from onnx_ops.release.audit import decided
+from onnx_ops.release.audit import load_decision_basis
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
-_CHAMPION = alias("champion", "")
+_CHAMPION = format_alias("champion", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _reign(ports: Ports, model: str, version: str, target: str) -> list[Reign]:
     except NotFoundError:
         return []
     try:
-        return [Reign(record=record, target=target, basis=decided(ports, record, target))]
+        return [Reign(record=record, target=target, basis=load_decision_basis(ports, record, target))]
     except OnnxOpsError as error:
         return [Reign(record=record, target=target, basis=error)]
 

@@ -20,15 +20,15 @@ from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.pipeline import Deploy, Stage, StageKind
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.domain.release import Choice, Registration
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import ConflictError, InfrastructureError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.measure.files import TRAINED, put_document
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import stream
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import StepReport, settle
+from onnx_ops.release.journal import format_stream_name
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 
 Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
@@ -158,8 +158,8 @@ class StageHandler:
 
     def _deploy(self, stage: Stage) -> Manifest:
         config, section = binding(stage)
-        configure(self.ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
-        reports = settle(self.ports, config.endpoint, actor=self.actor)
+        bind_endpoint(self.ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
+        reports = reconcile_until_stable(self.ports, config.endpoint, actor=self.actor)
         at_rest(config.endpoint, reports)
         return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
 
@@ -227,8 +227,8 @@ def _promoted(ports: Ports, stage: Stage, registration: Registration, choice: Ch
     version = _version(registration, choice)
     if settings["endpoints"]:
         return all(_serves(state, version) for state in _states(ports, settings["endpoints"]))
-    (state,) = _states(ports, [stream(registration.model, choice.target)])
-    return state.aliases.get(alias("champion", choice.target)) == version
+    (state,) = _states(ports, [format_stream_name(registration.model, choice.target)])
+    return state.aliases.get(format_alias("champion", choice.target)) == version
 
 
 def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:

@@ -19,7 +19,7 @@ from onnx_ops.config.project import plugin_setting_findings
 from onnx_ops.config.words import did_you_mean
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
-from onnx_ops.domain.quantization import types_problem
+from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
@@ -214,7 +214,7 @@ class Preflight:
 
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)
-            if hasattr(plugin, "options") and not types_problem(entry.options):
+            if hasattr(plugin, "options") and not find_type_conflict(entry.options):
                 yield from plugin_setting_findings(
                     (*loc, "options"), functools.partial(read_options, entry, plugin.options)
                 )

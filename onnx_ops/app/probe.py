@@ -11,7 +11,7 @@ from onnx_ops.app.housing import environment
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, Quantize
-from onnx_ops.domain.quantization import Arithmetic, arithmetic
+from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline import UserCode, collect_user_code
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
@@ -63,7 +63,7 @@ class ProjectProbe:
         return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        return arithmetic(self._machine(target), target)
+        return detect_arithmetic(self._machine(target), target)
 
     def _machine(self, target: Target) -> HardwareFingerprint:
         """This machine, or what a pool's machines are required to be: which of them will measure is not known yet."""

@@ -183,13 +183,13 @@ def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
     """What a stage that deploys lacks here, as far as that shows without network."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
-    from onnx_ops.ports import Requiring
+    from onnx_ops.ports import PrerequisiteChecker
 
     if stage.kind is not StageKind.DEPLOY:
         return
     config, _ = binding(stage)
     for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
-        if isinstance(part, Requiring) and (error := part.lacking(config)):
+        if isinstance(part, PrerequisiteChecker) and (error := part.lacking(config)):
             yield error
 
 
@@ -353,7 +353,7 @@ def execute(
     from onnx_ops.app.summary import summarise
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
-    from onnx_ops.release.promote import leave_dropped, refuse_orphans
+    from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
     require_packages(project, prepared.plan)
     name, stages = prepared.plan.pipeline, prepared.plan.stages
@@ -361,7 +361,7 @@ def execute(
     deploys = [stage for stage in stages if stage.kind is StageKind.DEPLOY]
     configs = [binding(stage)[0] for stage in deploys]
     if releases:
-        refuse_orphans(project.ports, name, configs, abandon=abandon)
+        require_no_orphans(project.ports, name, configs, abandon=abandon)
     if base is None and (branch := base_branch(os.environ)):
         base = find_base(project.settings.root, project.ports.store, name, branch)
     result = run(
@@ -375,7 +375,7 @@ def execute(
     )
     served = (StageStatus.DONE, StageStatus.CACHED)
     if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
-        leave_dropped(project.ports, name, configs, reason=abandon, actor=actor)
+        abandon_dropped(project.ports, name, configs, reason=abandon, actor=actor)
     if not prepared.overridden:
         summary = summarise(prepared.pipeline, result, project.ports)
         with suppress(OnnxOpsError, OSError):

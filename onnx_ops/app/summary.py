@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
@@ -80,10 +80,10 @@ def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     )
 
 
-def _policy(stages: Sequence[Stage], target: str) -> Policy:
+def _policy(stages: Sequence[Stage], target: str) -> TargetObjective:
     gates = (stage for stage in stages if stage.kind is StageKind.GATE and stage.target == target)
     hints = next(stage.hints for stage in gates)
-    return codec.from_json(hints.get("policy", {}), Policy)
+    return codec.from_json(hints.get("policy", {}), TargetObjective)
 
 
 def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:

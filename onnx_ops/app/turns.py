@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from onnx_ops.domain.artifact import Digest, hex_of
+from onnx_ops.domain.artifact import Digest, hex_digits
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def claimed(folder: Path, key: Digest) -> Iterator[None]:
     Whoever had to wait looks for the result first. A claim goes with its holder, however that ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hex_of(key)}.lock"
+    path = folder / f"{hex_digits(key)}.lock"
     while True:
         with path.open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)

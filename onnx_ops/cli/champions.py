@@ -33,7 +33,7 @@ def champions(
     from onnx_ops.app.child import Performer
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.domain.decision import exit_code
+    from onnx_ops.domain.decision import compute_drift_exit_code
 
     project = open_project()
     performer = Performer(settings=project.settings, ports=project.ports)
@@ -49,7 +49,7 @@ def champions(
         print_json(codec.to_json(found))
     else:
         _tell(found)
-    raise typer.Exit(exit_code(found))
+    raise typer.Exit(compute_drift_exit_code(found))
 
 
 def _tell(found: Sequence[Drift]) -> None:

@@ -18,12 +18,12 @@ from onnx_ops.app.project import Project, check
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.cli.endpoint_tables import describe_pending
 from onnx_ops.config.settings import Settings
-from onnx_ops.domain.artifact import short
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import NotFoundError, OnnxOpsError
-from onnx_ops.ports import Diagnosing, HousedRuntime
-from onnx_ops.release.journal import bound_endpoints, readable
-from onnx_ops.release.status import status_each
+from onnx_ops.ports import Diagnosable, EnvironmentRuntime
+from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
+from onnx_ops.release.status import read_statuses
 
 PINS = {
     "fastapi": (">=0.139,<0.151", "newer ones break the Prefect server or `prefect deploy`"),
@@ -41,19 +41,19 @@ EXTRAS = {
 """Parts of the platform, and what needs them."""
 
 
-def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Finding]:
+def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Diagnosis]:
     """Return all findings; a check that cannot be made is a finding too. `begin` is called with the name of each."""
-    findings: list[Finding] = []
+    findings: list[Diagnosis] = []
     for name, check_of in _CHECKS.items():
         begin(name)
         try:
             findings.extend(check_of(project))
         except OnnxOpsError as error:
-            findings.append(Finding(check=error.where or name, ok=False, found=str(error), remedy=error.remedy))
+            findings.append(Diagnosis(check=error.where or name, ok=False, found=str(error), remedy=error.remedy))
     return findings
 
 
-def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Finding]:
+def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
     """What a provider finds about its surroundings: for the endpoints of these pipeline files, and for those that are.
 
     Raises:
@@ -63,26 +63,28 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
     ]
     settings = {entry.endpoint: entry.settings for entry in deploys}
-    for endpoint in bound_endpoints(project.ports):
-        config = readable(project.ports, endpoint).config
+    for endpoint in list_bound_endpoints(project.ports):
+        config = read_readable_state(project.ports, endpoint).config
         if config is not None and config.provider == name:
             settings.setdefault(endpoint, config.settings)
     provider = project.ports.provider(name)
-    if not isinstance(provider, Diagnosing):
-        return [Finding(check=name, ok=True, found="has nothing to look at")]
+    if not isinstance(provider, Diagnosable):
+        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
     findings = list(provider.diagnose(settings))
     if not settings:
-        findings.append(Finding(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look"))
+        findings.append(
+            Diagnosis(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look")
+        )
     return findings
 
 
-def _python(project: Project) -> Iterator[Finding]:
+def _python(project: Project) -> Iterator[Diagnosis]:
     del project
     found = ".".join(str(part) for part in sys.version_info[:3])
-    yield Finding(check="python", ok=sys.version_info >= (3, 11), found=found, remedy="Use Python 3.11 or newer.")
+    yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=found, remedy="Use Python 3.11 or newer.")
 
 
-def _packages(project: Project) -> Iterator[Finding]:
+def _packages(project: Project) -> Iterator[Diagnosis]:
     del project
     for name, (wanted, breaks) in PINS.items():
         try:
@@ -90,13 +92,13 @@ def _packages(project: Project) -> Iterator[Finding]:
         except PackageNotFoundError:
             continue  # an extra's, which is looked at below, or another build of ONNX Runtime
         ok = SpecifierSet(wanted).contains(Version(found), prereleases=True)
-        yield Finding(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
+        yield Diagnosis(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
         yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
 
 
-def _plugins(project: Project) -> Iterator[Finding]:
+def _plugins(project: Project) -> Iterator[Diagnosis]:
     del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
@@ -105,37 +107,37 @@ def _plugins(project: Project) -> Iterator[Finding]:
             yield from tuple(_own(kind, name)) or (_optional(f"{kind} {name}", missing, told),)
 
 
-def _optional(check: str, missing: Sequence[str], told: str) -> Finding:
+def _optional(check: str, missing: Sequence[str], told: str) -> Diagnosis:
     """Return a finding about packages that only some projects need: missing ones are no fault."""
     if not missing:
-        return Finding(check=check, ok=True, found="ready")
-    return Finding(check=check, ok=True, absent=True, found=told, remedy=f"{plugins.install_hint(*missing)}.")
+        return Diagnosis(check=check, ok=True, found="ready")
+    return Diagnosis(check=check, ok=True, absent=True, found=told, remedy=f"{plugins.install_hint(*missing)}.")
 
 
-def _own(kind: str, name: str) -> Iterable[Finding]:
+def _own(kind: str, name: str) -> Iterable[Diagnosis]:
     """What a runtime finds itself."""
     found = plugins.load(kind, name) if kind == "runtimes" else None
-    return found.diagnose() if isinstance(found, HousedRuntime) else ()
+    return found.diagnose() if isinstance(found, EnvironmentRuntime) else ()
 
 
-def _providers(project: Project) -> Iterator[Finding]:
+def _providers(project: Project) -> Iterator[Diagnosis]:
     del project
     from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices
 
     found = available_providers()
-    yield Finding(
+    yield Diagnosis(
         check="execution providers",
         ok="CPUExecutionProvider" in found,
         found=", ".join(found),
         remedy="Install onnxruntime again.",
     )
-    yield Finding(check="devices", ok=True, found="; ".join(devices()))
+    yield Diagnosis(check="devices", ok=True, found="; ".join(devices()))
 
 
-def _state(project: Project) -> Iterator[Finding]:
+def _state(project: Project) -> Iterator[Diagnosis]:
     state = project.settings.state
     parent = state if state.exists() else state.parent
-    yield Finding(
+    yield Diagnosis(
         check="state folder",
         ok=os.access(parent, os.W_OK),
         found=str(state) if state.exists() else f"{state} (made by the first run)",
@@ -143,59 +145,59 @@ def _state(project: Project) -> Iterator[Finding]:
     )
 
 
-def _keys(project: Project) -> Iterator[Finding]:
+def _keys(project: Project) -> Iterator[Diagnosis]:
     settings = project.settings
     path = settings.signing_key
     if settings.signing == "off":
-        yield Finding(check="signing", ok=True, found="off: runs stop at the gates")
+        yield Diagnosis(check="signing", ok=True, found="off: runs stop at the gates")
     elif not path.exists():
         made = settings.signing == "auto"
         found = "no key yet; the first run makes one" if made else "no key"
-        yield Finding(check="signing", ok=made, found=found, remedy="Make one with `onnx-ops keys new`.")
+        yield Diagnosis(check="signing", ok=made, found=found, remedy="Make one with `onnx-ops keys new`.")
     else:
         yield _key_file(path)
         yield _trust(settings)
     yield from _trusted(settings)
 
 
-def _key_file(path: Path) -> Finding:
+def _key_file(path: Path) -> Diagnosis:
     mode = stat.S_IMODE(path.stat().st_mode)
-    return Finding(
+    return Diagnosis(
         check="signing key", ok=not mode & 0o077, found=f"{path} mode {mode:04o}", remedy=f"chmod 600 {path}"
     )
 
 
-def _trust(settings: Settings) -> Finding:
+def _trust(settings: Settings) -> Diagnosis:
     """A decision that nobody can verify promotes nothing."""
     from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 
     key = EcdsaSigner(settings.signing_key).key
     trusted = TrustedKeys(settings.trusted_keys).keys()
-    found = f"{short(key)} is {'' if key in trusted else 'not '}among the trusted keys"
+    found = f"{short_digest(key)} is {'' if key in trusted else 'not '}among the trusted keys"
     remedy = f"Copy {public_path(settings.signing_key)} into {settings.trusted_keys}."
-    return Finding(check="signatures", ok=key in trusted, found=found, remedy=remedy)
+    return Diagnosis(check="signatures", ok=key in trusted, found=found, remedy=remedy)
 
 
-def _trusted(settings: Settings) -> Iterator[Finding]:
+def _trusted(settings: Settings) -> Iterator[Diagnosis]:
     keys = TrustedKeys(settings.trusted_keys).keys()
     if keys:
-        names = ", ".join(map(short, keys))
-        yield Finding(check="trusted keys", ok=True, found=f"{names} in {settings.trusted_keys}")
+        names = ", ".join(map(short_digest, keys))
+        yield Diagnosis(check="trusted keys", ok=True, found=f"{names} in {settings.trusted_keys}")
     elif settings.signing == "off":
         remedy = f"Copy the public keys of whoever signs into {settings.trusted_keys}."
-        yield Finding(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
+        yield Diagnosis(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
 
 
-def _registry(project: Project) -> Iterator[Finding]:
+def _registry(project: Project) -> Iterator[Diagnosis]:
     uri = project.settings.tracking_uri
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        yield Finding(check="registry", ok=True, found="a new MLflow database; the first run makes it")
+        yield Diagnosis(check="registry", ok=True, found="a new MLflow database; the first run makes it")
         return
     project.ports.registry().aliases("onnx-ops-doctor")
-    yield Finding(check="registry", ok=True, found="answers")
+    yield Diagnosis(check="registry", ok=True, found="answers")
 
 
-def _webhook(project: Project) -> Iterator[Finding]:
+def _webhook(project: Project) -> Iterator[Diagnosis]:
     """What can be seen from outside of the server's key, schemes and private addresses: whether deliveries arrive."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
 
@@ -205,10 +207,10 @@ def _webhook(project: Project) -> Iterator[Finding]:
     try:
         found = MlflowWebhooks(uri).check()
     except NotFoundError as error:
-        yield Finding(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
+        yield Diagnosis(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
         return
     arrived = f"{found.url}: {found.arrived} of {found.tests} test deliveries arrived"
-    yield Finding(
+    yield Diagnosis(
         check="webhook",
         ok=found.ok,
         found=arrived if found.ok else f"{found.url}: {found.problem}",
@@ -216,27 +218,29 @@ def _webhook(project: Project) -> Iterator[Finding]:
     )
 
 
-def _notifications(project: Project) -> Iterator[Finding]:
+def _notifications(project: Project) -> Iterator[Diagnosis]:
     """One line for each notifier, whatever the others are."""
     if not project.settings.notifiers:
-        yield Finding(check="notifications", ok=True, found="none: nobody is told of a rollback")
+        yield Diagnosis(check="notifications", ok=True, found="none: nobody is told of a rollback")
         return
     for name, notifier in project.ports.notifiers().items():
         try:
-            yield Finding(check=f"notifier {name}", ok=True, found=f"{notifier.check()} (try: onnx-ops notify --test)")
+            yield Diagnosis(
+                check=f"notifier {name}", ok=True, found=f"{notifier.check()} (try: onnx-ops notify --test)"
+            )
         except OnnxOpsError as error:
-            yield Finding(check=f"notifier {name}", ok=False, found=str(error), remedy=error.remedy)
+            yield Diagnosis(check=f"notifier {name}", ok=False, found=str(error), remedy=error.remedy)
 
 
-def _endpoints(project: Project) -> Iterator[Finding]:
-    found, errors = status_each(project.ports, bound_endpoints(project.ports))
+def _endpoints(project: Project) -> Iterator[Diagnosis]:
+    found, errors = read_statuses(project.ports, list_bound_endpoints(project.ports))
     for name, error in errors.items():
-        yield Finding(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
+        yield Diagnosis(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
     for one in found:
         name = one.state.endpoint
         idle = one.state.roles.stable is None
         silent = "answers, but nobody supervises it" if one.unsupervised else "nothing deployed" if idle else "silent"
-        yield Finding(
+        yield Diagnosis(
             check=f"endpoint {name}",
             ok=one.actual is not None or idle,
             found=silent if one.actual is None else f"answers at {one.address}",
@@ -244,23 +248,23 @@ def _endpoints(project: Project) -> Iterator[Finding]:
         )
 
 
-def _without_file(project: Project) -> Iterator[Finding]:
+def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Endpoints whose pipeline no file describes, as after a pipeline and its endpoint were renamed together."""
-    states = [readable(project.ports, name) for name in bound_endpoints(project.ports)]
+    states = [read_readable_state(project.ports, name) for name in list_bound_endpoints(project.ports)]
     bound = [state.config for state in states if state.config is not None]
     files = (project.settings.root / PIPELINES).glob("*.yaml") if bound else ()
     described = {check(project, path, static=True).pipeline.pipeline for path in files}
     for config in bound:
         if config.pipeline not in described:
             found = f"{config.pipeline} is in no file of {PIPELINES}; not needed? onnx-ops delete {config.endpoint}"
-            yield Finding(check=f"pipeline of {config.endpoint}", ok=True, found=found)
+            yield Diagnosis(check=f"pipeline of {config.endpoint}", ok=True, found=found)
 
 
-def _owed_rollbacks(project: Project) -> Iterator[Finding]:
-    for name in bound_endpoints(project.ports):
-        pending = readable(project.ports, name).pending_rollback
+def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
+    for name in list_bound_endpoints(project.ports):
+        pending = read_readable_state(project.ports, name).pending_rollback
         if pending is not None:
-            yield Finding(
+            yield Diagnosis(
                 check=f"rollback of {name}",
                 ok=False,
                 found=f"owed {describe_pending(pending, project.ports.clock.now())}",
@@ -268,7 +272,7 @@ def _owed_rollbacks(project: Project) -> Iterator[Finding]:
             )
 
 
-_CHECKS: dict[str, Callable[[Project], Iterator[Finding]]] = {
+_CHECKS: dict[str, Callable[[Project], Iterator[Diagnosis]]] = {
     "python": _python,
     "packages": _packages,
     "plugins": _plugins,

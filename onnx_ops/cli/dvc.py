@@ -27,11 +27,11 @@ def export_dvc(
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.audit import explain_release
+    from onnx_ops.release.audit import reevaluate_release
     from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
     model, number = version_of(version, "export-dvc")
-    found = explain_release(open_project().ports, model, number)
+    found = reevaluate_release(open_project().ports, model, number)
     judged = {
         variant: {one.target: (one.signed.record.verdict, one.evidence) for one in explained}
         for variant, explained in found.items()

@@ -9,11 +9,11 @@ from rich.markup import escape
 
 from onnx_ops import codec
 from onnx_ops.cli.terminal import KEEP, console, print_table, print_text
-from onnx_ops.domain.artifact import short
+from onnx_ops.domain.artifact import short_digest
 
 if TYPE_CHECKING:
     from onnx_ops.domain.ledger import PendingRollback
-    from onnx_ops.release.prune import PrunePlan, Survey
+    from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
 
@@ -155,7 +155,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
         print_text(out, "No traffic was moved yet.")
 
 
-def orphan_report(survey: Survey) -> None:
+def orphan_report(survey: OrphanSurvey) -> None:
     """What providers hold that no release needs."""
     out = console()
     if survey.orphans:
@@ -178,7 +178,7 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
         fate = (
             f"stays: {escape(why)}" if why else "[yellow]removed[/yellow]" if removed else "[yellow]would go[/yellow]"
         )
-        rows.append([escape(model), entry.version, escape(entry.variant), short(entry.release), age, fate])
+        rows.append([escape(model), entry.version, escape(entry.variant), short_digest(entry.release), age, fate])
     if rows:
         print_table(out, ("model", "version", "variant", "release", "age", ""), rows)
     size = sum(folder.size_bytes for folder in plan.folders) / 1e6

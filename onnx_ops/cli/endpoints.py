@@ -45,15 +45,15 @@ def status(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.endpoint_tables import status_document, status_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.release.status import Wanted, status_each, wanted_endpoints
+    from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_statuses
 
     ports = open_project().ports
-    names = wanted_endpoints(ports, Wanted(endpoints=tuple(endpoints or ()), model=model, target=target))
+    names = filter_endpoints(ports, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target))
     if orphans:
         _orphans(ports, names, as_json=as_json)
         return
     with working("status", "asking the endpoints", quiet=as_json):
-        found, errors = status_each(ports, names)
+        found, errors = read_statuses(ports, names)
 
     def report() -> None:
         if found or not errors:
@@ -89,11 +89,11 @@ def history(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.endpoint_tables import history_table, traffic_chart
-    from onnx_ops.release.status import Wanted
-    from onnx_ops.release.status import history as read_history
+    from onnx_ops.release.status import HistoryFilter
+    from onnx_ops.release.status import read_history as read_entries
 
     ports = open_project().ports
-    wanted = Wanted(
+    wanted = HistoryFilter(
         endpoints=tuple(endpoints or ()),
         model=model,
         target=target,
@@ -102,7 +102,7 @@ def history(
         limit=limit,
         traffic=traffic,
     )
-    lines, errors = read_history(ports, wanted)
+    lines, errors = read_entries(ports, wanted)
     if as_json:
         print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
@@ -164,7 +164,7 @@ def delete(
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.promote import delete_soon as end
+    from onnx_ops.release.promote import delete_with_timeout as end
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
@@ -182,10 +182,10 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
 def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     from onnx_ops.cli.endpoint_tables import orphan_report
     from onnx_ops.cli.progress import working
-    from onnx_ops.release.prune import survey
+    from onnx_ops.release.prune import find_orphans
 
     with working("status", "asking the providers", quiet=as_json):
-        found = survey(ports, names)
+        found = find_orphans(ports, names)
     if as_json:
         print_json(codec.to_json(found))
     else:

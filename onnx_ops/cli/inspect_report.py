@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from onnx_ops import codec
 from onnx_ops.cli.terminal import console, print_table, print_text
-from onnx_ops.domain.artifact import TensorSpec, short
+from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.onnx_graph.model_summary import Cost, Survey
 from onnx_ops.onnx_graph.ort_format import is_ort
 from onnx_ops.reporting.formatting import format_figure, number
@@ -37,7 +37,7 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
     beside = f", weights in {', '.join(found.external)}" if found.external else ""
     lines = {
-        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short(found.file)}",
+        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(found.file)}",
         "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
         "producer": found.producer or "not told",
         "author": found.author,

@@ -57,14 +57,14 @@ def new(
     Example: onnx-ops keys new
     """
     from onnx_ops.adapters.signers.ecdsa import public_path
-    from onnx_ops.domain.artifact import short
+    from onnx_ops.domain.artifact import short_digest
 
     path = out or _settings().signing_key
     key = _keyring().new(path).key
     if as_json:
         print_json({"key": key, "private": str(path), "public": str(public_path(path))})
     else:
-        say(f"key {short(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
+        say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
 
 
 @app.command(cls=Command)
@@ -76,13 +76,13 @@ def rotate(as_json: AsJson = False) -> None:
 
     Example: onnx-ops keys rotate
     """
-    from onnx_ops.domain.artifact import short
+    from onnx_ops.domain.artifact import short_digest
 
     old, new_key = _keyring().rotate()
     if as_json:
         print_json({"old": old, "new": new_key})
         return
-    say(f"key {short(new_key)} signs now; decisions by key {short(old)} stay valid")
+    say(f"key {short_digest(new_key)} signs now; decisions by key {short_digest(old)} stay valid")
     say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
@@ -126,10 +126,10 @@ def retire(
 
 def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
     """Whoever insists may retire a stolen key while the registry is down."""
-    from onnx_ops.release.audit import dependents
+    from onnx_ops.release.audit import list_dependents
 
     try:
-        return dependents(ports, known.key)
+        return list_dependents(ports, known.key)
     except ServiceUnavailableError as error:
         if must_know:
             raise
@@ -162,9 +162,9 @@ def _state(one: KnownKey) -> str:
 
 
 def _short(one: KnownKey) -> str:
-    from onnx_ops.domain.artifact import short
+    from onnx_ops.domain.artifact import short_digest
 
-    return short(one.key)
+    return short_digest(one.key)
 
 
 def _told(one: Dependent) -> str:

@@ -13,7 +13,7 @@ from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
-    from onnx_ops.release.notify import Told
+    from onnx_ops.release.notify import DeliveryResult
 
 REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
 
@@ -31,8 +31,8 @@ def notify(
     Example: onnx-ops notify --test
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.journal import Journal, bound_endpoints
-    from onnx_ops.release.notify import notify_each, notify_test
+    from onnx_ops.release.journal import Journal, list_bound_endpoints
+    from onnx_ops.release.notify import send_pending_each, send_test_message
 
     ports = open_project().ports
     if not ports.notifiers():
@@ -41,7 +41,11 @@ def notify(
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
         Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    found = notify_test(ports) if test else notify_each(ports, tuple(endpoints or ()) or bound_endpoints(ports))
+    found = (
+        send_test_message(ports)
+        if test
+        else send_pending_each(ports, tuple(endpoints or ()) or list_bound_endpoints(ports))
+    )
     if as_json:
         print_json(codec.to_json(found))
     else:
@@ -50,7 +54,7 @@ def notify(
         raise typer.Exit(4)
 
 
-def _tell(found: Sequence[Told]) -> None:
+def _tell(found: Sequence[DeliveryResult]) -> None:
     for told in found:
         for notice in told.sent:
             say(f"{told.notifier}: {notice.title}")

@@ -30,8 +30,8 @@ def explain(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import explanation_report
-    from onnx_ops.domain.decision import combine
-    from onnx_ops.release.audit import explain as judge_again
+    from onnx_ops.domain.decision import combine_verdicts
+    from onnx_ops.release.audit import reevaluate as judge_again
 
     model, number = version_of(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):
@@ -40,7 +40,7 @@ def explain(
         print_json([codec.to_json(e) for e in explanations])
     else:
         explanation_report(version, explanations)
-    raise typer.Exit(combine(e.decision.verdict for e in explanations).exit_code)
+    raise typer.Exit(combine_verdicts(e.decision.verdict for e in explanations).exit_code)
 
 
 @reported
@@ -61,9 +61,9 @@ def promote(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.release.notify import notify_each
+    from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.promote import promote as make_challenger
-    from onnx_ops.release.reconcile import settle_each
+    from onnx_ops.release.reconcile import reconcile_each
 
     ports = open_project().ports
     with working("promote", "registry", "endpoints", "notifications", quiet=as_json) as progress:
@@ -71,9 +71,9 @@ def promote(
             ports, model, version.removeprefix("v"), target, actor=actor, reason=reason, override=override
         )
         progress.begin("endpoints")
-        reports, errors = settle_each(ports, done.endpoints, actor=actor)
+        reports, errors = reconcile_each(ports, done.endpoints, actor=actor)
         progress.begin("notifications")
-        notify_each(ports, done.endpoints)
+        send_pending_each(ports, done.endpoints)
 
     def report() -> None:
         say(f"{model}/{done.version} on {target}: {done.did}")
@@ -111,9 +111,9 @@ def reconcile(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
-    from onnx_ops.release.journal import bound_endpoints, readable
-    from onnx_ops.release.notify import notify_each
-    from onnx_ops.release.reconcile import settle_owed
+    from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
+    from onnx_ops.release.notify import send_pending_each
+    from onnx_ops.release.reconcile import reconcile_with_retries
 
     if watch:
         from onnx_ops.cli.watching import keep_watching
@@ -123,17 +123,19 @@ def reconcile(
     if listen is not None:
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
-    names = tuple(endpoints or ()) or bound_endpoints(ports)
+    names = tuple(endpoints or ()) or list_bound_endpoints(ports)
     retry_s = duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        if not any(readable(ports, name).pending_rollback for name in names):  # which the ledger alone can carry out
+        if not any(
+            read_readable_state(ports, name).pending_rollback for name in names
+        ):  # which the ledger alone can carry out
             ports.registry()
         progress.begin("endpoints")
-        reports, errors = settle_owed(ports, names, actor=actor, for_s=retry_s)
+        reports, errors = reconcile_with_retries(ports, names, actor=actor, for_s=retry_s)
         if len(names) == len(errors) == 1:
             raise errors[names[0]]
         progress.begin("notifications")
-        notify_each(ports, names)
+        send_pending_each(ports, names)
     if as_json:
         print_json(steps_document(reports, errors))
     else:

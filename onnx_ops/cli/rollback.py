@@ -19,7 +19,7 @@ from onnx_ops.plugins import EXTRAS, absent, install_hint
 if TYPE_CHECKING:
     from onnx_ops.app.project import Project
     from onnx_ops.ports import Ports
-    from onnx_ops.release.rollback import Rolled
+    from onnx_ops.release.rollback import RollbackResult
 
 _REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
 """In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
@@ -59,14 +59,14 @@ def rollback(
     Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.release.rollback import chosen, roll_back_each
+    from onnx_ops.release.rollback import roll_back_each, select_endpoints
 
     project = open_project()
     ports, names = project.ports, tuple(endpoints or ())
     if take_back:
         _withdraw(ports, names, reason, actor, as_json=as_json)
         return
-    names = chosen(ports, names, every=every, model=model, target=target, to=to)
+    names = select_endpoints(ports, names, every=every, model=model, target=target, to=to)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not every)
@@ -88,11 +88,11 @@ def rollback(
 
 
 def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as_json: bool) -> None:
-    from onnx_ops.release.rollback import withdraw
+    from onnx_ops.release.rollback import withdraw_request
 
     if not names:
         raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
-    done = {name: withdraw(ports, name, reason=reason, actor=actor) for name in names}
+    done = {name: withdraw_request(ports, name, reason=reason, actor=actor) for name in names}
     if as_json:
         print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
     else:
@@ -100,7 +100,7 @@ def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as
             say(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
 
 
-def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> None:
+def _tell(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
     for name, rolled in moved.items():
         if rolled.already:
             say(f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
@@ -112,9 +112,9 @@ def _tell(moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError]) -> No
 
 def _settle(project: Project, names: Sequence[str], actor: str) -> dict[str, str]:
     """Why the registry does not say it yet, by endpoint."""
-    from onnx_ops.release.reconcile import tell_registry
+    from onnx_ops.release.reconcile import write_aliases
 
-    told = {name: tell_registry(project.ports, name, actor=actor) for name in names}
+    told = {name: write_aliases(project.ports, name, actor=actor) for name in names}
     return {name: f"registry pending: {why}\n  later: onnx-ops reconcile {name}" for name, why in told.items() if why}
 
 
@@ -141,9 +141,9 @@ def _tell_people(project: Project, names: Sequence[str], *, wait: bool) -> None:
     if not wait:
         _in_background(project, ("notify",), names, _NOTIFY_LOG)
         return
-    from onnx_ops.release.notify import notify_each
+    from onnx_ops.release.notify import send_pending_each
 
-    for told in notify_each(project.ports, names):
+    for told in send_pending_each(project.ports, names):
         if told.trouble:
             say(f"{told.notifier}: not told: {told.trouble}", err=True)
 
@@ -164,7 +164,7 @@ def _in_background(project: Project, command: Sequence[str], names: Sequence[str
 
 
 def _document(
-    name: str, moved: Mapping[str, Rolled], errors: Mapping[str, OnnxOpsError], pending: Mapping[str, str]
+    name: str, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError], pending: Mapping[str, str]
 ) -> dict[str, Any]:
     if name in errors:
         return {"endpoint": name, **errors[name].as_document()}

@@ -52,10 +52,10 @@ def rollout(
     Example: onnx-ops rollout resume digits-cnn
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.domain.rollout import Word
-    from onnx_ops.release.notify import notify_each
-    from onnx_ops.release.reconcile import settle
-    from onnx_ops.release.rollback import roll_back_each, say
+    from onnx_ops.domain.rollout import OperatorCommand
+    from onnx_ops.release.notify import send_pending_each
+    from onnx_ops.release.reconcile import reconcile_until_stable
+    from onnx_ops.release.rollback import roll_back_each, send_command
 
     ports = open_project().ports
     if word is RolloutWord.STATUS:
@@ -69,10 +69,10 @@ def rollout(
             raise error
     else:
         ports.registry()  # that it can be asked is known before the word is recorded
-        spoken = Word.ADVANCE if word is RolloutWord.RESUME else Word.PAUSE
-        say(ports, endpoint, spoken, reason=reason, actor=actor)
-    reports = settle(ports, endpoint, actor=actor)
-    notify_each(ports, (endpoint,))
+        spoken = OperatorCommand.ADVANCE if word is RolloutWord.RESUME else OperatorCommand.PAUSE
+        send_command(ports, endpoint, spoken, reason=reason, actor=actor)
+    reports = reconcile_until_stable(ports, endpoint, actor=actor)
+    send_pending_each(ports, (endpoint,))
     if as_json:
         print_json(codec.to_json(reports))
     else:
@@ -81,10 +81,10 @@ def rollout(
 
 
 def _status(ports: Ports, endpoint: str, *, watch: bool, every: str, as_json: bool) -> None:
-    from onnx_ops.release.status import view
+    from onnx_ops.release.status import read_rollout_view
 
     pause_s = duration(every, "--every")
-    seen = view(ports, endpoint)
+    seen = read_rollout_view(ports, endpoint)
     if not watch or seen is None:
         if as_json:
             print_json(codec.to_json(seen))
@@ -103,7 +103,7 @@ def _follow(ports: Ports, seen: RolloutView | None, pause_s: float, *, as_json: 
     """Show the rollout until it ends: in place on a terminal, as lines of JSON, or what is new where neither is."""
     from rich.live import Live
 
-    from onnx_ops.release.status import view
+    from onnx_ops.release.status import read_rollout_view
 
     live = Live(console=_console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""
@@ -119,7 +119,7 @@ def _follow(ports: Ports, seen: RolloutView | None, pause_s: float, *, as_json: 
                 _print(_shown(seen))
             last = seen.next
             time.sleep(pause_s)
-            seen = view(ports, seen.endpoint)
+            seen = read_rollout_view(ports, seen.endpoint)
     finally:
         if live is not None:
             live.stop()

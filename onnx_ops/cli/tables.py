@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.pipeline import Plan
     from onnx_ops.domain.release import Choice
-    from onnx_ops.domain.target import Finding
-    from onnx_ops.release.audit import Explanation
+    from onnx_ops.domain.target import Diagnosis
+    from onnx_ops.release.audit import ReevaluatedDecision
     from onnx_ops.reporting.comparison import ModelComparison
 
 _REASONS = 2
@@ -284,10 +284,10 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         print_text(out, f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)} in MLflow, or")
         out.print(f"  {escape(command)}", soft_wrap=True)
     from onnx_ops.app.summary import where_to_read
-    from onnx_ops.release.journal import siblings
+    from onnx_ops.release.journal import list_sibling_states
 
     for target in dict.fromkeys(c.target for c in summary.choices):
-        for state in siblings(project.ports, registration.model, target):
+        for state in list_sibling_states(project.ports, registration.model, target):
             config, stable = state.config, state.roles.stable
             address = None if config is None else project.ports.provider(config.provider).address(config)
             if config is None or address is None or stable is None:
@@ -303,7 +303,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
     out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)
 
 
-def explanation_report(version: str, explanations: Sequence[Explanation]) -> None:
+def explanation_report(version: str, explanations: Sequence[ReevaluatedDecision]) -> None:
     out = console()
     for one in explanations:
         decision = one.decision
@@ -332,7 +332,7 @@ def champions_table(found: Sequence[Drift]) -> None:
     print_table(console(), ("model", "version", "target", "variant", "verdict", "why"), rows)
 
 
-def doctor_table(findings: Sequence[Finding]) -> None:
+def doctor_table(findings: Sequence[Diagnosis]) -> None:
     rows = [
         [
             "[yellow]--[/yellow]" if one.absent else "[green]ok[/green]" if one.ok else "[red]!![/red]",

@@ -63,7 +63,7 @@ def bench(
     Example: onnx-ops bench model.onnx --target cpu-1t --concurrency 4
     """
     from onnx_ops.cli.tool_reports import alone_document, alone_report
-    from onnx_ops.domain.gate import asked_by
+    from onnx_ops.domain.gate import derive_measurement_request
     from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
     from onnx_ops.scratch import Scratch
     from onnx_ops.tools.bench import benchmark as use_case
@@ -85,7 +85,7 @@ def bench(
             feed,
             runs=runs,
             conditions=ports.conditions,
-            asked=asked_by(gates),
+            asked=derive_measurement_request(gates),
             seed=seed,
             tell=tell,
         )

@@ -19,10 +19,10 @@ from onnx_ops.app.project import Project
 from onnx_ops.cli.common import duration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.plugins import require
-from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.notify import Herald, Told
-from onnx_ops.release.status import owed_metrics
-from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
+from onnx_ops.release.journal import Journal, list_bound_endpoints
+from onnx_ops.release.notify import DeliveryResult, NotificationLoop
+from onnx_ops.release.status import render_pending_metrics
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 
 _SHORTEST, _LONGEST = 0.1, 86_400.0
 _LAST_WORDS_S = 15.0
@@ -45,8 +45,8 @@ def keep_watching(
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    bell, seconds = Bell(), _seconds(every)
-    watcher = Watcher(
+    bell, seconds = ReconcileQueue(), _seconds(every)
+    watcher = WatchLoop(
         project.ports,
         bell,
         every=seconds,
@@ -60,16 +60,16 @@ def keep_watching(
         _listening(project, watcher, bell, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
-        watcher.tell("", Kind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
+        watcher.tell("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
         watcher.look_at_all()
         if listen is not None and not bell.stopped():
             _repair_webhook(project, watcher)
         watcher.run()
-    watcher.tell("", Kind.STOPPED, why="no step was interrupted; start again to continue")
+    watcher.tell("", WatchEventKind.STOPPED, why="no step was interrupted; start again to continue")
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(bell: Bell) -> Iterator[None]:
+def _stopped_by_signals(bell: ReconcileQueue) -> Iterator[None]:
     """The first signal ends the loop between two effects; a second one ends the process as it always would."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -89,20 +89,20 @@ def _stopped_by_signals(bell: Bell) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling_people(project: Project, watcher: Watcher, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
+def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, ...], every: float) -> Iterator[None]:
     """Messages go out from a thread of their own, so that a chat that hangs holds up no rollout."""
     ports = project.ports
     if not ports.notifiers():
         yield
         return
 
-    def tell(told: Told) -> None:
+    def tell(told: DeliveryResult) -> None:
         for notice in told.sent:
-            watcher.tell("", Kind.NOTIFIED, did=told.notifier, why=notice.title)
+            watcher.tell("", WatchEventKind.NOTIFIED, did=told.notifier, why=notice.title)
         if told.trouble:
-            watcher.tell("", Kind.NOT_NOTIFIED, did=told.notifier, why=told.trouble)
+            watcher.tell("", WatchEventKind.NOT_NOTIFIED, did=told.notifier, why=told.trouble)
 
-    herald = Herald(ports, every=every, endpoints=lambda: endpoints or bound_endpoints(ports), told=tell)
+    herald = NotificationLoop(ports, every=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), told=tell)
     stopped = threading.Event()
     thread = threading.Thread(target=herald.run, args=(stopped,), name="notifications", daemon=True)
     thread.start()
@@ -114,7 +114,7 @@ def _telling_people(project: Project, watcher: Watcher, endpoints: tuple[str, ..
 
 
 @contextlib.contextmanager
-def _listening(project: Project, watcher: Watcher, bell: Bell, listen: str | None) -> Iterator[None]:
+def _listening(project: Project, watcher: WatchLoop, bell: ReconcileQueue, listen: str | None) -> Iterator[None]:
     if listen is None:
         yield
         return
@@ -129,7 +129,7 @@ def _listening(project: Project, watcher: Watcher, bell: Bell, listen: str | Non
         nonlocal last
         if why != last:
             last = why
-            watcher.tell("", Kind.DELIVERY_REFUSED, why=why)
+            watcher.tell("", WatchEventKind.DELIVERY_REFUSED, why=why)
 
     secret = read_secret(project.settings.webhook_secret, os.environ)
     with WebhookReceiver(
@@ -139,13 +139,13 @@ def _listening(project: Project, watcher: Watcher, bell: Bell, listen: str | Non
         clock=project.ports.clock,
         wake=bell.wake,
         refused=refused,
-        metrics=partial(owed_metrics, project.ports),
+        metrics=partial(render_pending_metrics, project.ports),
     ) as receiver:
-        watcher.tell("", Kind.LISTENING, why=receiver.address)
+        watcher.tell("", WatchEventKind.LISTENING, why=receiver.address)
         yield
 
 
-def _repair_webhook(project: Project, watcher: Watcher) -> None:
+def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     """Whatever comes of it, the watch goes on: it polls."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
     from onnx_ops.adapters.webhooks.secret import read_secret
@@ -154,14 +154,16 @@ def _repair_webhook(project: Project, watcher: Watcher) -> None:
         secret = read_secret(project.settings.webhook_secret, os.environ)
         report = MlflowWebhooks(project.settings.tracking_uri).repair(secret)
     except OnnxOpsError as error:
-        watcher.tell("", Kind.WEBHOOK, why=str(error))
+        watcher.tell("", WatchEventKind.WEBHOOK, why=str(error))
         return
     if report is None:
-        watcher.tell("", Kind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
+        watcher.tell("", WatchEventKind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
     elif report.ok:
-        watcher.tell("", Kind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
+        watcher.tell("", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
     else:
-        watcher.tell("", Kind.WEBHOOK, did=", ".join(report.did), why=f"{report.problem}. {report.remedy}".strip())
+        watcher.tell(
+            "", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.problem}. {report.remedy}".strip()
+        )
 
 
 def _seconds(text: str) -> float:
@@ -178,15 +180,25 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _print_text(report: WatchReport) -> None:
+def _print_text(report: WatchEvent) -> None:
     name = f"{report.endpoint}: " if report.endpoint else ""
-    kind = "" if report.kind in (Kind.STEP, Kind.WAITING, Kind.REFUSED) else f"{report.kind.value}: "
+    kind = (
+        ""
+        if report.kind in (WatchEventKind.STEP, WatchEventKind.WAITING, WatchEventKind.REFUSED)
+        else f"{report.kind.value}: "
+    )
     did = f"{report.did}: " if report.did else ""
-    wrong = report.kind in (Kind.TROUBLE, Kind.REFUSED, Kind.REGISTRY_DOWN, Kind.DELIVERY_REFUSED, Kind.NOT_NOTIFIED)
+    wrong = report.kind in (
+        WatchEventKind.TROUBLE,
+        WatchEventKind.REFUSED,
+        WatchEventKind.REGISTRY_DOWN,
+        WatchEventKind.DELIVERY_REFUSED,
+        WatchEventKind.NOT_NOTIFIED,
+    )
     typer.echo(f"{report.at} {name}{kind}{did}{report.why}", err=wrong)
 
 
-def _print_line(report: WatchReport) -> None:
+def _print_line(report: WatchEvent) -> None:
     output = sys.__stdout__ or sys.stdout
     output.write(json.dumps(codec.to_json(report), ensure_ascii=False) + "\n")
     output.flush()

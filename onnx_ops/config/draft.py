@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops.config.binding import Binding
 from onnx_ops.config.document import Document, Loc
-from onnx_ops.domain.decision import Prefer
+from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.pipeline import (
     Benchmark,
@@ -43,7 +43,7 @@ class Draft:
     quantize: tuple[tuple[Loc, Quantize], ...]
     benchmark: Benchmark | None
     gates: tuple[tuple[Loc, Gate], ...]
-    prefer: Prefer
+    prefer: Objective
     register: Register | None
     deploy: tuple[tuple[Loc, Deploy], ...]
 
@@ -73,7 +73,7 @@ def draft_of(document: Document, binding: Binding) -> Draft:
         quantize=entries("quantize"),
         benchmark=section("benchmark"),
         gates=entries("gates"),
-        prefer=section("prefer") or Prefer(),
+        prefer=section("prefer") or Objective(),
         register=section("register"),
         deploy=entries("deploy"),
     )

@@ -13,7 +13,7 @@ from onnx_ops.config.rollouts import rollout_findings, staging_findings
 from onnx_ops.config.searches import preference_findings, search_findings
 from onnx_ops.config.words import did_you_mean, listing, shorten
 from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.quantization import types_problem
+from onnx_ops.domain.quantization import find_type_conflict
 
 Rule = Callable[[Draft], Iterator[Finding]]
 
@@ -76,7 +76,7 @@ def _calibration(draft: Draft) -> Iterator[Finding]:
 
 def _recipes(draft: Draft) -> Iterator[Finding]:
     for loc, entry in draft.quantize:
-        if problem := types_problem(entry.options):
+        if problem := find_type_conflict(entry.options):
             yield Finding(loc=(*loc, "options"), message=problem)
         if entry.options.get("algorithm") == "gptq" and entry.calibrate is None:
             message = "gptq needs 'calibrate', e.g. calibrate: {data: train, samples: 256}"

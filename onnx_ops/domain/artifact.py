@@ -59,18 +59,18 @@ def is_digest(text: str) -> bool:
     return text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)
 
 
-def hex_of(digest: Digest) -> str:
+def hex_digits(digest: Digest) -> str:
     """The 64 hexadecimal digits, for file names."""
     return digest.removeprefix(_PREFIX)
 
 
-def short(digest: Digest) -> str:
+def short_digest(digest: Digest) -> str:
     """Twelve digits, for people."""
-    return hex_of(digest)[:12]
+    return hex_digits(digest)[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredObject:
     """One thing in a store. `digest` is that of content, None for what a killed writer left; `at` is when it was put
     there last, in seconds since the epoch by the storage's own clock."""
 

@@ -15,7 +15,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
+class EnvelopeSignature:
     """`keyid` is the digest of the public key, `sig` base64 of the signature."""
 
     keyid: Digest
@@ -28,7 +28,7 @@ class Envelope:
 
     payload: str
     payloadType: str  # noqa: N815 (its name in the standard)
-    signatures: tuple[Signature, ...]
+    signatures: tuple[EnvelopeSignature, ...]
 
     def digest(self) -> Digest:
         """Names what was signed, whoever signed it."""
@@ -48,23 +48,23 @@ class Attested(Generic[R_co]):
         return tuple(signature.keyid for signature in self.envelope.signatures)
 
 
-OVERRIDE = "override."
+OVERRIDE_TAG_PREFIX = "override."
 """A version's tag `override.<target>` holds the reason, as a person wrote it."""
 
 _RECORD = ".by"
 
 
-LONGEST_REASON = 1000
+MAX_REASON_LENGTH = 1000
 """Characters; the signed record holds it again, and a tag has a limit too."""
 
 
-def reason_tag(target: str) -> str:
-    return f"{OVERRIDE}{target}"
+def override_reason_tag(target: str) -> str:
+    return f"{OVERRIDE_TAG_PREFIX}{target}"
 
 
-def record_tag(target: str) -> str:
+def override_record_tag(target: str) -> str:
     """Tag of the signed record. Names of targets have no dots."""
-    return f"{OVERRIDE}{target}{_RECORD}"
+    return f"{OVERRIDE_TAG_PREFIX}{target}{_RECORD}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

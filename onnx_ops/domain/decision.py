@@ -18,13 +18,13 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Attested
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER, Notation
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Notation
 
 Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefer:
+class Objective:
     """Which of the variants that pass is chosen. `prefer: size` is short for `prefer: {default: size}`."""
 
     default: Annotated[
@@ -41,7 +41,7 @@ class Prefer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class TargetObjective:
     """What is preferred on one target. `price` is what an hour of it costs, in any currency; None if not known."""
 
     prefer: Preference = "latency"
@@ -49,7 +49,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankingMetrics:
     """The figures of one variant on one target by which it is chosen.
 
     `ratio` is the time of a request over that of the export. `change` is how much better than the export's the task
@@ -94,7 +94,7 @@ _RANKS = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.ERROR: 2, Verdict.FA
 _EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}
 
 
-def combine(verdicts: Iterable[Verdict]) -> Verdict:
+def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
     """The worst of them; INCONCLUSIVE if there are none, since silence is not success."""
     return max(verdicts, key=lambda v: v.rank, default=Verdict.INCONCLUSIVE)
 
@@ -120,8 +120,8 @@ class GateResult:
     unit: str = ""
     n: int = 0
     advisory: bool = False
-    groups: int = field(default=0, metadata=LATER)
-    p_value: float | None = field(default=None, metadata=LATER)
+    groups: int = field(default=0, metadata=OMIT_DEFAULT)
+    p_value: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +137,11 @@ class Decision:
     results: tuple[GateResult, ...]
     faster_than_export: bool | None = None
     latency_ratio: float | None = None
-    standing: Standing | None = field(default=None, metadata=LATER)
+    standing: RankingMetrics | None = field(default=None, metadata=OMIT_DEFAULT)
 
     @property
     def verdict(self) -> Verdict:
-        return combine(r.verdict for r in self.results if not r.advisory)
+        return combine_verdicts(r.verdict for r in self.results if not r.advisory)
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
@@ -150,7 +150,7 @@ class Decision:
         for result in self.results:
             if not result.advisory:
                 by_gate.setdefault(result.gate, []).append(result.verdict)
-        return {gate: combine(found) for gate, found in by_gate.items()}
+        return {gate: combine_verdicts(found) for gate, found in by_gate.items()}
 
     @property
     def reason(self) -> str:
@@ -225,7 +225,7 @@ class Drift:
         return f"{self.why}; changed since: {', '.join(self.changed)}" if self.changed else self.why
 
 
-def exit_code(drifts: Iterable[Drift]) -> int:
+def compute_drift_exit_code(drifts: Iterable[Drift]) -> int:
     """1 if one has drifted; else 4 if one could not be measured; else 0."""
     verdicts = {drift.verdict for drift in drifts}
     worst = (verdict for verdict in (Verdict.FAIL, Verdict.ERROR) if verdict in verdicts)

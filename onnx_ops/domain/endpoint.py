@@ -9,7 +9,7 @@ from typing import TypeAlias
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.execution import Execution
-from onnx_ops.domain.quantities import LATER, Json
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Deployment:
     location: str
     batchable: bool = False
     evidence: Digest | None = None
-    custom_ops: tuple[str, ...] = field(default=(), metadata=LATER)
-    execution: Execution = field(default_factory=Execution, hash=False, metadata=LATER)
-    authority: Envelope | None = field(default=None, metadata=LATER)
+    custom_ops: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    execution: Execution = field(default_factory=Execution, hash=False, metadata=OMIT_DEFAULT)
+    authority: Envelope | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class EndpointState:
     deployments: tuple[Deployment, ...]
     split: TrafficSplit
     generation: int = 0
-    drift: tuple[str, ...] = field(default=(), metadata=LATER)
+    drift: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         names = [d.name for d in self.deployments]
@@ -78,7 +78,7 @@ class EndpointState:
         if missing := {*self.split.weights, *self.split.shadow} - set(names):
             raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
 
-    def same_as(self, other: EndpointState) -> bool:
+    def is_equivalent(self, other: EndpointState) -> bool:
         """Equal but for the generation and the drift."""
         return _effect(self) == _effect(other)
 
@@ -99,13 +99,13 @@ class EndpointState:
         return same and tolerance == wanted and not any(any(shares) for *_, shares in spare.values())
 
 
-def gives_all_to(state: EndpointState, deployment: Deployment) -> bool:
+def serves_only(state: EndpointState, deployment: Deployment) -> bool:
     """Whether one deployment, with just these files, answers all requests."""
     answering = [one for one in state.deployments if state.split.weights.get(one.name)]
     return [(one.name, one.manifest) for one in answering] == [(deployment.name, deployment.manifest)]
 
 
-def rolled_back(held: EndpointState, state: EndpointState) -> EndpointState:
+def build_rollback_state(held: EndpointState, state: EndpointState) -> EndpointState:
     """What an endpoint that holds deployments is to be for a rollback to `state`: the one with all traffic, and all
     others that are there at weight 0. Nothing is loaded but that one, if it is not there."""
     goal = state.leader()
@@ -115,7 +115,7 @@ def rolled_back(held: EndpointState, state: EndpointState) -> EndpointState:
     return EndpointState(deployments=(kept, *others), split=TrafficSplit(weights=weights), generation=state.generation)
 
 
-def without_spare(state: EndpointState) -> EndpointState:
+def drop_idle_deployments(state: EndpointState) -> EndpointState:
     """The state without what gets no traffic and no copies."""
     weights, shadow = state.split.weights, state.split.shadow
     kept = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
@@ -138,7 +138,7 @@ def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
+class OrphanedResource:
     """Something that stands at a provider for an endpoint and that nothing needs. `paid`: it costs while it stands."""
 
     kind: str

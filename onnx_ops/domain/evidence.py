@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.quantities import LATER
+from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.target import HardwareFingerprint
 
 NanPolicy = Literal["refused", "answered", "passed on", ""]
@@ -32,8 +32,8 @@ class SourceLimits:
 
     nan: NanPolicy = ""
     refused: Mapping[str, str] = field(default_factory=dict)
-    rows: int = field(default=0, metadata=LATER)
-    samples: int = field(default=0, metadata=LATER)
+    rows: int = field(default=0, metadata=OMIT_DEFAULT)
+    samples: int = field(default=0, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class ActivationMeasurement:
     noise: float
     saturated: float
     departure: float | None = None
-    clipping: float | None = field(default=None, metadata=LATER)
-    stretch: float | None = field(default=None, metadata=LATER)
+    clipping: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    stretch: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,8 @@ class ParityMeasurement:
     tolerance: str = ""
     explained: int = 0
     unexplained: int = 0
-    inside: bool = field(default=True, metadata=LATER)
-    example: str = field(default="", metadata=LATER)
+    inside: bool = field(default=True, metadata=OMIT_DEFAULT)
+    example: str = field(default="", metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +184,8 @@ class WeightMeasurement:
     tensor: str
     steps: float
     elements: int
-    output_error: float | None = field(default=None, metadata=LATER)
-    stretch: float | None = field(default=None, metadata=LATER)
+    output_error: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    stretch: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +214,9 @@ class PairedCounts:
     both: int
     only_baseline: int
     only_candidate: int
-    groups: int = field(default=0, metadata=LATER)
-    change_effect: float = field(default=1.0, metadata=LATER)
-    value_effect: float = field(default=1.0, metadata=LATER)
+    groups: int = field(default=0, metadata=OMIT_DEFAULT)
+    change_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
+    value_effect: float = field(default=1.0, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,11 +253,11 @@ class ScoreComparison:
     method: str = ""
     undefined: str = ""
     failed: str = ""
-    broken: str = field(default="", metadata=LATER)
-    groups: int = field(default=0, metadata=LATER)
-    effective: float | None = field(default=None, metadata=LATER)
-    heavy: tuple[int, ...] = field(default=(), metadata=LATER)
-    reference: Interval | None = field(default=None, metadata=LATER)
+    broken: str = field(default="", metadata=OMIT_DEFAULT)
+    groups: int = field(default=0, metadata=OMIT_DEFAULT)
+    effective: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    heavy: tuple[int, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    reference: Interval | None = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,12 +293,12 @@ class LatencySamples:
     sorted_ns: tuple[int, ...] = ()
 
 
-def throughput_figure(concurrency: int) -> str:
+def throughput_metric_name(concurrency: int) -> str:
     """What `PairedRatios` and gate results call the time per request with that many requests in flight."""
     return f"concurrency {concurrency}"
 
 
-def gate_of(figure: str) -> str:
+def find_gate_kind(figure: str) -> str:
     """The kind of gate that judges a figure of `PairedRatios`."""
     return {"load": "cold_start", "first": "cold_start", "peak": "memory"}.get(figure, "throughput")
 
@@ -307,7 +307,7 @@ def gate_of(figure: str) -> str:
 class PairedRatios:
     """A figure other than latency of the variant (B) over that of another model (A), measured in turns, now.
 
-    `figure` is a `throughput_figure`, `load` or `first` (durations of a fresh process), or `peak` (its memory).
+    `figure` is a `throughput_metric_name`, `load` or `first` (durations of a fresh process), or `peak` (its memory).
     `log_ratios[i]` holds log(B / A) of pair i: of sessions under load, of processes otherwise; `self_log_ratios` the
     same for A against itself, the measure of the host's noise.
     """
@@ -320,7 +320,7 @@ class PairedRatios:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
+class ThroughputMeasurement:
     """Requests per second of fresh sessions of the variant, each called by `concurrency` threads at once.
 
     `per_second` holds one value a session, the median of its windows; `requests` counts those of all windows.
@@ -333,7 +333,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starts:
+class ColdStartMeasurement:
     """Fresh processes that load the variant and answer `requests` requests; one value a process.
 
     `load_s` is building the session, with the runtime imported and the file in the page cache; `first_s` the first
@@ -400,7 +400,7 @@ class Evidence:
     conditions: Mapping[str, str] = field(default_factory=dict)
     runtime: RuntimeFacts | None = None
     baseline: str = ""
-    champion: ChampionFacts | None = field(default=None, metadata=LATER)
+    champion: ChampionFacts | None = field(default=None, metadata=OMIT_DEFAULT)
     parity: tuple[ParityMeasurement, ...] = ()
     export_parity: tuple[ParityMeasurement, ...] = ()
     batch_invariance: tuple[BatchInvariance, ...] = ()
@@ -414,14 +414,14 @@ class Evidence:
     advice: tuple[Advice, ...] = ()
     metrics: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
-    grouped: tuple[str, ...] = field(default=(), metadata=LATER)
-    sampled: SampledRows | None = field(default=None, metadata=LATER)
-    opsets: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
-    operators: Mapping[str, int] = field(default_factory=dict, metadata=LATER)
+    grouped: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    sampled: SampledRows | None = field(default=None, metadata=OMIT_DEFAULT)
+    opsets: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    operators: Mapping[str, int] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     comparisons: tuple[LatencyComparison, ...] = ()
     latency: LatencySamples | None = None
-    throughput: tuple[Throughput, ...] = ()
-    starts: Starts | None = None
+    throughput: tuple[ThroughputMeasurement, ...] = ()
+    starts: ColdStartMeasurement | None = None
     ratios: tuple[PairedRatios, ...] = ()
     raw: Digest | None = None
     failure: str = ""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias, cast
 
 from annotated_types import Ge, Le, doc
 
-from onnx_ops.domain.quantities import LATER, Amount, Bytes, Count, Fraction, PerSecond, Seconds
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Count, Fraction, PerSecond, Seconds
 
 MetricName: TypeAlias = Literal["accuracy", "top_k", "f1", "auc", "mae", "rmse", "r2", "cosine", "token_agreement"]
 Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"]
@@ -127,17 +127,17 @@ class ParityGate:
     saturation: Annotated[Fraction, doc("Largest share of an activation's values outside its quantized range.")] = 0.1
     clipping: Annotated[
         float, Ge(1), doc("Largest energy that an activation's range cuts off, in multiples of that lost by rounding.")
-    ] = field(default=100.0, metadata=LATER)
+    ] = field(default=100.0, metadata=OMIT_DEFAULT)
     stretch: Annotated[
         float, Ge(1), doc("Widest range of an activation or a weight, in multiples of what its values span.")
-    ] = field(default=2.5, metadata=LATER)
+    ] = field(default=2.5, metadata=OMIT_DEFAULT)
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
         doc(
             "What a difference on a kind of inputs does: fail, advise or ignore. By default it fails where callers can "
             "send such inputs, else it advises."
         ),
-    ] = field(default_factory=dict, hash=False, metadata=LATER)
+    ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
         """What a difference on the inputs of that group does."""
@@ -195,10 +195,10 @@ class LatencyGate:
     max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
     p50: Annotated[Seconds | None, doc("Median; enforced on dedicated targets, advisory elsewhere.")] = None
     p90: Annotated[Seconds | None, doc("90th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
-        default=None, metadata=LATER
+        default=None, metadata=OMIT_DEFAULT
     )
     p95: Annotated[Seconds | None, doc("95th percentile; enforced on dedicated targets, advisory elsewhere.")] = field(
-        default=None, metadata=LATER
+        default=None, metadata=OMIT_DEFAULT
     )
     p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
     faster_than: Annotated[
@@ -263,7 +263,7 @@ TargetGate = ParityGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryG
 """A target may have limits of its own; what a model is for is the pipeline's affair."""
 
 
-def gates_on(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
+def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
     """The gates of a pipeline on a target: each kind that the target has gates of is the target's alone."""
     own = tuple(target)
     kinds = {gate.kind for gate in own}
@@ -271,7 +271,7 @@ def gates_on(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Ga
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class MeasurementRequest:
     """Numbers of requests in flight, and whether fresh processes are measured.
 
     `tolerances` are slow-downs that the measurement should be able to tell apart, by kind of gate: they say how long
@@ -284,7 +284,7 @@ class Asked:
     tolerances: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-def asked_by(gates: Iterable[Gate]) -> Asked:
+def derive_measurement_request(gates: Iterable[Gate]) -> MeasurementRequest:
     levels: set[int] = set()
     starts = False
     limits: dict[str, set[float]] = {}
@@ -296,7 +296,7 @@ def asked_by(gates: Iterable[Gate]) -> Asked:
             limits.setdefault(gate.kind, set()).add(gate.max_regression)
         if isinstance(gate, LatencyGate) and gate.min_speedup:
             limits.setdefault("speedup", set()).add(1 / (1 + gate.min_speedup) - 1)
-    return Asked(
+    return MeasurementRequest(
         throughput=tuple(sorted(levels)),
         starts=starts,
         tolerances={kind: tuple(sorted(found)) for kind, found in sorted(limits.items())},

@@ -13,13 +13,13 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, WaitKind, Word
-from onnx_ops.domain.rollout_observations import Observations, Reading, Thresholds
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind
+from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, Observations
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configured:
+class EndpointBound:
     """The endpoint is bound to a model, a target and a provider (again)."""
 
     kind: Literal["configured"] = "configured"
@@ -38,7 +38,7 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
+class LeaseRenewed:
     """Whoever holds the lease of the intent in entry `of` is still at it. Counts only while that intent is open."""
 
     kind: Literal["renewed"] = "renewed"
@@ -47,7 +47,7 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ActionOutcome:
     """What became of the intent or the refusal in entry `of`."""
 
     kind: Literal["outcome"] = "outcome"
@@ -70,7 +70,7 @@ class RollbackRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn:
+class RequestWithdrawn:
     """An operator takes back what is owed: a rollback with what it rejected, or a deletion."""
 
     kind: Literal["withdrawn"] = "withdrawn"
@@ -78,16 +78,16 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
+class OperatorCommandSent:
     """An operator's word about a rollout that waits."""
 
     kind: Literal["word"] = "word"
-    word: Word
+    word: OperatorCommand
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
+class AliasesWritten:
     """The registry's aliases were made to say what the ledger says."""
 
     kind: Literal["mirrored"] = "mirrored"
@@ -95,7 +95,7 @@ class Mirrored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedVersion:
+class VersionRefused:
     """An alias asked for a version that may not serve; the alias is put back, and an outcome says so."""
 
     kind: Literal["refused"] = "refused"
@@ -106,7 +106,7 @@ class RefusedVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
+class OverrideRecorded:
     """A person decided, with a reason, that this version may serve whatever its gates or history say.
 
     `signed` says which files on which target; the other fields repeat what it says, for readers.
@@ -121,7 +121,7 @@ class Override:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deleted:
+class EndpointDeleted:
     """Somebody wants the endpoint gone; `done` once it is. The name may be bound again afterwards."""
 
     kind: Literal["deleted"] = "deleted"
@@ -130,7 +130,7 @@ class Deleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
+class EndpointAbandoned:
     """The endpoint is bound no longer, and what runs at `place` stays there. The name may be bound again, elsewhere."""
 
     kind: Literal["abandoned"] = "abandoned"
@@ -139,27 +139,27 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
+class ThresholdsFixed:
     """How fast the stable version was before `candidate` (its manifest) got any request, and how fast the candidate has
     to be. Written before the rollout starts; None if there were too few requests to tell. In ledgers without `slower`
     both versions have the same thresholds."""
 
     kind: Literal["frozen"] = "frozen"
     candidate: Digest
-    thresholds: Thresholds | None
-    slower: Thresholds | None = None
+    thresholds: LatencyThresholds | None
+    slower: LatencyThresholds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class MetricsRecorded:
     """What a source has counted of the rollout in progress. A driver goes on from the last reading of any other."""
 
     kind: Literal["observed"] = "observed"
-    reading: Reading
+    reading: MetricsReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RolloutPaused:
     """A rollout does not go on without a person. Written once for each step and kind of wait."""
 
     kind: Literal["held"] = "held"
@@ -169,7 +169,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notified:
+class NotificationSent:
     """People were told, by this notifier, what the entries up to `of` call for."""
 
     kind: Literal["notified"] = "notified"
@@ -177,23 +177,23 @@ class Notified:
     of: int
 
 
-Body = (
-    Configured
+EntryBody = (
+    EndpointBound
     | Intent
     | RollbackRequested
-    | Withdrawn
-    | Outcome
-    | Spoken
-    | Mirrored
-    | RefusedVersion
-    | Override
-    | Deleted
-    | Abandoned
-    | Frozen
-    | Observed
-    | Held
-    | Notified
-    | Renewed
+    | RequestWithdrawn
+    | ActionOutcome
+    | OperatorCommandSent
+    | AliasesWritten
+    | VersionRefused
+    | OverrideRecorded
+    | EndpointDeleted
+    | EndpointAbandoned
+    | ThresholdsFixed
+    | MetricsRecorded
+    | RolloutPaused
+    | NotificationSent
+    | LeaseRenewed
 )
 
 
@@ -206,7 +206,7 @@ class LedgerEntry:
     sequence: int
     at: float
     actor: str
-    body: Body
+    body: EntryBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class ReleaseState:
     open_intent: Intent | None = None
     generation: int = 0
     decided_at: int = 0
-    word: Word | None = None
+    word: OperatorCommand | None = None
     word_at: int = 0
     pending_aliases: Mapping[str, str | None] = field(default_factory=dict)
     aliases: Mapping[str, str | None] = field(default_factory=dict)
@@ -265,17 +265,17 @@ class ReleaseState:
     arrived_at: float = 0.0
     rejected: Mapping[Digest, str] = field(default_factory=dict)
     untold: frozenset[str] = frozenset()
-    overrides: Mapping[Digest, Override] = field(default_factory=dict)
+    overrides: Mapping[Digest, OverrideRecorded] = field(default_factory=dict)
     overrides_taken: frozenset[Digest] = frozenset()
     known: Mapping[str, Deployment] = field(default_factory=dict)
     deleting: bool = False
     pending_rollback: PendingRollback | None = None
     rolled_back: Action | None = None
-    frozen: Frozen | None = None
+    frozen: ThresholdsFixed | None = None
     trial: Observations | None = None
-    refusing: RefusedVersion | None = None
+    refusing: VersionRefused | None = None
     refused_at: int = 0
-    held: Held | None = None
+    held: RolloutPaused | None = None
     notified_at: Mapping[str, int] = field(default_factory=dict)
 
     def why_rejected(self, deployment: Deployment | VersionRecord) -> str | None:
@@ -291,11 +291,11 @@ def fold(endpoint: str, entries: Iterable[LedgerEntry]) -> ReleaseState:
     """
     state = ReleaseState(endpoint=endpoint)
     for entry in entries:
-        state = follow(state, entry)
+        state = apply_entry(state, entry)
     return state
 
 
-def follow(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
+def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """The state after one more entry.
 
     Raises:
@@ -313,7 +313,7 @@ def follow(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
 def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     body = entry.body
     match body:
-        case Configured():
+        case EndpointBound():
             return replace(state, config=body.config, policy=body.policy)
         case Intent():
             # What it overtakes may have reached the endpoint already.
@@ -328,14 +328,14 @@ def _apply(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
             )
         case RollbackRequested():
             return _request(state, entry, body)
-        case Withdrawn():
+        case RequestWithdrawn():
             return _withdraw(state)
-        case Outcome():
+        case ActionOutcome():
             if state.refusing is not None and body.of == state.refused_at:
                 return replace(state, refusing=None)
             return _close(state, body, entry.at)
-        case Override() | Deleted() | Abandoned():
-            return _take(state, body) if isinstance(body, Override) else _unbind(state, body)
+        case OverrideRecorded() | EndpointDeleted() | EndpointAbandoned():
+            return _take(state, body) if isinstance(body, OverrideRecorded) else _unbind(state, body)
         case _:
             return _noted(state, entry.sequence, body)
 
@@ -393,40 +393,47 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
 def _noted(
     state: ReleaseState,
     sequence: int,
-    body: Spoken | Mirrored | RefusedVersion | Frozen | Observed | Held | Notified | Renewed,
+    body: OperatorCommandSent
+    | AliasesWritten
+    | VersionRefused
+    | ThresholdsFixed
+    | MetricsRecorded
+    | RolloutPaused
+    | NotificationSent
+    | LeaseRenewed,
 ) -> ReleaseState:
     """What was said, read or counted, and changes nothing by itself."""
     match body:
-        case Spoken():
+        case OperatorCommandSent():
             return replace(state, word=body.word, word_at=sequence, held=None)
-        case Held():
+        case RolloutPaused():
             return replace(state, held=body)
-        case Notified():
+        case NotificationSent():
             return replace(state, notified_at={**state.notified_at, body.notifier: body.of})
-        case Renewed():
+        case LeaseRenewed():
             return _renew(state, body)
-        case Mirrored():
+        case AliasesWritten():
             owed = {k: v for k, v in state.pending_aliases.items() if k not in body.aliases}
             told = {**state.aliases, **body.aliases}
             return replace(state, pending_aliases=owed, aliases=told, mirrored_at=sequence, untold=frozenset())
-        case RefusedVersion():
+        case VersionRefused():
             return replace(state, refusing=body, refused_at=sequence)
-        case Frozen():
+        case ThresholdsFixed():
             return replace(state, frozen=body)
-        case Observed():
+        case MetricsRecorded():
             return replace(state, trial=_observed(state, body.reading))
         case _:
             assert_never(body)
 
 
-def _renew(state: ReleaseState, body: Renewed) -> ReleaseState:
+def _renew(state: ReleaseState, body: LeaseRenewed) -> ReleaseState:
     opened = state.open_intent
     if opened is None or state.generation != body.of:
         return state
     return replace(state, open_intent=replace(opened, expires_at=body.expires_at))
 
 
-def _take(state: ReleaseState, body: Override) -> ReleaseState:
+def _take(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
     """An override counts once: the same one means nothing after a rollback."""
     taken = body.signed.digest()
     if taken in state.overrides_taken:
@@ -438,27 +445,27 @@ def _take(state: ReleaseState, body: Override) -> ReleaseState:
     )
 
 
-def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, Override]:
+def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:
     """The overrides that stand once an action is decided: none of what it rejects."""
     kept = state.overrides.items()
     return {manifest: given for manifest, given in kept if not {manifest, given.release} & set(action.reject)}
 
 
-def _unbind(state: ReleaseState, body: Deleted | Abandoned) -> ReleaseState:
-    if isinstance(body, Deleted) and not body.done:
+def _unbind(state: ReleaseState, body: EndpointDeleted | EndpointAbandoned) -> ReleaseState:
+    if isinstance(body, EndpointDeleted) and not body.done:
         return replace(state, deleting=True, open_intent=None, word=None, pending_aliases={})
     # What is bound under this name later must not bring back what failed here, nor count generations from one again.
     return ReleaseState(
         endpoint=state.endpoint,
         generation=state.generation,
         rejected=state.rejected,
-        overrides=state.overrides if isinstance(body, Abandoned) else {},
+        overrides=state.overrides if isinstance(body, EndpointAbandoned) else {},
         overrides_taken=state.overrides_taken,
         notified_at=state.notified_at,
     )
 
 
-def _close(state: ReleaseState, outcome: Outcome, at: float) -> ReleaseState:
+def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseState:
     """An outcome counts only for the intent that is open; one that was overtaken changes nothing."""
     opened = state.open_intent
     if opened is None or state.generation != outcome.of:
@@ -507,7 +514,7 @@ def _trial(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
     return replace(found, thresholds=frozen.thresholds, slower=frozen.slower or frozen.thresholds)
 
 
-def _observed(state: ReleaseState, reading: Reading) -> Observations | None:
+def _observed(state: ReleaseState, reading: MetricsReading) -> Observations | None:
     """While an effect is under way the split may change at any moment: such a reading begins no interval."""
     trial, roles = state.trial, state.roles
     if trial is None or roles.stable is None or roles.candidate is None:

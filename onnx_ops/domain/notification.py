@@ -13,18 +13,26 @@ from enum import StrEnum
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import Drift
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import Held, Intent, LedgerEntry, Outcome, RefusedVersion, ReleaseState, follow
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    Intent,
+    LedgerEntry,
+    ReleaseState,
+    RolloutPaused,
+    VersionRefused,
+    apply_entry,
+)
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 
-QUIET_S = 3600.0
+REPEAT_INTERVAL_S = 3600.0
 """Seconds within which the same trouble, refusal or wait of an endpoint is told once."""
 
 _LONGEST = 400
 """Characters of a reason. Whoever needs all of it looks into the history."""
 
 
-class What(StrEnum):
+class NotificationKind(StrEnum):
     STARTED = "started"
     ADVANCED = "advanced"
     ROLLED_BACK = "rolled back"
@@ -39,10 +47,12 @@ class What(StrEnum):
     TEST = "test"
 
 
-PROGRESS = frozenset({What.STARTED, What.ADVANCED})
+PROGRESS = frozenset({NotificationKind.STARTED, NotificationKind.ADVANCED})
 """Steps of a rollout that goes well: told to programs that ask for them, and to no person."""
 
-_REPEATS = frozenset({What.HELD, What.PAUSED, What.REFUSED, What.TROUBLE})
+_REPEATS = frozenset(
+    {NotificationKind.HELD, NotificationKind.PAUSED, NotificationKind.REFUSED, NotificationKind.TROUBLE}
+)
 """What may come again and again by itself."""
 
 
@@ -66,7 +76,7 @@ class Notification:
     sequence: int
     at: float
     actor: str
-    what: What
+    what: NotificationKind
     severity: Severity
     headline: str
     why: str
@@ -90,52 +100,52 @@ class Notification:
         return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}" if self.sequence else f"By {self.actor}")
 
 
-def notices(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
+def derive_notifications(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
     """What this entry is news of, given the state before it."""
     match entry.body:
-        case Outcome() if before.open_intent is not None and entry.body.of == before.generation:
+        case ActionOutcome() if before.open_intent is not None and entry.body.of == before.generation:
             found = _done(before, before.open_intent) if entry.body.ok else _failed(before, entry.body)
-        case RefusedVersion():
+        case VersionRefused():
             found = _refused(before, entry.body)
-        case Held():
+        case RolloutPaused():
             found = _held(before, entry.body)
         case _:
             found = None
     return () if found is None else (found.about(before, entry),)
 
 
-def news(
+def list_pending_notifications(
     endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0, progress: bool = False
 ) -> tuple[Notification, ...]:
     """What the entries after sequence `after` call for, oldest first; with `progress`, good steps too.
 
-    What was told within `QUIET_S` is not told again: an effect that fails in every pass, an alias that somebody sets
+    What was told within `REPEAT_INTERVAL_S` is not repeated: an effect that fails in every pass, an alias that is set
     again and again, an endpoint that keeps dying.
     """
     state = ReleaseState(endpoint=endpoint)
-    told: dict[tuple[What, str], float] = {}
+    told: dict[tuple[NotificationKind, str], float] = {}
     found: list[Notification] = []
     for entry in entries:
-        for notice in notices(state, entry):
+        for notice in derive_notifications(state, entry):
             key = notice.what, notice.headline
-            again = notice.at - told[key] < QUIET_S if key in told else False
+            again = notice.at - told[key] < REPEAT_INTERVAL_S if key in told else False
             if again and notice.what in _REPEATS:
                 continue
             told[key] = notice.at
             if entry.sequence > after and (progress or notice.what not in PROGRESS):
                 found.append(notice)
-        state = follow(state, entry)
+        state = apply_entry(state, entry)
     return tuple(found)
 
 
-def trial(endpoint: str, *, at: float, actor: str) -> Notification:
+def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notification:
     """What is sent to see whether anything arrives."""
     return Notification(
         endpoint=endpoint,
         sequence=0,
         at=at,
         actor=actor,
-        what=What.TEST,
+        what=NotificationKind.TEST,
         severity=Severity.INFO,
         headline="a test: notifications arrive here",
         why="somebody ran `onnx-ops notify --test`",
@@ -145,7 +155,7 @@ def trial(endpoint: str, *, at: float, actor: str) -> Notification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _News:
-    what: What
+    what: NotificationKind
     severity: Severity
     headline: str
     why: str
@@ -173,16 +183,16 @@ class _News:
 def _done(before: ReleaseState, intent: Intent) -> _News | None:
     action, name = intent.action, before.endpoint
     serving = _serving(action)
-    what, severity, version = What.FINISHED, Severity.INFO, serving
+    what, severity, version = NotificationKind.FINISHED, Severity.INFO, serving
     match action.kind:
         case ActionKind.ABORT:
             return _taken_back(before, intent)
         case ActionKind.START | ActionKind.ADVANCE:
-            what = What.STARTED if action.kind is ActionKind.START else What.ADVANCED
+            what = NotificationKind.STARTED if action.kind is ActionKind.START else NotificationKind.ADVANCED
             version = _version(action.roles.candidate)
             headline, commands = f"v{version} is at step {action.roles.step + 1}", {}
         case ActionKind.ROLLBACK:
-            what, severity, version = What.OPERATOR, Severity.WARNING, _stable(before)
+            what, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
             headline = f"rolled back by an operator, v{serving} has all traffic"
             commands = {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
         case ActionKind.FINISH:
@@ -190,7 +200,7 @@ def _done(before: ReleaseState, intent: Intent) -> _News | None:
         case ActionKind.FIRST:
             headline, commands = f"first deployment: v{serving}", {"See": f"onnx-ops status {name}"}
         case ActionKind.RESTORE:
-            what, severity = What.TROUBLE, Severity.WARNING
+            what, severity = NotificationKind.TROUBLE, Severity.WARNING
             headline, commands = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
         case _:
             return None
@@ -210,11 +220,11 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
     action, version = intent.action, _version(before.roles.candidate)
     serving = f"v{_serving(action)} has all traffic"
     if not action.reject:
-        what, severity, headline = What.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
+        what, severity, headline = NotificationKind.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
         commands = {"Undo": _promote(before, version)}
     else:
         by_hand = before.pending_rollback is not None and before.pending_rollback.by_hand
-        what = What.OPERATOR if by_hand else What.ROLLED_BACK
+        what = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
         severity = Severity.WARNING if by_hand else Severity.CRITICAL
         headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
         commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
@@ -229,14 +239,14 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
     )
 
 
-def _failed(before: ReleaseState, outcome: Outcome) -> _News:
+def _failed(before: ReleaseState, outcome: ActionOutcome) -> _News:
     action = before.open_intent.action if before.open_intent is not None else None
     kind = action.kind if action is not None else None
-    back = action is not None and action.gives_back
+    back = action is not None and action.is_rollback
     name = before.endpoint
     commands = {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"}
     return _News(
-        what=What.TROUBLE,
+        what=NotificationKind.TROUBLE,
         severity=Severity.CRITICAL if back else Severity.WARNING,
         headline=f"{kind.value if kind is not None else 'an effect'} failed{' and is still owed' if back else ''}",
         why=outcome.detail,
@@ -244,7 +254,7 @@ def _failed(before: ReleaseState, outcome: Outcome) -> _News:
     )
 
 
-def _refused(before: ReleaseState, body: RefusedVersion) -> _News:
+def _refused(before: ReleaseState, body: VersionRefused) -> _News:
     commands = {}
     if before.config is not None:
         look = f"onnx-ops explain {before.config.model}/{body.version} --target {before.config.target}"
@@ -252,7 +262,7 @@ def _refused(before: ReleaseState, body: RefusedVersion) -> _News:
         commands = {"See": look, "Let it serve all the same": override}
     restored = f"v{body.restored_to} stands there again" if body.restored_to else "the alias was removed"
     return _News(
-        what=What.REFUSED,
+        what=NotificationKind.REFUSED,
         severity=Severity.WARNING,
         headline=f"refused {body.alias} on v{body.version}: {restored}",
         why=body.reason,
@@ -261,13 +271,13 @@ def _refused(before: ReleaseState, body: RefusedVersion) -> _News:
     )
 
 
-def _held(before: ReleaseState, body: Held) -> _News:
+def _held(before: ReleaseState, body: RolloutPaused) -> _News:
     paused = body.wait is WaitKind.PAUSED
     candidate = before.roles.candidate
     name = f"v{candidate.version}" if candidate is not None else "the rollout"
     waits = {WaitKind.PAUSED: "is paused", WaitKind.WORD: "waits for an operator's word"}
     return _News(
-        what=What.PAUSED if paused else What.HELD,
+        what=NotificationKind.PAUSED if paused else NotificationKind.HELD,
         severity=Severity.WARNING,
         headline=f"{name} {waits.get(body.wait, 'is held for a person')} at step {body.step + 1}",
         why=body.why,
@@ -299,19 +309,19 @@ def _stable(state: ReleaseState) -> str:
 
 PREFIX = "onnx-ops."
 
-NAMES: Mapping[What, str] = {
-    What.STARTED: "onnx-ops.rollout.started",
-    What.ADVANCED: "onnx-ops.rollout.advanced",
-    What.FINISHED: "onnx-ops.rollout.finished",
-    What.ROLLED_BACK: "onnx-ops.rollout.rolled-back",
-    What.WITHDRAWN: "onnx-ops.rollout.withdrawn",
-    What.HELD: "onnx-ops.rollout.held",
-    What.PAUSED: "onnx-ops.rollout.paused",
-    What.OPERATOR: "onnx-ops.rolled-back",
-    What.REFUSED: "onnx-ops.alias.refused",
-    What.TROUBLE: "onnx-ops.endpoint.trouble",
-    What.DRIFTED: "onnx-ops.champion.drifted",
-    What.TEST: "onnx-ops.test",
+EVENT_NAMES: Mapping[NotificationKind, str] = {
+    NotificationKind.STARTED: "onnx-ops.rollout.started",
+    NotificationKind.ADVANCED: "onnx-ops.rollout.advanced",
+    NotificationKind.FINISHED: "onnx-ops.rollout.finished",
+    NotificationKind.ROLLED_BACK: "onnx-ops.rollout.rolled-back",
+    NotificationKind.WITHDRAWN: "onnx-ops.rollout.withdrawn",
+    NotificationKind.HELD: "onnx-ops.rollout.held",
+    NotificationKind.PAUSED: "onnx-ops.rollout.paused",
+    NotificationKind.OPERATOR: "onnx-ops.rolled-back",
+    NotificationKind.REFUSED: "onnx-ops.alias.refused",
+    NotificationKind.TROUBLE: "onnx-ops.endpoint.trouble",
+    NotificationKind.DRIFTED: "onnx-ops.champion.drifted",
+    NotificationKind.TEST: "onnx-ops.test",
 }
 
 GATE_FAILED = "onnx-ops.gate.failed"
@@ -319,7 +329,7 @@ REGISTERED = "onnx-ops.release.registered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ReleaseEvent:
     """Something that happened to a resource.
 
     `resource` is `onnx-ops.endpoint.NAME` or `onnx-ops.model.NAME`, `name` how people call it; `labels` are what
@@ -337,17 +347,17 @@ class Event:
     key: Digest | None = None
 
 
-def endpoint_id(name: str) -> str:
+def format_endpoint_id(name: str) -> str:
     return f"{PREFIX}endpoint.{name}"
 
 
-def model_id(name: str) -> str:
+def format_model_id(name: str) -> str:
     return f"{PREFIX}model.{name}"
 
 
-def event_of(notice: Notification) -> Event:
+def build_event(notice: Notification) -> ReleaseEvent:
     """The event of a notification. What is in no ledger is about a model, everything else about an endpoint."""
-    drift = notice.what is What.DRIFTED
+    drift = notice.what is NotificationKind.DRIFTED
     payload: dict[str, Json] = {
         "what": notice.headline,
         "why": notice.why,
@@ -359,26 +369,26 @@ def event_of(notice: Notification) -> Event:
         "commands": dict(notice.commands),
         "link": notice.link,
     }
-    return Event(
-        event=NAMES[notice.what],
-        resource=model_id(notice.model) if drift else endpoint_id(notice.endpoint),
+    return ReleaseEvent(
+        event=EVENT_NAMES[notice.what],
+        resource=format_model_id(notice.model) if drift else format_endpoint_id(notice.endpoint),
         name=notice.endpoint,
         at=notice.at,
         payload=payload,
         labels={f"{PREFIX}severity": notice.severity.value},
-        related={"model": model_id(notice.model)} if notice.model and not drift else {},
+        related={"model": format_model_id(notice.model)} if notice.model and not drift else {},
         key=digest_json([notice.endpoint, notice.sequence, notice.what.value, notice.at]) if notice.sequence else None,
     )
 
 
-def notice_of(drift: Drift, *, at: float, actor: str) -> Notification:
+def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notification:
     """What people are told of a champion that has drifted; `at` is seconds since the epoch."""
     return Notification(
         endpoint=f"{drift.model}@{drift.target}",
         sequence=0,
         at=at,
         actor=actor,
-        what=What.DRIFTED,
+        what=NotificationKind.DRIFTED,
         severity=Severity.WARNING,
         headline=f"champion v{drift.version} ({drift.variant}) has drifted",
         why=drift.reason,

@@ -13,10 +13,10 @@ from typing import Annotated, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt, MinLen, doc
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
-from onnx_ops.domain.decision import Prefer
+from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import Gate, ParityGate
-from onnx_ops.domain.quantities import FOUND, LATER, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
+from onnx_ops.domain.quantities import COMPUTED, OMIT_DEFAULT, Bytes, Fraction, Json, Name, Notation, Seconds, ShortName
 from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, Tune
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
@@ -60,10 +60,10 @@ class FileData:
     file: Annotated[str, doc("Path of a .npz, .csv or .parquet file, relative to the project's root.")]
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
-    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
+    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
         tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
-    ] = field(default=None, metadata=LATER)
+    ] = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ class PluginData:
     with_: Annotated[Mapping[str, Json], doc("Its own settings.")] = field(default_factory=dict)
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the label array.")] = None
-    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=LATER)
+    group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
         tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
-    ] = field(default=None, metadata=LATER)
+    ] = field(default=None, metadata=OMIT_DEFAULT)
 
 
 DataSection: TypeAlias = FileData | SklearnData | PluginData
@@ -232,10 +232,12 @@ class Pipeline:
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
-    prefer: Annotated[Prefer, doc("Which variant a target gets of those that pass.")] = field(default_factory=Prefer)
+    prefer: Annotated[Objective, doc("Which variant a target gets of those that pass.")] = field(
+        default_factory=Objective
+    )
     register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
     deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
-    parameters: Mapping[str, Json] = field(default_factory=dict, metadata=FOUND)
+    parameters: Mapping[str, Json] = field(default_factory=dict, metadata=COMPUTED)
     """What was taken from `params.yaml`, by its path there."""
 
     def variants(self) -> tuple[str, ...]:

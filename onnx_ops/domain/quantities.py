@@ -11,11 +11,11 @@ from annotated_types import Ge, Gt, MaxLen, Unit
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
-LATER: Mapping[str, bool] = {"later": True}
+OMIT_DEFAULT: Mapping[str, bool] = {"later": True}
 """Metadata of a field that values got after they were first stored: while it has its default it is not written, so that
 older programs read what they know, and digests of documents stay."""
 
-FOUND: Mapping[str, bool] = {"found": True}
+COMPUTED: Mapping[str, bool] = {"found": True}
 """Metadata of a field that is no key of a file: whoever reads the file fills it."""
 
 

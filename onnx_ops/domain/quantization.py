@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, doc
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.execution import CPU
-from onnx_ops.domain.quantities import LATER, Bytes, Count, Fraction, Json, Seconds
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Count, Fraction, Json, Seconds
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
 AUTO = "auto"
@@ -97,7 +97,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class SearchLogEntry:
     """One line of a search's journal."""
 
     trial: Trial | None = None
@@ -105,7 +105,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bought:
+class NodeContribution:
     """What keeping one node in float bought, the other nodes kept being the same.
 
     `metric` is the part of the task metric that it saves (below 0: it costs some), `time` by which the time of a
@@ -120,7 +120,7 @@ class Bought:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class FrontierSlot:
     """A place on the front: the number of its trial, or why it is empty."""
 
     role: Role
@@ -143,12 +143,12 @@ class SearchRecord:
     recipes: tuple[Recipe, ...] = ()
     trials: tuple[Trial, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
-    bought: tuple[Bought, ...] = ()
+    bought: tuple[NodeContribution, ...] = ()
     front: tuple[int, ...] = ()
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[FrontierSlot, ...] = ()
     stopped: str = ""
     seconds: float = 0.0
-    timed_out: bool = field(default=False, metadata=LATER)
+    timed_out: bool = field(default=False, metadata=OMIT_DEFAULT)
 
 
 _CPUS = frozenset({CPU, "cpu"})
@@ -202,7 +202,7 @@ class StaticRecipe:
     notes: tuple[str, ...]
 
 
-def arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
+def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
     """Read off the machine's flags and the target's first provider."""
     flags = set(hardware.cpu_flags)
     provider = target.providers[0].name
@@ -221,7 +221,7 @@ def arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
     return Arithmetic(family="other")
 
 
-def static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) -> StaticRecipe:
+def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) -> StaticRecipe:
     """What the options leave open, chosen so that every machine runs it fast and right.
 
     Args:
@@ -233,7 +233,7 @@ def static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) ->
     activations = str(options.get("activations", "int8" if signed else "uint8"))
     weights = str(options.get("weights", "int8"))
     notes = [f"activations {activations}: {_why_activations(options, signed=signed)}"]
-    reduce_range, why = reduced(options, machines, mixed=activations == "uint8" and weights == "int8")
+    reduce_range, why = choose_reduce_range(options, machines, mixed=activations == "uint8" and weights == "int8")
     notes.append(why)
     symmetric = bool(options.get("symmetric", activations == "int8" and "accelerator" in families))
     return StaticRecipe(
@@ -241,7 +241,9 @@ def static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) ->
     )
 
 
-def reduced(options: Mapping[str, Any], machines: Sequence[Arithmetic], *, mixed: bool = True) -> tuple[bool, str]:
+def choose_reduce_range(
+    options: Mapping[str, Any], machines: Sequence[Arithmetic], *, mixed: bool = True
+) -> tuple[bool, str]:
     """Whether weights get 7 bits, and why.
 
     Args:
@@ -268,7 +270,7 @@ def _why_activations(options: Mapping[str, Any], *, signed: bool) -> str:
     return "what the kernels of x86 take; with int8 its operators stay in float"
 
 
-def types_problem(options: Mapping[str, Any]) -> str:
+def find_type_conflict(options: Mapping[str, Any]) -> str:
     """Why a combination of types cannot work; empty if it can."""
     if options.get("activations") == "int8" and options.get("weights") == "uint8":
         return "int8 activations with uint8 weights: no kernel takes them; set weights: int8 or activations: uint8"
@@ -277,13 +279,13 @@ def types_problem(options: Mapping[str, Any]) -> str:
     return ""
 
 
-def searched(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
+def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
     """The recipes that a search tries, as far as the machines of all targets allow, the cheapest to build first.
 
     Tables of embeddings are among what dynamic quantization takes here: a node of theirs that costs the metric stays in
     float like any other.
 
-    Types within each follow the machines (`static_recipe`, `reduced`).
+    Types within each follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
         machines: those of all targets.

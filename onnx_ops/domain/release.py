@@ -16,7 +16,7 @@ from annotated_types import MinLen, doc
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
 from onnx_ops.domain.decision import Decision, Preference, SignedDecision, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.quantities import LATER
+from onnx_ops.domain.quantities import OMIT_DEFAULT
 
 ANYONE = "*"
 """Stands for every user, and for a user whom the server does not know."""
@@ -72,10 +72,10 @@ class Lineage:
     data: Mapping[str, Digest] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
-    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata=LATER)
+    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
-def flat_origins(lineage: Lineage) -> dict[str, str]:
+def flatten_origins(lineage: Lineage) -> dict[str, str]:
     """Every fact of `origins` as `<data set>.<fact>`."""
     return {
         f"{name}.{fact}": value
@@ -204,4 +204,4 @@ class Registration:
     choices: tuple[Choice, ...]
     where: str
     report: str = ""
-    evidence: Mapping[str, Digest] = field(default_factory=dict, metadata=LATER)
+    evidence: Mapping[str, Digest] = field(default_factory=dict, metadata=OMIT_DEFAULT)

@@ -2,8 +2,8 @@
 
 How traffic moves from champion to challenger: the roles, and the one pure function that decides.
 
-`next_action` sees what is wanted, what the ledger says, what the figures say and what the clock says, and answers with
-the one thing to do next. It knows nothing of providers, registries or processes; drivers apply its answer and write
+`choose_next_action` takes the desired state, the ledger's state, the metrics and the time, and returns the one thing to
+do next. It knows nothing of providers, registries or processes; drivers apply its answer and write
 it down.
 """
 
@@ -42,7 +42,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class GuardrailResult:
     """One guardrail: events among requests of either version, and the evidence (log10) that the candidate has more.
 
     `low` and `high` bound the odds ratio at any time; None where it was not computed. `seen` counts what the evidence
@@ -81,7 +81,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class AnalysisResult:
     """All that is known about a rollout now. Every text is empty where there is nothing to say.
 
     `began` is when the step took effect, `requests` counts the candidate's since then (copies, while it is a shadow).
@@ -91,7 +91,7 @@ class Judged:
 
     began: float
     requests: int = 0
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[GuardrailResult, ...] = ()
     short: str = ""
     mismatch: str = ""
     broken: str = ""
@@ -115,20 +115,22 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Go:
+class Advance:
     """The step is done; `why` in one line."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Abort:
     """The candidate must go; `why` in one line."""
 
     why: str
 
 
-def advise(name: str, step: PlannedStep, policy: RolloutPolicy, judged: Judged | None, now: float) -> Go | Stop | Wait:
+def evaluate_step(
+    name: str, step: PlannedStep, policy: RolloutPolicy, judged: AnalysisResult | None, now: float
+) -> Advance | Abort | Wait:
     """What follows for the present step from what is known. Without figures nothing ever moves.
 
     Args:
@@ -142,7 +144,7 @@ def advise(name: str, step: PlannedStep, policy: RolloutPolicy, judged: Judged |
     if judged is None:
         return Wait(why=f"{held}; nothing was counted yet", settled=False, kind=WaitKind.WATCHING)
     if judged.alarm:
-        return Stop(why=judged.alarm)
+        return Abort(why=judged.alarm)
     if why := judged.mismatch or judged.held:
         why = f"{held} and is paused: {why}"
         return Wait(why=why, settled=False, kind=WaitKind.PAUSED)
@@ -161,10 +163,10 @@ def advise(name: str, step: PlannedStep, policy: RolloutPolicy, judged: Judged |
         why = f"{held}, nothing speaks against it, and it waits for an operator's word"
         return Wait(why=why, settled=False, kind=WaitKind.WORD)
     shown = judged.guards[-1].line if step.kind == "cold" else judged.outcome_line
-    return Go(why=shown or f"nothing against it in {judged.requests} requests")
+    return Advance(why=shown or f"nothing against it in {judged.requests} requests")
 
 
-def _missing(step: PlannedStep, policy: RolloutPolicy, judged: Judged, spent: float) -> str:
+def _missing(step: PlannedStep, policy: RolloutPolicy, judged: AnalysisResult, spent: float) -> str:
     """What keeps a step from being left; empty if nothing does. Only what was shown counts as shown."""
     if not judged.requests >= step.minimum:
         return f"{judged.requests} of {step.minimum} requests"
@@ -178,12 +180,12 @@ def _missing(step: PlannedStep, policy: RolloutPolicy, judged: Judged, spent: fl
     return ""
 
 
-def _time_is_over(held: str, undecided: str, judged: Judged, missing: str) -> Go | Stop | Wait:
+def _time_is_over(held: str, undecided: str, judged: AnalysisResult, missing: str) -> Advance | Abort | Wait:
     why = f"the A/B test is over and undecided: {judged.outcome_line or 'no outcome was reported'}"
     if undecided == "abort":
-        return Stop(why=why)
+        return Abort(why=why)
     if undecided == "finish" and judged.outcome_line and not missing:
-        return Go(why=why)
+        return Advance(why=why)
     return Wait(why=f"{held} and is held for an operator: {why}", settled=False, kind=WaitKind.HELD)
 
 
@@ -250,23 +252,23 @@ class Action:
     reject: tuple[Digest, ...] = ()
 
     @property
-    def gives_back(self) -> bool:
+    def is_rollback(self) -> bool:
         """Whether it moves all traffic back to one version."""
         return self.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-class Word(StrEnum):
+class OperatorCommand(StrEnum):
     """What an operator may say about a rollout that waits."""
 
     ADVANCE = "advance"
     PAUSE = "pause"
 
 
-def alias(role: str, target: str) -> str:
+def format_alias(role: str, target: str) -> str:
     return f"{role}-{target}"
 
 
-def split_state(
+def build_split_state(
     stable: Deployment | None,
     candidate: Deployment | None,
     percent: int,
@@ -297,16 +299,16 @@ def split_state(
     return EndpointState(deployments=tuple(deployments.values()), split=split)
 
 
-def next_action(
+def choose_next_action(
     *,
     wanted: Deployment | None,
     actual: EndpointState | None,
     roles: Roles,
     policy: RolloutPolicy,
     target: str,
-    word: Word | None,
+    word: OperatorCommand | None,
     now: float,
-    judged: Judged | None = None,
+    judged: AnalysisResult | None = None,
 ) -> Action | Wait:
     """The one thing to do next.
 
@@ -328,11 +330,11 @@ def next_action(
     if stable is None:
         return _first(wanted, target, now)
     if candidate is not None and (why := _must_go(wanted, candidate, stable, policy, judged)):
-        return abort(roles, target, why=why, reject=why != _WITHDRAWN)
+        return plan_abort(roles, target, why=why, reject=why != _WITHDRAWN)
     believed = _believed(roles, policy)
     if actual is None or not actual.covers(believed):
         return Action(kind=ActionKind.RESTORE, state=believed, roles=roles, why="the endpoint is not what it should be")
-    if word is Word.PAUSE and candidate is None:
+    if word is OperatorCommand.PAUSE and candidate is None:
         return Wait(why="paused by an operator", settled=True)
     if candidate is not None:
         return _continue(roles, stable, candidate, policy, target, word, now, judged)
@@ -344,7 +346,7 @@ def next_action(
     return _tidy(roles, stable, actual, believed, policy, now)
 
 
-def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
+def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     """The stable version gets all traffic back. The candidate stays loaded, so that weights alone change.
 
     Raises:
@@ -354,35 +356,35 @@ def abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
         raise ValueError("no rollout is in progress")
     return Action(
         kind=ActionKind.ABORT,
-        state=split_state(roles.stable, roles.candidate, 0),
+        state=build_split_state(roles.stable, roles.candidate, 0),
         roles=replace(roles, candidate=None, step=0),
         why=why,
-        aliases={alias("challenger", target): None} if reject else {},
+        aliases={format_alias("challenger", target): None} if reject else {},
         reject=_rejected((roles.candidate,), roles.stable) if reject else (),
     )
 
 
-def take_back(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
+def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
     """The way back from an action that was begun at these roles; None if it brings nothing that could be rejected."""
     if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
         return None
     if roles.candidate is not None:
-        return abort(roles, target, why=why, reject=True)
-    return rollback(begun.roles, roles.stable, target, why=why)
+        return plan_abort(roles, target, why=why, reject=True)
+    return plan_rollback(begun.roles, roles.stable, target, why=why)
 
 
-def rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
+def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
     """All traffic to `to`. What took traffic until now is rejected; it stays loaded, so that weights alone change."""
     left = [d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest]
     return Action(
         kind=ActionKind.ROLLBACK,
-        state=split_state(to, None, 0, *left),
+        state=build_split_state(to, None, 0, *left),
         roles=Roles(stable=to),
         why=why,
         aliases={
-            alias("champion", target): to.version,
-            alias("previous", target): None,
-            alias("challenger", target): None,
+            format_alias("champion", target): to.version,
+            format_alias("previous", target): None,
+            format_alias("challenger", target): None,
         },
         reject=_rejected(left, to),
     )
@@ -398,10 +400,10 @@ def _first(wanted: Deployment | None, target: str, now: float) -> Action | Wait:
         return Wait(why=f"no approved version: set alias challenger-{target} on one", settled=True)
     return Action(
         kind=ActionKind.FIRST,
-        state=split_state(None, wanted, 100),
+        state=build_split_state(None, wanted, 100),
         roles=Roles(stable=wanted),
         why="first deployment goes straight to 100 %",
-        aliases={alias("champion", target): wanted.version, alias("challenger", target): None},
+        aliases={format_alias("champion", target): wanted.version, format_alias("challenger", target): None},
     )
 
 
@@ -416,11 +418,11 @@ def _tidy(
     if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
         return Action(
             kind=ActionKind.RETIRE,
-            state=split_state(stable, None, 0),
+            state=build_split_state(stable, None, 0),
             roles=replace(roles, finished_at=0.0),
             why="the previous version was kept for as long as the policy says",
         )
-    if not actual.same_as(believed):
+    if not actual.is_equivalent(believed):
         why = "the endpoint holds what gets no traffic any more"
         return Action(kind=ActionKind.CLEAN_UP, state=believed, roles=roles, why=why)
     return Wait(why=f"{stable.name} serves all traffic", settled=True)
@@ -431,7 +433,7 @@ def _must_go(
     candidate: Deployment,
     stable: Deployment,
     policy: RolloutPolicy,
-    judged: Judged | None,
+    judged: AnalysisResult | None,
 ) -> str:
     """Why the candidate must go whatever else is asked for; empty if nothing says so."""
     if _withdrawn(wanted, candidate, stable):
@@ -443,7 +445,7 @@ def _believed(roles: Roles, policy: RolloutPolicy) -> EndpointState:
     """The state that the roles imply; what must be true if nobody interfered."""
     kept = [d for d in (roles.previous,) if d is not None and roles.finished_at]
     if roles.candidate is None:
-        return split_state(roles.stable, None, 0, *kept)
+        return build_split_state(roles.stable, None, 0, *kept)
     step = _step(policy, roles.step)
     return _trial_state(roles.stable, roles.candidate, step, policy, *kept)
 
@@ -452,7 +454,7 @@ def _trial_state(
     stable: Deployment | None, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *kept: Deployment
 ) -> EndpointState:
     tolerance = None if policy.shadow is None else policy.shadow.tolerance
-    return split_state(stable, candidate, step.percent, *kept, copied=step.copied, tolerance=tolerance)
+    return build_split_state(stable, candidate, step.percent, *kept, copied=step.copied, tolerance=tolerance)
 
 
 def _step(policy: RolloutPolicy, index: int) -> PlannedStep:
@@ -496,23 +498,23 @@ def _continue(
     candidate: Deployment,
     policy: RolloutPolicy,
     target: str,
-    word: Word | None,
+    word: OperatorCommand | None,
     now: float,
-    judged: Judged | None,
+    judged: AnalysisResult | None,
 ) -> Action | Wait:
-    if word is Word.PAUSE:
+    if word is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator", settled=False, kind=WaitKind.PAUSED)
     step = _step(policy, roles.step)
     because = ""
-    if word is not Word.ADVANCE:
+    if word is not OperatorCommand.ADVANCE:
         if not policy.judged:
             why = f"{candidate.name} holds {step.percent} % and waits for an operator's word"
             return Wait(why=why, settled=False, kind=WaitKind.WORD)
-        advice = advise(candidate.name, step, policy, judged, now)
+        advice = evaluate_step(candidate.name, step, policy, judged, now)
         if isinstance(advice, Wait):
             return advice
-        if isinstance(advice, Stop):
-            return abort(roles, target, why=advice.why, reject=True)
+        if isinstance(advice, Abort):
+            return plan_abort(roles, target, why=advice.why, reject=True)
         because = f"; {advice.why}"
     index, last = roles.step + 1, len(policy.planned()) - 1
     if index >= last:
@@ -525,12 +527,12 @@ def _finish(
 ) -> Action:
     return Action(
         kind=ActionKind.FINISH,
-        state=split_state(candidate, None, 0, stable),
+        state=build_split_state(candidate, None, 0, stable),
         roles=Roles(stable=candidate, previous=stable, finished_at=now),
         why=f"{why}: 100 % to {candidate.name}{because}",
         aliases={
-            alias("champion", target): candidate.version,
-            alias("previous", target): stable.version,
-            alias("challenger", target): None,
+            format_alias("champion", target): candidate.version,
+            format_alias("previous", target): stable.version,
+            format_alias("challenger", target): None,
         },
     )

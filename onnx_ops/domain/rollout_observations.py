@@ -10,37 +10,37 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.quantities import LATER
-from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
+from onnx_ops.domain.quantities import OMIT_DEFAULT
+from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
+class LatencyThresholds:
     """Latencies in seconds that a version's requests may exceed, read off `requests` requests to the stable version
     before the rollout. They stay what they are until it ends."""
 
     p50_s: float
     p99_s: float
     requests: int
-    p90_s: float | None = field(default=None, metadata=LATER)
-    p95_s: float | None = field(default=None, metadata=LATER)
-    places_s: tuple[float, ...] = field(default=(), metadata=LATER)
+    p90_s: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    p95_s: float | None = field(default=None, metadata=OMIT_DEFAULT)
+    places_s: tuple[float, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def by_guardrail(self) -> Mapping[str, float]:
-        """Those that are known, by the guardrail that they belong to, or its place in `PLACES`."""
-        found = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in QUANTILES}
+        """Those that are known, by the guardrail that they belong to, or its place in `LATENCY_PLACES`."""
+        found = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in LATENCY_QUANTILES}
         named = {name: latency_s for name, latency_s in found.items() if latency_s is not None}
-        return {**named, **dict(zip(PLACES, self.places_s, strict=False))}
+        return {**named, **dict(zip(LATENCY_PLACES, self.places_s, strict=False))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class RequestCounts:
     """Requests that one deployment answered, and how many of them were something.
 
     `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
     unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and its
     like took longer than the deployment's thresholds; None where the source cannot tell. `over_places` are those over
-    each of `PLACES`. `outcomes` are reports of clients, of which `successes` good.
+    each of `LATENCY_PLACES`. `outcomes` are reports of clients, of which `successes` good.
     """
 
     requests: int = 0
@@ -50,25 +50,25 @@ class Tally:
     over_p99: int | None = None
     outcomes: int = 0
     successes: int = 0
-    timed: int | None = field(default=None, metadata=LATER)
-    over_p90: int | None = field(default=None, metadata=LATER)
-    over_p95: int | None = field(default=None, metadata=LATER)
-    over_places: tuple[int, ...] | None = field(default=None, metadata=LATER)
+    timed: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    over_p90: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    over_p95: int | None = field(default=None, metadata=OMIT_DEFAULT)
+    over_places: tuple[int, ...] | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def over(self) -> Mapping[str, int]:
         """Requests that took longer than each threshold of a guardrail of latency, where that is known."""
-        found = {name: getattr(self, _over(name)) for name in QUANTILES}
+        found = {name: getattr(self, _over(name)) for name in LATENCY_QUANTILES}
         named = {name: count for name, count in found.items() if count is not None}
-        return {**named, **dict(zip(PLACES, self.over_places or (), strict=False))}
+        return {**named, **dict(zip(LATENCY_PLACES, self.over_places or (), strict=False))}
 
-    def with_over(self, counts: Mapping[str, int | None]) -> Tally:
-        named: dict[str, Any] = {_over(name): counts[name] for name in QUANTILES if name in counts}
-        places = tuple(count for name in PLACES if (count := counts.get(name)) is not None)
-        return replace(self, **named, over_places=places if len(places) == len(PLACES) else None)
+    def with_over(self, counts: Mapping[str, int | None]) -> RequestCounts:
+        named: dict[str, Any] = {_over(name): counts[name] for name in LATENCY_QUANTILES if name in counts}
+        places = tuple(count for name in LATENCY_PLACES if (count := counts.get(name)) is not None)
+        return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
-    def minus(self, before: Tally) -> Tally | None:
+    def minus(self, before: RequestCounts) -> RequestCounts | None:
         """What was counted since `before`; None if the counts do not follow each other or make no sense."""
-        found = Tally(
+        found = RequestCounts(
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
             refused=self.refused - before.refused,
@@ -98,7 +98,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShadowTally:
+class ShadowCounts:
     """Copies of requests: answers that were compared, those of them that differ, and copies that failed."""
 
     compared: int = 0
@@ -119,7 +119,7 @@ class ShadowTally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantiles:
+class LatencyQuantiles:
     """Latencies in seconds of the requests since the last reading, from a source that counts no exceedances."""
 
     p50_s: float
@@ -146,7 +146,7 @@ class UnitSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MetricsReading:
     """What a source has counted since `origin`, by name of deployment. `at` is seconds since the epoch.
 
     Another origin means that the counters began anew, as after a restart. `shadow` is about copies to the candidate.
@@ -156,23 +156,23 @@ class Reading:
 
     origin: str
     at: float
-    tallies: Mapping[str, Tally] = field(default_factory=dict)
-    shadow: ShadowTally = field(default_factory=ShadowTally)
-    quantiles: Mapping[str, Quantiles] = field(default_factory=dict)
-    units: Mapping[str, UnitSums] = field(default_factory=dict, metadata=LATER)
-    cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=LATER)
+    tallies: Mapping[str, RequestCounts] = field(default_factory=dict)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
+    quantiles: Mapping[str, LatencyQuantiles] = field(default_factory=dict)
+    units: Mapping[str, UnitSums] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    cold_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class ObservationInterval:
     """What happened between two readings during one step. The split of traffic did not change in between."""
 
     step: int
-    canary: Tally = field(default_factory=Tally)
-    stable: Tally = field(default_factory=Tally)
-    shadow: ShadowTally = field(default_factory=ShadowTally)
-    canary_latency: Quantiles | None = None
-    stable_latency: Quantiles | None = None
+    canary: RequestCounts = field(default_factory=RequestCounts)
+    stable: RequestCounts = field(default_factory=RequestCounts)
+    shadow: ShadowCounts = field(default_factory=ShadowCounts)
+    canary_latency: LatencyQuantiles | None = None
+    stable_latency: LatencyQuantiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +189,12 @@ class Observations:
     step: int = 0
     began: float = 0.0
     split_at: float = 0.0
-    thresholds: Thresholds | None = None
-    slower: Thresholds | None = None
-    reading: Reading | None = None
-    intervals: tuple[Interval, ...] = ()
-    units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=LATER)
-    cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=LATER)
+    thresholds: LatencyThresholds | None = None
+    slower: LatencyThresholds | None = None
+    reading: MetricsReading | None = None
+    intervals: tuple[ObservationInterval, ...] = ()
+    units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
+    cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=OMIT_DEFAULT)
 
     def at_step(self, step: int, began: float) -> Observations:
         """The same rollout after its split of traffic was set (again)."""
@@ -205,13 +205,13 @@ class Observations:
         """No interval spans a change of the split, nor what may have been one."""
         return replace(self, reading=None, split_at=at)
 
-    def after(self, reading: Reading, *, stable: str, candidate: str) -> Observations:
+    def after(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
         """With one more reading. The first one after a change of the split, or of counters that began anew, only says
         where the next interval begins. A source that is behind may still tell of the time before: that counts for
         nothing."""
         if reading.at < self.split_at:
             return self
-        found = interval(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
+        found = diff_readings(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
         intervals = self.intervals if found is None else (*self.intervals, found)
         units = {**self.units, reading.origin: reading.units} if reading.units else self.units
         cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
@@ -222,22 +222,24 @@ class Observations:
         return tuple(found[name] for found in self.units.values() if name in found)
 
 
-def interval(before: Reading | None, now: Reading, *, step: int, stable: str, candidate: str) -> Interval | None:
+def diff_readings(
+    before: MetricsReading | None, now: MetricsReading, *, step: int, stable: str, candidate: str
+) -> ObservationInterval | None:
     """What lies between two readings; None if they do not follow each other or make no sense."""
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
     tallies = [
-        now.tallies.get(name, Tally()).minus(before.tallies.get(name, _unseen(now.tallies.get(name))))
+        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name, _unseen(now.tallies.get(name))))
         for name in (candidate, stable)
     ]
-    copies = ShadowTally(
+    copies = ShadowCounts(
         compared=now.shadow.compared - before.shadow.compared,
         differing=now.shadow.differing - before.shadow.differing,
         failed=now.shadow.failed - before.shadow.failed,
     )
     if tallies[0] is None or tallies[1] is None or not copies.sound:
         return None
-    return Interval(
+    return ObservationInterval(
         step=step,
         canary=tallies[0],
         stable=tallies[1],
@@ -247,11 +249,11 @@ def interval(before: Reading | None, now: Reading, *, step: int, stable: str, ca
     )
 
 
-def _unseen(later: Tally | None) -> Tally:
+def _unseen(later: RequestCounts | None) -> RequestCounts:
     """The counts of a deployment before it was counted for the first time."""
     if later is None:
-        return Tally()
-    none = Tally(timed=None if later.timed is None else 0)
+        return RequestCounts()
+    none = RequestCounts(timed=None if later.timed is None else 0)
     return none.with_over(dict.fromkeys(later.over(), 0))
 
 

@@ -19,24 +19,24 @@ DEFAULT_MINIMUM = 300
 GuardrailName: TypeAlias = Literal[
     "errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99", "cold_start"
 ]
-QUANTILES: Mapping[str, float] = {
+LATENCY_QUANTILES: Mapping[str, float] = {
     "latency_p50": 0.5,
     "latency_p90": 0.9,
     "latency_p95": 0.95,
     "latency_p99": 0.99,
 }
 """Guardrails of latency: the share of the stable version's requests that are faster than the threshold."""
-PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
+LATENCY_PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
 """Where guardrail `latency` looks at the distribution: the same share for each place."""
 StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
 """A percentage between 0% and 100%, without its ends."""
 OddsRatio = Annotated[float, Ge(1), Lt(100)]
-COLD_STARTS = 8
+COLD_START_SAMPLES = 8
 """Loads of either version that guardrail `cold_start` compares."""
 
-SLOWER = 0.1
+DEFAULT_SLOWDOWN = 0.1
 """A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
 
 _TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "latency@p95": 1.1, "latency@p99": 1.2}
@@ -46,7 +46,7 @@ _TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "late
 class Guardrail:
     """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
     exceed the stable version's percentile before the rollout, for the candidate raised by `slower`. `latency` alone
-    stands for all of `PLACES`. `cold_start` is judged once, before the candidate gets any traffic."""
+    stands for all of `LATENCY_PLACES`. `cold_start` is judged once, before the candidate gets any traffic."""
 
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("What is counted.")]
     ratio: Annotated[
@@ -69,7 +69,7 @@ class Guardrail:
     @property
     def places(self) -> Sequence[str]:
         """Names under which its events are counted."""
-        return tuple(PLACES) if self.name == "latency" else (self.name,)
+        return tuple(LATENCY_PLACES) if self.name == "latency" else (self.name,)
 
     def tolerated(self, place: str) -> float:
         return _TOLERATED.get(place, 1.0) if self.ratio is None else self.ratio
@@ -157,8 +157,10 @@ class RolloutPolicy:
     def slower(self) -> Mapping[str, float]:
         """How much slower than the stable version the candidate may be, as a fraction, by place."""
         asked = {place: rail.slower for rail in self.guardrails for place in rail.places}
-        found = {name: asked[name] for name in (*QUANTILES, *PLACES) if name in asked}
-        return dict.fromkeys(QUANTILES, SLOWER) | {k: SLOWER if v is None else v for k, v in found.items()}
+        found = {name: asked[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in asked}
+        return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
+            k: DEFAULT_SLOWDOWN if v is None else v for k, v in found.items()
+        }
 
     @property
     def judged(self) -> bool:

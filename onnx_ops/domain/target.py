@@ -17,11 +17,11 @@ from annotated_types import Ge, MinLen, doc
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import CPU, Environment, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
-from onnx_ops.domain.quantities import LATER, Amount, Bytes, Json, Notation, Pattern, ShortName
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Json, Notation, Pattern, ShortName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """One line: what was looked at, what was found, and what to do if that is wrong.
 
     `absent` is something optional that is not installed: no fault, and not ready for use.
@@ -128,8 +128,8 @@ class HardwareFingerprint:
     memory_bytes: int
     runtime: str
     runtime_version: str
-    accelerators: tuple[str, ...] = field(default=(), metadata=LATER)
-    driver: str = field(default="", metadata=LATER)
+    accelerators: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    driver: str = field(default="", metadata=OMIT_DEFAULT)
 
     def digest(self) -> Digest:
         return digest_json(

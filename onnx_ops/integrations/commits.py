@@ -15,7 +15,7 @@ from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import Summary, evidence_of, summarise
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.decision import Verdict, combine
+from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
@@ -110,7 +110,7 @@ def judged(
         file=one.file,
         because=one.because,
         pipeline=summary.pipeline,
-        verdict=combine(verdicts),
+        verdict=combine_verdicts(verdicts),
         choices=summary.choices,
         decisions=summary.decisions,
         comparisons=(

@@ -22,7 +22,7 @@ from mlflow.protos.databricks_pb2 import ErrorCode
 from onnx_ops.app.handler import at_rest
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import (
     ConflictError,
@@ -35,10 +35,10 @@ from onnx_ops.errors import (
     UserError,
     quoted,
 )
-from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.promote import configure, delete, promote
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.status import status
+from onnx_ops.release.journal import Journal, list_bound_endpoints
+from onnx_ops.release.promote import bind_endpoint, delete_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.status import read_status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,7 +126,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         """Bind a new endpoint and serve the version there; a version that is refused binds nothing."""
         del endpoint
         _check_flavor(flavor)
-        if name in bound_endpoints(self._ports):
+        if name in list_bound_endpoints(self._ports):
             raise UserError(f"deployment {name} exists", remedy="Change it with `mlflow deployments update`.")
         model, version = self._version(model_uri)
         given = dict(config or {})
@@ -146,8 +146,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             settings=settings,
         )
         promote(self._ports, model, version, target_name, reason=reason, expects=(name,))
-        configure(self._ports, bound, RolloutPolicy())
-        at_rest(name, settle(self._ports, name))
+        bind_endpoint(self._ports, bound, RolloutPolicy())
+        at_rest(name, reconcile_until_stable(self._ports, name))
         return {"name": name, "flavor": _FLAVOR}
 
     @_translated
@@ -182,7 +182,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             if model != bound.model:
                 raise UserError(f"{name} serves {bound.model}, not {model}", remedy="Create another deployment.")
             promote(self._ports, model, version, bound.target, reason=reason)
-        reports = settle(self._ports, name)
+        reports = reconcile_until_stable(self._ports, name)
         if any(report.refused for report in reports):
             at_rest(name, reports)
         return {"name": name, "flavor": _FLAVOR}
@@ -193,15 +193,15 @@ class OnnxOpsDeployments(BaseDeploymentClient):
     ) -> None:
         """End the endpoint. Deleting one that is not there is no error."""
         del endpoint
-        if name in bound_endpoints(self._ports):
-            delete(self._ports, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
+        if name in list_bound_endpoints(self._ports):
+            delete_endpoint(self._ports, name, reason=dict(config or {}).get("reason", "mlflow deployments delete"))
 
     @_translated
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         """List all endpoints."""
         del endpoint
         found = []
-        for name in bound_endpoints(self._ports):
+        for name in list_bound_endpoints(self._ports):
             try:
                 found.append(self._described(name))
             except CorruptStateError as error:
@@ -226,7 +226,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         from mlflow.utils.proto_json_utils import dump_input_data
 
         name = deployment_name or endpoint or ""
-        address = status(self._ports, name).address
+        address = read_status(self._ports, name).address
         if address is None:
             raise ServiceUnavailableError(
                 "the endpoint has no address", where=name, remedy=f"See `onnx-ops status {name}`."
@@ -246,7 +246,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         return PredictionsResponse(answer.json())
 
     def _described(self, name: str) -> dict[str, Any]:
-        seen = status(self._ports, name)
+        seen = read_status(self._ports, name)
         config, stable = seen.state.config, seen.state.roles.stable
         if config is None:
             raise NotFoundError("no endpoint of that name", where=name)
@@ -278,7 +278,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             known = ", ".join(sorted(aliases)) or "none"
             raise NotFoundError(
                 f"{model} has no alias {name!r}",
-                remedy=f"Its aliases: {known}. A target's champion is {alias('champion', 'TARGET')}.",
+                remedy=f"Its aliases: {known}. A target's champion is {format_alias('champion', 'TARGET')}.",
             )
         return str(model), aliases[name]
 

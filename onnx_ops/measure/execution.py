@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops.domain.evidence import Advice, Int8Coverage
-from onnx_ops.domain.quantization import arithmetic
+from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import nodes, read_structure
@@ -67,7 +67,7 @@ def inspect_execution(
         except MeasurementError:
             return ExecutionReport()
         coverage = int8_coverage(source, copy, excluded) if is_quantized_model(variant) else None
-        machine = arithmetic(runtime.fingerprint(target), target)
+        machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
 
 

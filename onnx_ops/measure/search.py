@@ -17,13 +17,13 @@ from onnx_ops.domain.pipeline import EXPORT, Quantize
 from onnx_ops.domain.quantization import (
     Arithmetic,
     Budget,
-    Entry,
     Recipe,
     Role,
+    SearchLogEntry,
     SearchRecord,
     Sensitivity,
     Trial,
-    searched,
+    list_search_recipes,
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
@@ -43,7 +43,7 @@ from onnx_ops.onnx_graph.instrumentation import (
     quantize_alone,
 )
 from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.ports import Dataset, Journal, OptimizeRequest, Ports, RaceSchedule, Runtime, Tensors
+from onnx_ops.ports import Dataset, OptimizeRequest, PairedBenchmarkSchedule, Ports, Runtime, StageJournal, Tensors
 from onnx_ops.statistics.latency import session_interval
 from onnx_ops.statistics.metrics import CustomMetric
 from onnx_ops.statistics.scores import CANDIDATE
@@ -80,7 +80,7 @@ class SearchResult:
     models: Mapping[Role, tuple[Path, Trial]]
 
 
-def search(ground: SearchContext, journal: Journal, tell: Tell) -> SearchResult:
+def search(ground: SearchContext, journal: StageJournal, tell: Tell) -> SearchResult:
     """Try until nothing is left to try or the budget is spent; go on from the journal if there is one.
 
     A journal whose search had ended is that of a result that somebody wants anew.
@@ -96,9 +96,9 @@ def search(ground: SearchContext, journal: Journal, tell: Tell) -> SearchResult:
     known = _resumed(known, journal, tell)
     while not isinstance(action := choose_next_step(known), StopSearch):
         if isinstance(action, BuildTrial):
-            entry = Entry(trial=workshop.build(action))
+            entry = SearchLogEntry(trial=workshop.build(action))
         else:
-            entry = Entry(sensitivity=workshop.probe(action))
+            entry = SearchLogEntry(sensitivity=workshop.probe(action))
         journal.append(codec.to_json(entry))
         known = _with(known, entry)
         tell(f"{_told(entry)}; {known.seconds:.0f} s of {60 * ground.budget.max_minutes:.0f} s")
@@ -118,19 +118,19 @@ def search(ground: SearchContext, journal: Journal, tell: Tell) -> SearchResult:
 _END = {"end": True}
 
 
-def _resumed(known: SearchState, journal: Journal, tell: Tell) -> SearchState:
+def _resumed(known: SearchState, journal: StageJournal, tell: Tell) -> SearchState:
     lines = journal.read()
     if _END in lines:
         journal.clear()
         lines = ()
     for line in lines:
-        known = _with(known, codec.from_json(line, Entry))
+        known = _with(known, codec.from_json(line, SearchLogEntry))
     if lines:
         tell(f"going on after {len(lines)} steps of a search that was stopped")
     return known
 
 
-def _with(known: SearchState, entry: Entry) -> SearchState:
+def _with(known: SearchState, entry: SearchLogEntry) -> SearchState:
     if entry.trial is not None:
         return replace(known, trials=(*known.trials, entry.trial))
     if entry.sensitivity is not None:
@@ -141,7 +141,7 @@ def _with(known: SearchState, entry: Entry) -> SearchState:
 def _recipes(ground: SearchContext) -> tuple[Recipe, ...]:
     """Those that the machines allow, with the nodes of the model that each may keep in float."""
     small = ground.budget.size is not None or "small" in ground.section.keep
-    named = searched(ground.machines, calibrated=ground.calibration is not None, small=small)
+    named = list_search_recipes(ground.machines, calibrated=ground.calibration is not None, small=small)
     found = [replace(recipe, nodes=products(ground.source, recipe.method)) for recipe in named]
     return tuple(recipe for recipe in found if recipe.nodes or recipe.method not in OPERATORS)
 
@@ -190,7 +190,7 @@ def describe_trial(trial: Trial, metric: str) -> str:
     return f"{trial.recipe}{kept}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
 
-def _told(entry: Entry) -> str:
+def _told(entry: SearchLogEntry) -> str:
     if entry.trial is not None:
         return describe_trial(entry.trial, "metric")
     one = entry.sensitivity
@@ -238,7 +238,7 @@ class TrialRunner:
         self._known: dict[str, ModelPredictions] = {}
         self._outputs: Tensors | None = None
         self._ranges: dict[str, Range] | None = None
-        self._schedules: dict[str, RaceSchedule] = {}
+        self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
         """Build and measure one model; a library that fails is told in the trial."""
@@ -401,13 +401,13 @@ def _quick(target: Target) -> Target:
     return replace(target, session=replace(target.session, intra_op_threads=0))
 
 
-def _schedule(runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int) -> RaceSchedule:
+def _schedule(runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int) -> PairedBenchmarkSchedule:
     """As many runs as the time for a trial allows."""
     samples = runtime.sample(source, target, feed, runs=_RUNS[0], warmup=1)
     seconds = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-6)
     affordable = int(TIMED_S / seconds / PAIRS / (2 * BLOCKS + 1))
     runs = min(max(affordable, _RUNS[0]), _RUNS[1])
-    return RaceSchedule(heats=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
+    return PairedBenchmarkSchedule(heats=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
 
 
 def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Range:

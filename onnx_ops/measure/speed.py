@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import (
+    ColdStartMeasurement,
     LatencyComparison,
     LatencySamples,
     PairedRatios,
-    Starts,
-    Throughput,
-    throughput_figure,
+    ThroughputMeasurement,
+    throughput_metric_name,
 )
-from onnx_ops.domain.gate import Asked
+from onnx_ops.domain.gate import MeasurementRequest
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
@@ -64,7 +64,7 @@ FASTER = 0.0
 
 def measure_throughput(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int, seed: int
-) -> tuple[Throughput, RawSamples]:
+) -> tuple[ThroughputMeasurement, RawSamples]:
     """Requests per second of fresh sessions of one model.
 
     Raises:
@@ -73,7 +73,7 @@ def measure_throughput(
     schedule = replace(_schedule(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
     per_second = samples.requests * 1e9 / np.median(_positive([samples]), axis=1)
-    found = Throughput(
+    found = ThroughputMeasurement(
         concurrency=concurrency,
         batch=count_rows(feed),
         requests=samples.requests * int(samples.nanoseconds.size),
@@ -100,7 +100,7 @@ def compare_throughput(race: PairedBenchmark, concurrency: int) -> tuple[PairedR
     looks = measure_until_decided(race, noun, measure, figures, (race.tolerances.get("throughput", ()),))
     ((own, itself),) = figures(looks)
     found = PairedRatios(
-        figure=throughput_figure(concurrency),
+        figure=throughput_metric_name(concurrency),
         against=race.against,
         baseline=digest_file(race.baseline),
         log_ratios=own,
@@ -133,7 +133,7 @@ def _positive(samples: Sequence[LoadSamples]) -> Floats:
 
 def measure_starts(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int
-) -> tuple[Starts, RawSamples]:
+) -> tuple[ColdStartMeasurement, RawSamples]:
     """Fresh processes of one model.
 
     Raises:
@@ -142,7 +142,7 @@ def measure_starts(
     schedule = StartSchedule(heats=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_joined([samples], figure).ravel() for figure in FIGURES)
-    found = Starts(
+    found = ColdStartMeasurement(
         batch=count_rows(feed),
         requests=REQUESTS,
         load_s=tuple(float(ns) / 1e9 for ns in load),
@@ -229,13 +229,13 @@ class SpeedMeasurements:
 
     latency: LatencySamples
     comparisons: tuple[LatencyComparison, ...]
-    throughput: tuple[Throughput, ...]
-    starts: Starts | None
+    throughput: tuple[ThroughputMeasurement, ...]
+    starts: ColdStartMeasurement | None
     ratios: tuple[PairedRatios, ...]
     raw: RawSamples
 
 
-def measure_speed(contest: ComparisonSpec, asked: Asked) -> SpeedMeasurements:
+def measure_speed(contest: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasurements:
     """The variant alone, its latency against every rival, and what else was asked against its baseline.
 
     A rival other than the export may be a model with other inputs, which cannot be fed with these rows: what could
@@ -277,7 +277,7 @@ def measure_speed(contest: ComparisonSpec, asked: Asked) -> SpeedMeasurements:
     )
 
 
-def compare_resources(race: PairedBenchmark, asked: Asked) -> tuple[tuple[PairedRatios, ...], RawSamples]:
+def compare_resources(race: PairedBenchmark, asked: MeasurementRequest) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """What was asked for beside latency, of candidate and baseline in turns.
 
     Raises:

@@ -15,7 +15,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.ports import RaceSamples, RaceSchedule, Runtime, Tensors
+from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, should_continue
 
@@ -116,10 +116,10 @@ def compare_latency(race: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     alone = race.runtime.sample(race.baseline, race.target, race.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
-    def measure(heats: int, seed: int) -> RaceSamples:
+    def measure(heats: int, seed: int) -> PairedBenchmarkSamples:
         return race.runtime.race(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
 
-    def figures(looks: Sequence[RaceSamples]) -> tuple[RatioSamples]:
+    def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
         return (split_log_ratios(_logs(looks)),)
 
     looks = measure_until_decided(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
@@ -141,17 +141,17 @@ def compare_latency(race: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     }
 
 
-def plan_schedule(run_s: float) -> RaceSchedule:
+def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     """Heats of about `HEAT_S`, with fewer rounds for slow models and shorter blocks for very slow ones: long runs vary
     less, and the noise between sessions only more heats average."""
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
     runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
     warmup = int(np.clip(WARMUP_S / max(run_s, 1e-9), SHORT, 2 * RUNS))
-    return RaceSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
+    return PairedBenchmarkSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
 
 
-def _logs(looks: Sequence[RaceSamples]) -> npt.NDArray[np.float64]:
+def _logs(looks: Sequence[PairedBenchmarkSamples]) -> npt.NDArray[np.float64]:
     """Of the heats of all looks together: what a probe tells is read off as many runs as there are."""
     probes = [look.probe for look in looks if look.probe is not None]
     return compute_block_logs(
@@ -207,7 +207,7 @@ def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     return _rows(candidate - first), _rows(again - first)
 
 
-def compute_log_ratios(samples: RaceSamples) -> LogRatios:
+def compute_log_ratios(samples: PairedBenchmarkSamples) -> LogRatios:
     """log(B / A) of a race of two models: the blocks of each heat."""
     logs = compute_block_logs(samples.nanoseconds, samples.preempted, samples.probe)
     return _rows(logs[..., 1] - logs[..., 0])

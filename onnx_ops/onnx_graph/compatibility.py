@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_of
+from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_digits
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
@@ -159,7 +159,7 @@ def carry_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]])
         needed = [library for library in offered if used.intersection(library.domains)]
         check_libraries(needed, f"target {target}")
         for library in needed:
-            place = folder / target / f"{hex_of(library.digest)}.so"
+            place = folder / target / f"{hex_digits(library.digest)}.so"
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(library.path, place)
 

@@ -11,11 +11,11 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.app.champions import Reign, measure_again, reigns
 from onnx_ops.app.remote import Perform
-from onnx_ops.domain.decision import Drift, Verdict, exit_code
-from onnx_ops.domain.notification import notice_of
+from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
+from onnx_ops.domain.notification import build_drift_notification
 from onnx_ops.orchestration.tasks import run_as_task
 from onnx_ops.ports import Ports
-from onnx_ops.release.notify import notify_now
+from onnx_ops.release.notify import send_now
 
 DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
@@ -39,7 +39,7 @@ def check_champions(ports: Ports, perform: Perform, names: Sequence[str], *, by:
         told = f"{reign.record.model} v{reign.record.version} @ {reign.target}"
         run_as_task("champion", told, lambda reign=reign: _measured(ports, perform, reign, found))  # type: ignore[misc]
         if found[-1].drifted:
-            notify_now(ports, notice_of(found[-1], at=ports.clock.now(), actor=by))
+            send_now(ports, build_drift_notification(found[-1], at=ports.clock.now(), actor=by))
     publish_champions(found)
     return concluded(found)
 
@@ -55,7 +55,7 @@ def concluded(found: Sequence[Drift]) -> State[Any]:
     """Return the final state of the flow run: Failed, named `Drifted`, if a champion has drifted."""
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in found]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline makes one"
-    code = exit_code(found)
+    code = compute_drift_exit_code(found)
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 
 

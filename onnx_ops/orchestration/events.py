@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from onnx_ops.app.summary import Summary
-from onnx_ops.domain.artifact import hex_of
+from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.notification import GATE_FAILED, PREFIX, REGISTERED, Event, Notification, event_of, model_id
+from onnx_ops.domain.notification import (
+    GATE_FAILED,
+    PREFIX,
+    REGISTERED,
+    Notification,
+    ReleaseEvent,
+    build_event,
+    format_model_id,
+)
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
@@ -48,7 +56,7 @@ class PrefectEvents:
 
     def send(self, notification: Notification) -> None:
         """Emit the notification as an event."""
-        post([event_of(notification)])
+        post([build_event(notification)])
 
     def check(self) -> str:
         """Return where events go."""
@@ -78,19 +86,19 @@ def tell_run(ports: Ports, pipeline: Pipeline, summary: Summary) -> None:
         _log.info("no events: %s", error)
 
 
-def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Event]:
+def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[ReleaseEvent]:
     """One event for each variant and target that failed just now, and one for the release if it is new."""
     done = {outcome.stage for outcome in summary.outcomes if outcome.status is StageStatus.DONE}
     registered = summary.registration
     model = pipeline.register.model if pipeline.register is not None else summary.pipeline
     served = {choice.target: choice.variant for choice in summary.choices}
     link = registered.report if registered is not None else ""
-    common: dict[str, Any] = {"resource": model_id(model), "name": model, "at": now}
+    common: dict[str, Any] = {"resource": format_model_id(model), "name": model, "at": now}
     for decision in summary.decisions:
         if decision.verdict is not Verdict.FAIL or f"gate/{decision.variant}@{decision.target}" not in done:
             continue
         chosen = served.get(decision.target)
-        yield Event(
+        yield ReleaseEvent(
             event=GATE_FAILED,
             **common,
             labels={f"{PREFIX}target": decision.target, f"{PREFIX}served": "no" if chosen is None else "yes"},
@@ -107,11 +115,11 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Eve
             },
         )
     if registered is not None and "register" in done:
-        yield Event(
+        yield ReleaseEvent(
             event=REGISTERED,
             **common,
             payload={
-                "what": f"release {hex_of(registered.release)[:12]} of {model} is registered",
+                "what": f"release {hex_digits(registered.release)[:12]} of {model} is registered",
                 "why": "; ".join(f"{c.target}: {c.variant or 'no variant'} ({c.reason})" for c in summary.choices),
                 "pipeline": summary.pipeline,
                 "release": registered.release,
@@ -123,7 +131,7 @@ def run_events(pipeline: Pipeline, summary: Summary, now: float) -> Iterator[Eve
         )
 
 
-def post(events: Sequence[Event]) -> None:
+def post(events: Sequence[ReleaseEvent]) -> None:
     """Give events to the server and wait until it has taken them.
 
     Prefect's own `emit_event` leaves them to a thread, which drops them where the server is down, and holds up the end
@@ -163,14 +171,14 @@ def _server() -> str:
     )
 
 
-def _prefects(event: Event) -> PrefectEvent:
+def _prefects(event: ReleaseEvent) -> PrefectEvent:
     from prefect import runtime
     from prefect.events import Event as PrefectEvent
 
     related = {**event.related}
     if runtime.flow_run.id:
         related["flow-run"] = f"prefect.flow-run.{runtime.flow_run.id}"
-    identity = {} if event.key is None else {"id": UUID(hex_of(event.key)[:32])}
+    identity = {} if event.key is None else {"id": UUID(hex_digits(event.key)[:32])}
     return PrefectEvent.model_validate(
         {
             "occurred": event.at,

@@ -20,9 +20,9 @@ from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish
 from onnx_ops.orchestration.events import tell_run
 from onnx_ops.orchestration.tasks import PrefectExecutor, failed, run_as_task
 from onnx_ops.ports import Ports
-from onnx_ops.release.notify import notify_each
-from onnx_ops.release.reconcile import Glance, tell_registry
-from onnx_ops.release.rollback import Rolled, roll_back_each
+from onnx_ops.release.notify import send_pending_each
+from onnx_ops.release.reconcile import DryRun, write_aliases
+from onnx_ops.release.rollback import RollbackResult, roll_back_each
 
 P = ParamSpec("P")
 
@@ -72,7 +72,7 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def reconcile_as_task(glance: Glance, endpoint: str, by: str) -> State[Any]:
+def reconcile_as_task(glance: DryRun, endpoint: str, by: str) -> State[Any]:
     """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
     return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
 
@@ -96,13 +96,13 @@ def roll_back_endpoints(
         else:
             told = functools.partial(_moved, ports, moved[name], by)
             states[name] = run_as_task("rollback", f"rollback {name}", told)
-    notify_each(ports, tuple(moved))
+    send_pending_each(ports, tuple(moved))
     return states
 
 
-def _moved(ports: Ports, rolled: Rolled, by: str) -> State[Any]:
+def _moved(ports: Ports, rolled: RollbackResult, by: str) -> State[Any]:
     told = f"{rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
-    pending = tell_registry(ports, rolled.endpoint, actor=by) if rolled.owed else ""
+    pending = write_aliases(ports, rolled.endpoint, actor=by) if rolled.owed else ""
     return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
@@ -115,7 +115,7 @@ def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
-def _settled(glance: Glance, endpoint: str, by: str) -> State[Any]:
+def _settled(glance: DryRun, endpoint: str, by: str) -> State[Any]:
     try:
         reports = glance.settle(endpoint, actor=by)
     except OnnxOpsError as error:
@@ -152,7 +152,7 @@ def run_pipeline(
     publish_tables(summary)
     publish_pictures(summary, evidence_of(summary, project.ports.store).values())
     tell_run(project.ports, prepared.pipeline, summary)
-    notify_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
+    send_pending_each(project.ports, [entry.endpoint for entry in prepared.pipeline.deploy])
     return final_state(summary, result.errors)
 
 

@@ -16,9 +16,9 @@ from onnx_ops.errors import ConflictError, OnnxOpsError, UserError
 from onnx_ops.orchestration.tasks import failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.notify import notify_each
-from onnx_ops.release.reconcile import StepReport, settle
-from onnx_ops.release.status import Trace, trace
+from onnx_ops.release.notify import send_pending_each
+from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
+from onnx_ops.release.status import RolloutTimeline, build_timeline
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
 
 _ENDED_BADLY = (ActionKind.ABORT, ActionKind.ROLLBACK)
@@ -49,7 +49,7 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
         if error is not None and str(error) != trouble:
             trouble = str(error)
             run_as_task("rollout", f"{endpoint}: trouble", lambda error=error: failed(error))  # type: ignore[misc]
-        notify_each(ports, (endpoint,))
+        send_pending_each(ports, (endpoint,))
         journal = Journal.open(ports, endpoint)
         if journal.state.head != published:
             published = journal.state.head
@@ -62,14 +62,14 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
 
 def publish_rollout(ports: Ports, endpoint: str) -> None:
     """`<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing for an endpoint without a rollout."""
-    found = trace(endpoint, ports.ledger.read(endpoint))
+    found = build_timeline(endpoint, ports.ledger.read(endpoint))
     if found is not None:
         key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
         told = f"The last rollout of {endpoint}: what was done, and why."
         create_markdown_artifact(page(endpoint, found, _report(ports, found)), key=key, description=told)
 
 
-def page(endpoint: str, found: Trace, report: str) -> str:
+def page(endpoint: str, found: RolloutTimeline, report: str) -> str:
     """Markdown. Prefect shows an SVG that is the address of an image, but none in the text."""
     name = found.candidate.name
     ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
@@ -88,7 +88,7 @@ def _look(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxO
     """One pass; every step that did something becomes a task run that says what and why."""
     reports: list[StepReport] = []
     try:
-        settle(ports, endpoint, actor=by, told=lambda report: _tell(report, reports))
+        reconcile_until_stable(ports, endpoint, actor=by, told=lambda report: _tell(report, reports))
     except ConflictError:  # somebody else acted; the next look sees it
         reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", settled=False))
     except OnnxOpsError as error:
@@ -112,19 +112,19 @@ def _end(
         return failed(error)
     if not over:
         return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
-    found = trace(endpoint, ports.ledger.read(endpoint))
+    found = build_timeline(endpoint, ports.ledger.read(endpoint))
     if found is not None and found.end in _ENDED_BADLY:
         return Failed(name="RolledBack", message=f"{found.candidate.name}: {found.steps[-1].why}")
     return Completed(message=reports[-1].why)
 
 
-def _plot(found: Trace) -> str:
+def _plot(found: RolloutTimeline) -> str:
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
     return evidence_svg(trace_guardrails(found.observations, found.policy)) if found.observations is not None else ""
 
 
-def _report(ports: Ports, found: Trace) -> str:
+def _report(ports: Ports, found: RolloutTimeline) -> str:
     """Where the release's report is read. The registry may be down; then how it is got later."""
     model, version = found.candidate.model, found.candidate.version
     try:

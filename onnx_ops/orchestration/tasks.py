@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_logger, get_run_logger
 from prefect.states import Completed, Failed
 
-from onnx_ops.domain.artifact import Manifest, short
+from onnx_ops.domain.artifact import Manifest, short_digest
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.pipeline import Stage, StageOutcome, StageStatus
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
@@ -167,5 +167,5 @@ def _shown(name: str, outcome: StageOutcome, decide: Decide) -> State[Any]:
     decision = decide(outcome.manifest)
     if decision is not None and decision.verdict is not Verdict.PASS:
         return judged(decision)
-    key = f" ({short(outcome.key)})" if outcome.key is not None else ""
+    key = f" ({short_digest(outcome.key)})" if outcome.key is not None else ""
     return Completed(name="Cached", message=f"{name}: unchanged{key}")

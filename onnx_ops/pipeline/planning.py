@@ -8,8 +8,15 @@ from dataclasses import replace
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
-from onnx_ops.domain.decision import Policy
-from onnx_ops.domain.gate import ACCURACY, Asked, MetricDefinition, MetricGate, asked_by, gates_on
+from onnx_ops.domain.decision import TargetObjective
+from onnx_ops.domain.gate import (
+    ACCURACY,
+    MeasurementRequest,
+    MetricDefinition,
+    MetricGate,
+    derive_measurement_request,
+    select_gates,
+)
 from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -155,8 +162,8 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
 
 def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
-    limits = gates_on(pipeline.gates, target.gates)
-    asked = asked_by(limits)
+    limits = select_gates(pipeline.gates, target.gates)
+    asked = derive_measurement_request(limits)
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -206,7 +213,7 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     ]
 
 
-def _measurements(asked: Asked) -> dict[str, Json]:
+def _measurements(asked: MeasurementRequest) -> dict[str, Json]:
     """Those that are only made where a gate judges them. Limits change none, so they stay out of the key."""
     levels: dict[str, Json] = {"throughput": list(asked.throughput)} if asked.throughput else {}
     return {**levels, "starts": True} if asked.starts else levels
@@ -406,10 +413,10 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
     return [register, *promotes, *deploys]
 
 
-def get_objective(pipeline: Pipeline, target: Target) -> Policy:
+def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
     """What is preferred on a target; its price counts where cost is."""
     prefer = pipeline.prefer.on(target.name)
-    return Policy(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
+    return TargetObjective(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
 
 
 def _parameters(pipeline: Pipeline) -> dict[str, Json]:

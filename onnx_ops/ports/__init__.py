@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnx_ops.ports.data import (
     Dataset,
     DataSource,
-    HousedSource,
+    EnvironmentSource,
     ModelSource,
     Sample,
     SampledSource,
@@ -23,33 +23,33 @@ from onnx_ops.ports.export import (
     Tree,
     TreeExporter,
 )
-from onnx_ops.ports.notify import Following, Notifier
+from onnx_ops.ports.notify import Notifier, StepNotifier
 from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest, Optimizers
 from onnx_ops.ports.release import (
-    Diagnosing,
+    DetachedServing,
+    Diagnosable,
     EndpointProvider,
     Ledger,
     MetricsSource,
     ModelFiles,
-    Outliving,
+    PrerequisiteChecker,
     Registry,
-    Requiring,
 )
 from onnx_ops.ports.run import Clock, Executor, Host, Observer, Pools, Work
 from onnx_ops.ports.runtime import (
-    HousedRuntime,
+    EnvironmentRuntime,
     LoadSamples,
     LoadSchedule,
     PackagingRuntime,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RewritingRuntime,
     RunSamples,
     Runtime,
     StartSamples,
     StartSchedule,
 )
-from onnx_ops.ports.store import Journal, Signer, Store, Verifier
+from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
 from onnx_ops.ports.toolbox import Ports
 
 __all__ = [
@@ -57,17 +57,16 @@ __all__ = [
     "ConfiguredOptimizer",
     "DataSource",
     "Dataset",
-    "Diagnosing",
+    "DetachedServing",
+    "Diagnosable",
     "EndpointProvider",
+    "EnvironmentRuntime",
+    "EnvironmentSource",
     "Executor",
     "ExportRequest",
     "Exporter",
     "Exporters",
-    "Following",
     "Host",
-    "HousedRuntime",
-    "HousedSource",
-    "Journal",
     "Ledger",
     "LoadSamples",
     "LoadSchedule",
@@ -79,14 +78,13 @@ __all__ = [
     "OptimizeRequest",
     "Optimizer",
     "Optimizers",
-    "Outliving",
     "PackagingRuntime",
+    "PairedBenchmarkSamples",
+    "PairedBenchmarkSchedule",
     "Pools",
     "Ports",
-    "RaceSamples",
-    "RaceSchedule",
+    "PrerequisiteChecker",
     "Registry",
-    "Requiring",
     "RewritingRuntime",
     "RunSamples",
     "Runtime",
@@ -94,8 +92,10 @@ __all__ = [
     "SampledSource",
     "SessionExporter",
     "Signer",
+    "StageJournal",
     "StartSamples",
     "StartSchedule",
+    "StepNotifier",
     "Store",
     "Tensors",
     "TracedSource",

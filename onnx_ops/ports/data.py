@@ -133,7 +133,7 @@ class TracedSource(DataSource, Protocol):
 
 
 @runtime_checkable
-class HousedSource(DataSource, Protocol):
+class EnvironmentSource(DataSource, Protocol):
     """A data source that keeps something between runs."""
 
     def housed(self, environments: Path, kept: Path) -> DataSource:

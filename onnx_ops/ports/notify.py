@@ -34,7 +34,7 @@ class Notifier(Protocol):
 
 
 @runtime_checkable
-class Following(Protocol):
+class StepNotifier(Protocol):
     """A notifier that is also told every step of a rollout that goes well."""
 
     @property

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from onnx_ops.domain.artifact import Digest, Manifest, Stored
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
-from onnx_ops.domain.rollout_observations import Reading, Thresholds
-from onnx_ops.domain.target import Finding, Target
+from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
+from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import OnnxOpsError
 
 
@@ -205,7 +205,7 @@ class EndpointProvider(Protocol):
         """Where this provider's endpoints are counted if nothing else is said."""
         ...
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """What stands at the provider for this endpoint and is used neither by what it serves, nor by a deployment
         whose manifest is `needed`.
 
@@ -214,7 +214,7 @@ class EndpointProvider(Protocol):
         """
         ...
 
-    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
         """Remove a leftover. No error if it is gone.
 
         Raises:
@@ -233,7 +233,7 @@ class EndpointProvider(Protocol):
 
 
 @runtime_checkable
-class Outliving(Protocol):
+class DetachedServing(Protocol):
     """An endpoint provider whose endpoints may outlive what manages them."""
 
     def unsupervised(self, config: EndpointConfig) -> bool:
@@ -243,17 +243,17 @@ class Outliving(Protocol):
 
 
 @runtime_checkable
-class Diagnosing(Protocol):
+class Diagnosable(Protocol):
     """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
         """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
         Changes nothing."""
         ...
 
 
 @runtime_checkable
-class Requiring(Protocol):
+class PrerequisiteChecker(Protocol):
     """An endpoint provider, or a source of metrics, that knows what it needs of this machine."""
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
@@ -284,11 +284,11 @@ class MetricsSource(Protocol):
         """
         ...
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """What was counted of these deployments until now, all at the same moment, each held against its thresholds.
 
-        Counts only grow while `Reading.origin` stays the same; a source whose counters began anew says so by another
-        origin. What it cannot tell is None.
+        Counts only grow while `MetricsReading.origin` stays the same; counters that began anew have another
+        origin. Unknown counts are None.
 
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
@@ -312,7 +312,7 @@ class ModelFiles(Protocol):
         """
         ...
 
-    def kept(self) -> Sequence[Stored]:
+    def kept(self) -> Sequence[StoredObject]:
         """Every folder that stands here, by its manifest's digest; `at` is when it was admitted."""
         ...
 

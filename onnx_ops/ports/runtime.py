@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.ports.data import Array, Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RaceSchedule:
+class PairedBenchmarkSchedule:
     """How models are timed in turns.
 
     Each of `heats` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
@@ -28,7 +28,7 @@ class RaceSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RaceSamples:
+class PairedBenchmarkSamples:
     """Raw samples of a race: nanoseconds and preemptions of shape (heats, blocks, models, runs).
 
     `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
@@ -131,7 +131,9 @@ class Runtime(Protocol):
         """Time single runs of one session."""
         ...
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         """Time models side by side; one that stands there twice gets two sessions."""
         ...
 
@@ -149,14 +151,14 @@ class Runtime(Protocol):
 
 
 @runtime_checkable
-class HousedRuntime(Runtime, Protocol):
+class EnvironmentRuntime(Runtime, Protocol):
     """A runtime whose packages may live in environments of their own."""
 
     def housed(self, folder: Path) -> Runtime:
         """The same, with its environments below a folder."""
         ...
 
-    def diagnose(self) -> Iterable[Finding]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         """What it needs of this machine beside those, and whether that is here. Changes nothing."""
         ...
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from onnx_ops.domain.artifact import Digest, Manifest, Stored
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 
 
 class Store(Protocol):
@@ -40,11 +40,11 @@ class Store(Protocol):
         """Every recorded result, whether its files are there or not."""
         ...
 
-    def contents(self) -> tuple[Stored, ...]:
+    def contents(self) -> tuple[StoredObject, ...]:
         """All content that is kept, and what killed writers left; records are not among it."""
         ...
 
-    def forget(self, stored: Stored) -> bool:
+    def forget(self, stored: StoredObject) -> bool:
         """Remove it, unless somebody has put it again since; says whether it went. No error if it is gone."""
         ...
 
@@ -70,7 +70,7 @@ class Verifier(Protocol):
         ...
 
 
-class Journal(Protocol):
+class StageJournal(Protocol):
     """What one long stage has done so far, in order. It survives the death of its writer at any moment."""
 
     def read(self) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from onnx_ops.ports.optimize import Optimizers
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
 from onnx_ops.ports.runtime import Runtime
-from onnx_ops.ports.store import Journal, Signer, Store, Verifier
+from onnx_ops.ports.store import Signer, StageJournal, Store, Verifier
 
 
 def _silent(_: str) -> None:
@@ -50,5 +50,5 @@ class Ports:
     notifiers: Callable[[], Mapping[str, Notifier]]
     git_sha: Callable[[], str]
     conditions: Callable[[], Mapping[str, str]]
-    journal: Callable[[Digest], Journal]
+    journal: Callable[[Digest], StageJournal]
     tell: Callable[[str], None] = _silent

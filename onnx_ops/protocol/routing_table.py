@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short
+from onnx_ops.domain.artifact import canonical_json, digest_bytes, digest_json, short_digest
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import CorruptStateError
 
@@ -53,7 +53,7 @@ class RoutingTable:
 
     def compute_split_digest(self) -> str:
         """Return a digest that is equal for tables that send every user to the same deployment."""
-        return short(digest_bytes("\0".join((*self.get_experiment(), *self.list_slots())).encode()))
+        return short_digest(digest_bytes("\0".join((*self.get_experiment(), *self.list_slots())).encode()))
 
 
 def build_next_table(previous: RoutingTable | None, state: EndpointState) -> RoutingTable:

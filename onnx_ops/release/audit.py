@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onnx_ops import codec
-from onnx_ops.attestation import verified
+from onnx_ops.attestation import verify_envelope
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.decision import Decision, DecisionRecord, SignedDecision
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
 from onnx_ops.ports import Ports
-from onnx_ops.release.decision_policy import rests_on
-from onnx_ops.release.journal import Journal, bound_endpoints, stream_of
+from onnx_ops.release.decision_policy import is_signed_by
+from onnx_ops.release.journal import Journal, list_bound_endpoints, parse_stream_name
 from onnx_ops.statistics.judge import judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class ReevaluatedDecision:
     """One target's decision, judged again.
 
     `reproduced` says that the verdicts, of the whole and of each gate, are the signed ones.
@@ -38,7 +38,7 @@ class Explanation:
     signature: str
 
 
-def explain(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[Explanation, ...]:
+def reevaluate(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[ReevaluatedDecision, ...]:
     """Judge every target of a version again, or one of them.
 
     Raises:
@@ -58,7 +58,7 @@ def explain(ports: Ports, model: str, version: str, target: str | None = None) -
     return tuple(_explain(ports, record, name) for name in targets)
 
 
-def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[Explanation, ...]]:
+def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
     """Every judged variant of the release that a version belongs to, by name; the newest version of each counts.
 
     Raises:
@@ -77,14 +77,14 @@ def explain_release(ports: Ports, model: str, version: str) -> dict[str, tuple[E
             where=f"{model}/{version}",
             remedy="Decisions are signed where the settings say `signing = 'auto'` or 'required'.",
         )
-    return {variant: explain(ports, model, number) for variant, number in newest.items()}
+    return {variant: reevaluate(ports, model, number) for variant, number in newest.items()}
 
 
-def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
+def _explain(ports: Ports, record: VersionRecord, target: str) -> ReevaluatedDecision:
     signed = record.decisions[target]
     evidence, gates = _basis(ports, record, target)
     decision = judge(gates, evidence)
-    return Explanation(
+    return ReevaluatedDecision(
         target=target,
         decision=decision,
         evidence=evidence,
@@ -94,7 +94,7 @@ def _explain(ports: Ports, record: VersionRecord, target: str) -> Explanation:
     )
 
 
-def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
     """What a version was decided upon and by which gates, if the decision is validly signed and is about its files.
 
     Raises:
@@ -107,7 +107,7 @@ def decided(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence,
     if signed is None:
         remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
         raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
-    verified(signed.envelope, DecisionRecord, ports.verifier(), where=where)
+    verify_envelope(signed.envelope, DecisionRecord, ports.verifier(), where=where)
     if signed.record.manifest != record.manifest:
         raise DigestMismatchError(
             "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
@@ -126,7 +126,7 @@ def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, 
 
 def _signature(ports: Ports, signed: SignedDecision) -> str:
     try:
-        verified(signed.envelope, DecisionRecord, ports.verifier())
+        verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
     except InvalidSignatureError as error:
         return f"not valid: {error}"
     return "valid"
@@ -159,7 +159,7 @@ class Dependent:
     alias: str
 
 
-def dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
+def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
     """Versions under guarded aliases whose decision or override this key signed, of every model in the ledger.
 
     Raises:
@@ -170,20 +170,20 @@ def dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
 
 def _promoted(ports: Ports) -> set[tuple[str, str]]:
     """Every model and target that an endpoint is bound to, or that was promoted without one."""
-    configs = [Journal.open(ports, name).config for name in bound_endpoints(ports)]
-    streams = (stream_of(name) for name in ports.ledger.endpoints())
+    configs = [Journal.open(ports, name).config for name in list_bound_endpoints(ports)]
+    streams = (parse_stream_name(name) for name in ports.ledger.endpoints())
     return {(config.model, config.target) for config in configs} | {pair for pair in streams if pair is not None}
 
 
 def _of(ports: Ports, model: str, target: str, key: Digest) -> Iterator[Dependent]:
     aliases = ports.registry().aliases(model)
-    for name in (alias(role, target) for role in _ROLES):
+    for name in (format_alias(role, target) for role in _ROLES):
         if name in aliases and _rests(ports, model, aliases[name], target, key):
             yield Dependent(model=model, version=aliases[name], alias=name)
 
 
 def _rests(ports: Ports, model: str, version: str, target: str, key: Digest) -> bool:
     try:
-        return rests_on(ports.registry().version(model, version), target, key, ports.verifier())
+        return is_signed_by(ports.registry().version(model, version), target, key, ports.verifier())
     except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
         return False

@@ -8,9 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from onnx_ops.attestation import is_about, read, verified
-from onnx_ops.domain.artifact import Digest, short
-from onnx_ops.domain.attestation import Attested, OverrideRecord, SignedOverride, reason_tag, record_tag
+from onnx_ops.attestation import is_about, read_envelope, verify_envelope
+from onnx_ops.domain.artifact import Digest, short_digest
+from onnx_ops.domain.attestation import (
+    Attested,
+    OverrideRecord,
+    SignedOverride,
+    override_reason_tag,
+    override_record_tag,
+)
 from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution
@@ -21,10 +27,10 @@ from onnx_ops.ports import Verifier
 
 _ROLLED_BACK = "onnxops.rolled-back."
 
-COME_BACK = "Make a new release, or promote it with --override and a reason."
+REJECTED_REMEDY = "Make a new release, or promote it with --override and a reason."
 
 
-def passing_decision(
+def require_passing_decision(
     record: VersionRecord, target: str, verifier: Verifier, *, others: Iterable[SignedDecision] = ()
 ) -> SignedDecision:
     """The decision that lets the version serve the target.
@@ -42,7 +48,7 @@ def passing_decision(
         InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something else.
     """
     own = _own_decision(record, target, verifier)
-    counted = [own, *(other for other in others if counts(other, record, target, verifier))]
+    counted = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
     signed = max(counted, key=lambda found: (found.record.sequence, found.record.verdict.rank))
     decided = signed.record
     if decided.verdict is not Verdict.PASS:
@@ -57,61 +63,63 @@ def passing_decision(
     return signed
 
 
-def counts(signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier) -> bool:
+def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier) -> bool:
     """Whether the decision is validly signed and about exactly this content and target."""
     try:
-        about = verified(signed.envelope, DecisionRecord, verifier)
+        about = verify_envelope(signed.envelope, DecisionRecord, verifier)
     except InvalidSignatureError:
         return False
     return is_about(about, record, target)
 
 
-def standing_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
+def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
     """The override that stands on the version for a target.
 
     It needs both tags: the reason, which a person may take away again, and the record that was signed for that reason
     and exactly this version.
     """
-    text = record.tags.get(record_tag(target), "")
+    text = record.tags.get(override_record_tag(target), "")
     try:
-        signed = read(text.encode(), OverrideRecord, where=record_tag(target))
-        about = verified(signed.envelope, OverrideRecord, verifier)
+        signed = read_envelope(text.encode(), OverrideRecord, where=override_record_tag(target))
+        about = verify_envelope(signed.envelope, OverrideRecord, verifier)
     except (CorruptStateError, InvalidSignatureError, UnicodeEncodeError, RecursionError):
         return None
-    same = is_about(about, record, target) and record.tags.get(reason_tag(target)) == about.reason
+    same = is_about(about, record, target) and record.tags.get(override_reason_tag(target)) == about.reason
     return signed if same else None
 
 
-def taken_override(
+def find_recorded_override(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> SignedOverride | None:
     """The override in an endpoint's ledger that is validly signed for exactly these files on this target."""
     if (given := state.overrides.get(what.manifest)) is None:
         return None
     try:
-        about = verified(given.signed, OverrideRecord, verifier)
+        about = verify_envelope(given.signed, OverrideRecord, verifier)
     except InvalidSignatureError:
         return None
     return Attested(record=about, envelope=given.signed) if is_about(about, what, target) else None
 
 
-def why_rejected(state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier) -> str | None:
+def find_rejection_reason(
+    state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
+) -> str | None:
     """Why this endpoint does not take the version back; None if it may come, or a person overrode that.
 
     The registry's tag is a second witness: what it says was rolled back counts also where the ledger does not say so
     any more, and only an override that was signed later outweighs it.
     """
-    override = taken_override(state, what, target, verifier)
+    override = find_recorded_override(state, what, target, verifier)
     why = state.why_rejected(what) if override is None else None
     if why is None and isinstance(what, VersionRecord):
-        told = told_rollback(what, state.endpoint)
+        told = read_published_rollback(what, state.endpoint)
         if told is not None and (override is None or not is_later(override, told)):
             return told.why
     return why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldRollback:
+class PublishedRollback:
     """What a version's tag says of a rollback: when the registry was told, and why it was rolled back."""
 
     at: datetime
@@ -126,11 +134,11 @@ def rolled_back_tag(endpoint: str) -> str:
     return f"{_ROLLED_BACK}{endpoint}"
 
 
-def told_rollback(record: VersionRecord, endpoint: str) -> ToldRollback | None:
+def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRollback | None:
     """What the registry knows of a rollback of the version by an endpoint. It needs no signature: it only refuses."""
     at, _, why = record.tags.get(rolled_back_tag(endpoint), "").partition(" ")
     try:
-        return ToldRollback(at=datetime.fromisoformat(at).astimezone(UTC), why=why)
+        return PublishedRollback(at=datetime.fromisoformat(at).astimezone(UTC), why=why)
     except ValueError:
         return None
 
@@ -139,11 +147,11 @@ def moment_of_override(record: VersionRecord, now: float) -> str:
     """When an override is given, ISO 8601 in UTC: never before a rollback of the version that is known, however wrong
     the clock is, since who overrides now knows of it. `now` is seconds since the epoch."""
     endpoints = [tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)]
-    known = [told.at for endpoint in endpoints if (told := told_rollback(record, endpoint)) is not None]
+    known = [told.at for endpoint in endpoints if (told := read_published_rollback(record, endpoint)) is not None]
     return max([datetime.fromtimestamp(now, tz=UTC), *known]).isoformat(timespec="milliseconds")
 
 
-def is_later(override: SignedOverride, told: ToldRollback) -> bool:
+def is_later(override: SignedOverride, told: PublishedRollback) -> bool:
     """Whether a person gave an override after the registry was told of the rollback."""
     try:
         return datetime.fromisoformat(override.record.at) >= told.at
@@ -151,7 +159,7 @@ def is_later(override: SignedOverride, told: ToldRollback) -> bool:
         return False
 
 
-def override_of(
+def build_override(
     record: VersionRecord, target: str, verifier: Verifier | None, *, reason: str, by: str, now: float
 ) -> OverrideRecord:
     """What a person is about to sign who overrides the gates of a version.
@@ -168,7 +176,7 @@ def override_of(
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)
-    judged = signed is not None and verifier is not None and counts(signed, record, target, verifier)
+    judged = signed is not None and verifier is not None and is_valid_for(signed, record, target, verifier)
     return OverrideRecord(
         model=record.model,
         version=record.version,
@@ -184,17 +192,17 @@ def override_of(
     )
 
 
-def rests_on(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:
+def is_signed_by(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:
     """Whether the version's decision or override for a target was signed by this key."""
     signed = record.decisions.get(target)
-    if signed is not None and key in signed.keys and counts(signed, record, target, verifier):
+    if signed is not None and key in signed.keys and is_valid_for(signed, record, target, verifier):
         return True
-    override = standing_override(record, target, verifier)
+    override = read_override(record, target, verifier)
     return override is not None and key in override.keys
 
 
 def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> SignedDecision:
-    """The decision that stands on the version itself, whatever its verdict; raises as `passing_decision` does."""
+    """Return the version's own decision, whatever its verdict; raises as `require_passing_decision` does."""
     where = f"{record.model}/{record.version}"
     own = record.decisions.get(target)
     if own is None:
@@ -203,12 +211,12 @@ def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> Sig
             where=where,
             remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
         )
-    about = verified(own.envelope, DecisionRecord, verifier, where=where)
+    about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
     if not is_about(about, record, target):
         raise InvalidSignatureError(
             "the signed decision is about another model, version or target",
             where=where,
-            why=f"it names {about.model}, {about.variant}, {short(about.manifest)}, {about.target}",
+            why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, {about.target}",
             remedy="Somebody moved a tag from another version; run the pipeline again.",
         )
     return Attested(record=about, envelope=own.envelope)

@@ -11,9 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from onnx_ops.attestation import authority_of
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, gives_all_to
-from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome, ReleaseState, Renewed, fold, follow
+from onnx_ops.attestation import verify_authority
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, serves_only
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    EntryBody,
+    Intent,
+    LeaseRenewed,
+    LedgerEntry,
+    ReleaseState,
+    apply_entry,
+    fold,
+)
 from onnx_ops.domain.rollout import Action
 from onnx_ops.errors import (
     ConflictError,
@@ -26,16 +35,16 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
 )
 from onnx_ops.ports import Clock, Ports
-from onnx_ops.release.decision_policy import COME_BACK, why_rejected
+from onnx_ops.release.decision_policy import REJECTED_REMEDY, find_rejection_reason
 
-LEASE_SECONDS = 120.0
+LEASE_S = 120.0
 """How long an intent keeps other drivers away. A holder that is seen to be dead loses it at once."""
-LOOK_S = 1.0
+LEASE_CHECK_INTERVAL_S = 1.0
 """How often the time is looked at, in seconds of this machine."""
 
 
 @contextmanager
-def kept(renew: Callable[[], bool], clock: Clock) -> Iterator[None]:
+def renew_lease_during(renew: Callable[[], bool], clock: Clock) -> Iterator[None]:
     """Renew a lease that was taken just now, each time that half of it is over, until the block ends.
 
     It is done beside the block, which may stand in a request of an SDK for long. So a process that was killed or
@@ -55,8 +64,8 @@ def kept(renew: Callable[[], bool], clock: Clock) -> Iterator[None]:
 
 
 def _keep(renew: Callable[[], bool], clock: Clock, over: threading.Event) -> None:
-    due = clock.now() + LEASE_SECONDS / 2
-    while not over.wait(LOOK_S):
+    due = clock.now() + LEASE_S / 2
+    while not over.wait(LEASE_CHECK_INTERVAL_S):
         now = clock.now()
         if now < due:
             continue
@@ -65,7 +74,7 @@ def _keep(renew: Callable[[], bool], clock: Clock, over: threading.Event) -> Non
                 return
         except OnnxOpsError:
             continue
-        due = now + LEASE_SECONDS / 2
+        due = now + LEASE_S / 2
 
 
 Effect: TypeAlias = Callable[[int], None]
@@ -90,7 +99,7 @@ class Journal:
     def config(self) -> EndpointConfig:
         """Raises NotFoundError if no pipeline has bound this endpoint."""
         if self.state.config is None:
-            known = ", ".join(bound_endpoints(self.ports)) or "none"
+            known = ", ".join(list_bound_endpoints(self.ports)) or "none"
             raise NotFoundError(
                 "no endpoint of that name",
                 where=self.state.endpoint,
@@ -99,7 +108,7 @@ class Journal:
             )
         return self.state.config
 
-    def refuse_while_changed(self) -> None:
+    def require_idle(self) -> None:
         """Raises ConflictError while the lease of a driver that lives is open."""
         if (intent := self.at_work()) is None:
             return
@@ -110,7 +119,7 @@ class Journal:
             remedy="Try again when that is done.",
         )
 
-    def append(self, body: Body, *, actor: str = "") -> int:
+    def append(self, body: EntryBody, *, actor: str = "") -> int:
         """Write one entry after the last one known; returns its sequence. `actor` is answerable if it is another.
 
         Raises:
@@ -124,7 +133,7 @@ class Journal:
             body=body,
         )
         self.ports.ledger.append(entry)
-        self.state = follow(self.state, entry)
+        self.state = apply_entry(self.state, entry)
         return entry.sequence
 
     def at_work(self) -> Intent | None:
@@ -153,17 +162,17 @@ class Journal:
         if effect is None:
             self._allow(action)
         holder = self.ports.host.holder()
-        expires = self.ports.clock.now() + LEASE_SECONDS
+        expires = self.ports.clock.now() + LEASE_S
         sequence = self.append(Intent(action=action, holder=holder, expires_at=expires))
-        with kept(lambda: self.renewed(sequence), self.ports.clock):
+        with renew_lease_during(lambda: self.renewed(sequence), self.ports.clock):
             failure = self._attempt(config, action, sequence, effect)
-            if (failure is not None or action.gives_back) and not self._shows(config, action, failure):
+            if (failure is not None or action.is_rollback) and not self._shows(config, action, failure):
                 failure = failure or ServiceUnavailableError(
                     "the endpoint was not observed where it should be yet", where=config.endpoint
                 )
-                self._conclude(Outcome(of=sequence, ok=False, detail=str(failure)))
+                self._conclude(ActionOutcome(of=sequence, ok=False, detail=str(failure)))
                 raise failure
-        self._conclude(Outcome(of=sequence, ok=True))
+        self._conclude(ActionOutcome(of=sequence, ok=True))
 
     def _attempt(
         self, config: EndpointConfig, action: Action, sequence: int, effect: Effect | None
@@ -172,7 +181,7 @@ class Journal:
             if effect is not None:
                 effect(sequence)
             else:
-                state = numbered(action.state, sequence)
+                state = with_generation(action.state, sequence)
                 self.ports.provider(config.provider).apply(config, state, generation=sequence)
         except OnnxOpsError as error:
             return error
@@ -193,7 +202,7 @@ class Journal:
         """
         state, config, verifier = self.state, self.config, self.ports.verifier()
         for deployment in action.state.deployments:
-            about = authority_of(deployment, verifier)
+            about = verify_authority(deployment, verifier)
             if (about.model, about.target) != (config.model, config.target):
                 raise RefusedError(
                     f"it was approved for {about.model} on {about.target}",
@@ -202,9 +211,9 @@ class Journal:
                     remedy="Somebody has changed the ledger; restore it from a backup.",
                 )
         for role in (action.roles.stable, action.roles.candidate):
-            if role is not None and (why := why_rejected(state, role, config.target, verifier)) is not None:
+            if role is not None and (why := find_rejection_reason(state, role, config.target, verifier)) is not None:
                 raise RefusedError(
-                    f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=COME_BACK
+                    f"{role.name} was rolled back here", where=config.endpoint, why=why, remedy=REJECTED_REMEDY
                 )
 
     def _shows(self, config: EndpointConfig, action: Action, failure: OnnxOpsError | None) -> bool:
@@ -217,7 +226,7 @@ class Journal:
             return False
         if actual is None:
             return False
-        return gives_all_to(actual, action.state.leader()) if action.gives_back else actual.same_as(action.state)
+        return serves_only(actual, action.state.leader()) if action.is_rollback else actual.is_equivalent(action.state)
 
     def renewed(self, sequence: int) -> bool:
         """Let the lease of the intent in entry `sequence` last from now on; false if it is not the open one any more.
@@ -229,10 +238,10 @@ class Journal:
         there = Journal(self.ports, self.ports.ledger.state(endpoint), self.actor)
         if there.state.open_intent is None or there.state.generation != sequence:
             return False
-        there.append(Renewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_SECONDS))
+        there.append(LeaseRenewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_S))
         return True
 
-    def _conclude(self, outcome: Outcome) -> None:
+    def _conclude(self, outcome: ActionOutcome) -> None:
         """Write the outcome, after whatever else was appended meanwhile.
 
         Raises:
@@ -249,17 +258,21 @@ class Journal:
                 return
 
 
-def numbered(state: EndpointState, generation: int) -> EndpointState:
+def with_generation(state: EndpointState, generation: int) -> EndpointState:
     return EndpointState(deployments=state.deployments, split=state.split, generation=generation)
 
 
-def bound_endpoints(ports: Ports) -> tuple[str, ...]:
+def list_bound_endpoints(ports: Ports) -> tuple[str, ...]:
     """Names of all endpoints that a pipeline has bound; with those whose ledger is damaged, as they may be bound."""
     names = (name for name in ports.ledger.endpoints() if "@" not in name)
-    return tuple(name for name in names if readable(ports, name).config is not None or damage(ports, name) is not None)
+    return tuple(
+        name
+        for name in names
+        if read_readable_state(ports, name).config is not None or find_corruption(ports, name) is not None
+    )
 
 
-def readable(ports: Ports, endpoint: str) -> ReleaseState:
+def read_readable_state(ports: Ports, endpoint: str) -> ReleaseState:
     """State by as much of the ledger as can be read. Of a damaged one, what the endpoint is bound to can be believed,
     and nothing that moves."""
     try:
@@ -268,7 +281,7 @@ def readable(ports: Ports, endpoint: str) -> ReleaseState:
         return fold(endpoint, ports.ledger.sound(endpoint))
 
 
-def damage(ports: Ports, endpoint: str) -> CorruptStateError | None:
+def find_corruption(ports: Ports, endpoint: str) -> CorruptStateError | None:
     """Why the endpoint's state cannot be read."""
     try:
         ports.ledger.state(endpoint)
@@ -277,23 +290,23 @@ def damage(ports: Ports, endpoint: str) -> CorruptStateError | None:
     return None
 
 
-def siblings(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
-    """State of every endpoint that serves this model on this target, as far as it is `readable`."""
-    states = (readable(ports, name) for name in ports.ledger.endpoints() if "@" not in name)
+def list_sibling_states(ports: Ports, model: str, target: str) -> tuple[ReleaseState, ...]:
+    """State of every endpoint that serves this model on this target, as far as it is `read_readable_state`."""
+    states = (read_readable_state(ports, name) for name in ports.ledger.endpoints() if "@" not in name)
     return tuple(s for s in states if s.config is not None and (s.config.model, s.config.target) == (model, target))
 
 
-def pinned(ports: Ports, config: EndpointConfig, action: Action) -> Action:
+def pin_aliases(ports: Ports, config: EndpointConfig, action: Action) -> Action:
     """The way back on one of several endpoints is its own; the aliases speak for all of them."""
-    return replace(action, aliases={}) if len(siblings(ports, config.model, config.target)) > 1 else action
+    return replace(action, aliases={}) if len(list_sibling_states(ports, config.model, config.target)) > 1 else action
 
 
-def stream(model: str, target: str) -> str:
+def format_stream_name(model: str, target: str) -> str:
     """Ledger of a model and target that no endpoint serves."""
     return f"{model}@{target}"
 
 
-def stream_of(name: str) -> tuple[str, str] | None:
+def parse_stream_name(name: str) -> tuple[str, str] | None:
     """Model and target of such a ledger; None for the ledger of an endpoint."""
     model, at, target = name.rpartition("@")
     return (model, target) if at else None

@@ -10,12 +10,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from onnx_ops.domain.ledger import LedgerEntry, Notified
-from onnx_ops.domain.notification import QUIET_S, Notification, news, trial
+from onnx_ops.domain.ledger import LedgerEntry, NotificationSent
+from onnx_ops.domain.notification import (
+    REPEAT_INTERVAL_S,
+    Notification,
+    build_test_notification,
+    list_pending_notifications,
+)
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
-from onnx_ops.ports import Following, Notifier, Ports
+from onnx_ops.ports import Notifier, Ports, StepNotifier
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.retry import Patience
+from onnx_ops.release.retry import Backoff
 
 ATTEMPTS = 20
 """Times to get the next ledger entry from drivers that are writing too."""
@@ -24,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class DeliveryResult:
     """What one notifier was given about one endpoint; `trouble` is why it took no more."""
 
     endpoint: str
@@ -33,7 +38,9 @@ class Told:
     trouble: str = ""
 
 
-def notify_due(ports: Ports, endpoint: str, *, through: Callable[[str], bool] = lambda _: True) -> tuple[Told, ...]:
+def send_pending(
+    ports: Ports, endpoint: str, *, through: Callable[[str], bool] = lambda _: True
+) -> tuple[DeliveryResult, ...]:
     """Send what is due about an endpoint through every notifier, or those that `through` lets pass.
 
     A notifier that is new to the endpoint is told what is at most an hour old. One that fails keeps its place and is no
@@ -46,29 +53,29 @@ def notify_due(ports: Ports, endpoint: str, *, through: Callable[[str], bool] = 
     return tuple(_tell(ports, endpoint, name, notifier) for name, notifier in chosen.items())
 
 
-def notify_each(ports: Ports, endpoints: Sequence[str]) -> tuple[Told, ...]:
-    """`notify_due` for several endpoints, after traffic has moved: nothing is raised, and what is left is due later."""
-    found: list[Told] = []
+def send_pending_each(ports: Ports, endpoints: Sequence[str]) -> tuple[DeliveryResult, ...]:
+    """Call `send_pending` for several endpoints after traffic has moved. Raises nothing; failures are due later."""
+    found: list[DeliveryResult] = []
     for name in endpoints:
         try:
-            found += notify_due(ports, name)
+            found += send_pending(ports, name)
         except Exception as error:  # of whatever kind the ledger's storage or a notifier raises
-            found.append(Told(endpoint=name, notifier="", trouble=str(error)))
+            found.append(DeliveryResult(endpoint=name, notifier="", trouble=str(error)))
     return tuple(found)
 
 
-def notify_test(ports: Ports) -> tuple[Told, ...]:
+def send_test_message(ports: Ports) -> tuple[DeliveryResult, ...]:
     """Send a message that says that it is a test."""
-    return notify_now(ports, trial("onnx-ops", at=ports.clock.now(), actor=ports.host.actor()))
+    return send_now(ports, build_test_notification("onnx-ops", at=ports.clock.now(), actor=ports.host.actor()))
 
 
-def notify_now(ports: Ports, notice: Notification) -> tuple[Told, ...]:
+def send_now(ports: Ports, notice: Notification) -> tuple[DeliveryResult, ...]:
     """Send what no ledger tells, once, through every notifier; one that fails is not tried again."""
     linked = _linked(ports, notice)
     return tuple(_try(linked, name, notifier) for name, notifier in ports.notifiers().items())
 
 
-class Herald:
+class NotificationLoop:
     """Sends what is due, pass after pass, beside whoever moves traffic and never in their way.
 
     Args:
@@ -84,13 +91,13 @@ class Herald:
         *,
         every: float,
         endpoints: Callable[[], Sequence[str]],
-        told: Callable[[Told], None],
+        told: Callable[[DeliveryResult], None],
     ) -> None:
         self._ports = ports
         self._every = every
         self._endpoints = endpoints
         self._told = told
-        self._patience: dict[str, Patience] = {}
+        self._patience: dict[str, Backoff] = {}
         self._troubles: dict[str, str] = {}
 
     def run(self, stopped: threading.Event) -> None:
@@ -121,13 +128,13 @@ class Herald:
                 self._of(name).succeeded()
                 self._troubles.pop(name, None)
 
-    def _tell(self, endpoint: str, ready: set[str]) -> tuple[Told, ...]:
+    def _tell(self, endpoint: str, ready: set[str]) -> tuple[DeliveryResult, ...]:
         try:
-            return notify_due(self._ports, endpoint, through=ready.__contains__)
+            return send_pending(self._ports, endpoint, through=ready.__contains__)
         except CorruptStateError as error:  # a damaged ledger, of which the others' people need not suffer
-            return (Told(endpoint=endpoint, notifier="", trouble=str(error)),)
+            return (DeliveryResult(endpoint=endpoint, notifier="", trouble=str(error)),)
 
-    def _report(self, told: Told) -> None:
+    def _report(self, told: DeliveryResult) -> None:
         source = told.notifier or told.endpoint
         known = self._troubles.get(source) == told.trouble
         if told.sent or (told.trouble and not known):
@@ -135,35 +142,35 @@ class Herald:
         if told.trouble:
             self._troubles[source] = told.trouble
 
-    def _of(self, notifier: str) -> Patience:
-        return self._patience.setdefault(notifier, Patience(self._every))
+    def _of(self, notifier: str) -> Backoff:
+        return self._patience.setdefault(notifier, Backoff(self._every))
 
 
-def _tell(ports: Ports, endpoint: str, name: str, notifier: Notifier) -> Told:
+def _tell(ports: Ports, endpoint: str, name: str, notifier: Notifier) -> DeliveryResult:
     entries = ports.ledger.read(endpoint)
     if not entries:
-        return Told(endpoint=endpoint, notifier=name)
+        return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
         after = _told_up_to(ports, endpoint, name, entries)
-        steps = isinstance(notifier, Following) and notifier.follows
-        for notice in news(endpoint, entries, after=after, progress=steps):
+        steps = isinstance(notifier, StepNotifier) and notifier.follows
+        for notice in list_pending_notifications(endpoint, entries, after=after, progress=steps):
             done = _try(_linked(ports, notice), name, notifier)
             if done.trouble:
                 return replace(done, sent=tuple(sent))
             sent += done.sent
             _mark(ports, endpoint, name, notice.sequence)
     except ConflictError as error:
-        return Told(endpoint=endpoint, notifier=name, sent=tuple(sent), trouble=str(error))
-    return Told(endpoint=endpoint, notifier=name, sent=tuple(sent))
+        return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent), trouble=str(error))
+    return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent))
 
 
 def _told_up_to(ports: Ports, endpoint: str, notifier: str, entries: Sequence[LedgerEntry]) -> int:
     """Where this notifier goes on. Its first look fixes that: what is due does not grow old while it is down."""
-    marks = [e.body.of for e in entries if isinstance(e.body, Notified) and e.body.notifier == notifier]
+    marks = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == notifier]
     if marks:
         return marks[-1]
-    old = ports.clock.now() - QUIET_S
+    old = ports.clock.now() - REPEAT_INTERVAL_S
     after = max((entry.sequence for entry in entries if entry.at < old), default=0)
     _mark(ports, endpoint, notifier, after)
     return after
@@ -176,19 +183,19 @@ def _mark(ports: Ports, endpoint: str, notifier: str, sequence: int) -> None:
         if journal.state.notified_at.get(notifier, -1) >= sequence:
             return
         try:
-            journal.append(Notified(notifier=notifier, of=sequence))
+            journal.append(NotificationSent(notifier=notifier, of=sequence))
         except ConflictError:
             continue
         return
     raise ConflictError("the ledger is written without a pause", where=endpoint)
 
 
-def _try(notice: Notification, name: str, notifier: Notifier) -> Told:
+def _try(notice: Notification, name: str, notifier: Notifier) -> DeliveryResult:
     try:
         notifier.send(notice)
     except OnnxOpsError as error:
-        return Told(endpoint=notice.endpoint, notifier=name, trouble=str(error))
-    return Told(endpoint=notice.endpoint, notifier=name, sent=(notice,))
+        return DeliveryResult(endpoint=notice.endpoint, notifier=name, trouble=str(error))
+    return DeliveryResult(endpoint=notice.endpoint, notifier=name, sent=(notice,))
 
 
 def _linked(ports: Ports, notice: Notification) -> Notification:

@@ -12,22 +12,35 @@ from dataclasses import dataclass
 from functools import partial
 
 from onnx_ops import codec
-from onnx_ops.attestation import sign
-from onnx_ops.domain.attestation import LONGEST_REASON, SignedOverride, reason_tag, record_tag
+from onnx_ops.attestation import sign_record
+from onnx_ops.domain.attestation import MAX_REASON_LENGTH, SignedOverride, override_reason_tag, override_record_tag
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Abandoned, Configured, Deleted, Mirrored, Override, ReleaseState
+from onnx_ops.domain.ledger import (
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
+    OverrideRecorded,
+    ReleaseState,
+)
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, StillPendingError, UserError
 from onnx_ops.ports import Ports
-from onnx_ops.release.decision_policy import override_of, standing_override
-from onnx_ops.release.journal import Journal, bound_endpoints, readable, siblings, stream
-from onnx_ops.release.registry_sync import approve, entry_of, refuse_rejected
-from onnx_ops.release.retry import PATIENCE_S, looking_again, within
+from onnx_ops.release.decision_policy import build_override, read_override
+from onnx_ops.release.journal import (
+    Journal,
+    format_stream_name,
+    list_bound_endpoints,
+    list_sibling_states,
+    read_readable_state,
+)
+from onnx_ops.release.registry_sync import build_override_entry, require_approval, require_not_rejected
+from onnx_ops.release.retry import COMMAND_TIMEOUT_S, retry_on_conflict, run_concurrently
 
 
-def refuse_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
+def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
     """Look at what a pipeline's endpoints are bound to, before anything is done.
 
     Args:
@@ -42,7 +55,9 @@ def refuse_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig
     """
     orphans = [state.config for state in dropped(ports, pipeline, configs) if state.config is not None]
     for config in configs:
-        orphans += [bound for bound in (moved_from(ports, readable(ports, config.endpoint), config),) if bound]
+        orphans += [
+            bound for bound in (moved_from(ports, read_readable_state(ports, config.endpoint), config),) if bound
+        ]
     if orphans and not abandon:
         raise refusal(ports, orphans)
 
@@ -50,7 +65,7 @@ def refuse_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig
 def dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
     """Endpoints that the pipeline has bound, that serve, and that its file names no longer."""
     named = {config.endpoint for config in configs}
-    states = (readable(ports, name) for name in bound_endpoints(ports) if name not in named)
+    states = (read_readable_state(ports, name) for name in list_bound_endpoints(ports) if name not in named)
     return tuple(s for s in states if s.config is not None and s.config.pipeline == pipeline and _exists(s))
 
 
@@ -83,13 +98,13 @@ def refusal(ports: Ports, orphans: Sequence[EndpointConfig]) -> RefusedError:
     )
 
 
-def leave_dropped(
+def abandon_dropped(
     ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, reason: str, actor: str = ""
 ) -> tuple[str, ...]:
     """Unbind the endpoints that the file names no longer, and record why; returns their names."""
     names = tuple(state.endpoint for state in dropped(ports, pipeline, configs))
     for name in names:
-        looking_again(partial(_leave, ports, name, reason, actor))
+        retry_on_conflict(partial(_leave, ports, name, reason, actor))
     return names
 
 
@@ -103,10 +118,10 @@ def leave(journal: Journal, *, reason: str) -> None:
     Raises:
         ConflictError: somebody is changing it right now.
     """
-    journal.refuse_while_changed()
+    journal.require_idle()
     config = journal.config
     place = journal.ports.provider(config.provider).place(config)
-    journal.append(Abandoned(reason=reason, place=place))
+    journal.append(EndpointAbandoned(reason=reason, place=place))
 
 
 def _exists(state: ReleaseState) -> bool:
@@ -129,7 +144,7 @@ def _seen(ports: Ports, config: EndpointConfig) -> str:
     return f"{place} serves " + ", ".join(f"{name} {weight} %" for name, weight in actual.split.weights.items())
 
 
-def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") -> None:
+def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") -> None:
     """End the endpoint and unbind its name. Killed in between, the next call or the reconciler completes it.
 
     Its versions, their aliases and what was rolled back here stay as they are.
@@ -147,9 +162,9 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
         if asked and not journal.state.deleting:
             return  # somebody else has completed it
         config = journal.config
-        journal.refuse_while_changed()
+        journal.require_idle()
         if not journal.state.deleting:
-            journal.append(Deleted(reason=reason))
+            journal.append(EndpointDeleted(reason=reason))
             asked = True
         try:
             finish_deletion(journal, reason=reason)
@@ -158,16 +173,16 @@ def delete(ports: Ports, endpoint: str, *, reason: str = "", actor: str = "") ->
         except (OnnxOpsError, OSError) as error:
             raise _still_owed(config.endpoint, str(error)) from error
 
-    looking_again(attempt)
+    retry_on_conflict(attempt)
 
 
-def delete_soon(
-    ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", patience_s: float = PATIENCE_S
+def delete_with_timeout(
+    ports: Ports, endpoint: str, *, reason: str = "", actor: str = "", patience_s: float = COMMAND_TIMEOUT_S
 ) -> None:
-    """`delete`, for which the caller waits `patience_s` seconds at most; then it is `StillPendingError`."""
-    call = partial(delete, ports, endpoint, reason=reason, actor=actor)
+    """`delete_endpoint`, for which the caller waits `patience_s` seconds at most; then it is `StillPendingError`."""
+    call = partial(delete_endpoint, ports, endpoint, reason=reason, actor=actor)
     late = f"it did not end within {patience_s:g} s"
-    error = within({endpoint: call}, patience_s, lambda _: _still_owed(endpoint, late))[endpoint]
+    error = run_concurrently({endpoint: call}, patience_s, lambda _: _still_owed(endpoint, late))[endpoint]
     if error is not None:
         raise error
 
@@ -180,7 +195,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
     """
     config = journal.config
     journal.ports.provider(config.provider).remove(config)
-    journal.append(Deleted(reason=reason, done=True))
+    journal.append(EndpointDeleted(reason=reason, done=True))
 
 
 def _still_owed(endpoint: str, why: str) -> StillPendingError:
@@ -194,7 +209,7 @@ def _still_owed(endpoint: str, why: str) -> StillPendingError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promotion:
+class PromotionResult:
     """What a promotion did. `endpoints` are those that will follow."""
 
     model: str
@@ -214,7 +229,7 @@ def promote(
     reason: str = "",
     override: bool = False,
     expects: tuple[str, ...] = (),
-) -> Promotion:
+) -> PromotionResult:
     """Make a version the challenger of a target; the champion at once if no endpoint serves the target.
 
     Args:
@@ -233,26 +248,26 @@ def promote(
         UserError: an override without a reason.
     """
     record = ports.registry().version(model, version)
-    bound = siblings(ports, model, target)
+    bound = list_sibling_states(ports, model, target)
     if override:
         _override(ports, record, target, tuple(s.endpoint for s in bound), reason, actor)
     else:
         for state in bound:
-            refuse_rejected(ports, state, record, target)
+            require_not_rejected(ports, state, record, target)
         digest = next((s.config.target_digest for s in bound if s.config is not None), None)
-        approve(ports, record, target, digest)
+        require_approval(ports, record, target, digest)
     if not bound and not expects:
         return _crown(ports, record, target, actor)
     names = tuple(s.endpoint for s in bound) or expects
     if bound and all(s.roles.stable is not None and s.roles.stable.version == version for s in bound):
-        return Promotion(model=model, version=version, target=target, did="serves already", endpoints=names)
-    ports.registry().set_alias(model, alias("challenger", target), version)
+        return PromotionResult(model=model, version=version, target=target, did="serves already", endpoints=names)
+    ports.registry().set_alias(model, format_alias("challenger", target), version)
     if reason:
         ports.registry().annotate(model, version, {f"promoted.{target}": reason[:400]})
-    return Promotion(model=model, version=version, target=target, did="challenger", endpoints=names)
+    return PromotionResult(model=model, version=version, target=target, did="challenger", endpoints=names)
 
 
-def configure(
+def bind_endpoint(
     ports: Ports, config: EndpointConfig, policy: RolloutPolicy, *, actor: str = "", abandon: str = ""
 ) -> bool:
     """Bind an endpoint to what its pipeline says; says whether that changed anything.
@@ -287,10 +302,10 @@ def configure(
             leave(journal, reason=abandon)
         if bound == config and journal.state.policy == policy:
             return False
-        journal.append(Configured(config=config, policy=policy))
+        journal.append(EndpointBound(config=config, policy=policy))
         return True
 
-    return looking_again(bind)
+    return retry_on_conflict(bind)
 
 
 def _override(
@@ -299,15 +314,17 @@ def _override(
     """The registry comes first: where its server knows who may override, the ledger is not written for who may not."""
     if not reason.strip():
         raise UserError("an override needs a reason", remedy="Say why with --reason; it is recorded.")
-    registry, verifier, reason = ports.registry(), ports.verifier(), reason[:LONGEST_REASON]
-    before = standing_override(record, target, verifier)
-    registry.annotate(record.model, record.version, {reason_tag(target): reason})
-    signed = standing_override(registry.version(record.model, record.version), target, verifier)
+    registry, verifier, reason = ports.registry(), ports.verifier(), reason[:MAX_REASON_LENGTH]
+    before = read_override(record, target, verifier)
+    registry.annotate(record.model, record.version, {override_reason_tag(target): reason})
+    signed = read_override(registry.version(record.model, record.version), target, verifier)
     if signed is None or signed == before:  # the registry's server signs none
         signed = _signed(ports, record, target, reason, actor)
-        registry.annotate(record.model, record.version, {record_tag(target): codec.dumps(signed.envelope).decode()})
+        registry.annotate(
+            record.model, record.version, {override_record_tag(target): codec.dumps(signed.envelope).decode()}
+        )
     for endpoint in endpoints:
-        looking_again(partial(_note, ports, endpoint, entry_of(signed), actor))
+        retry_on_conflict(partial(_note, ports, endpoint, build_override_entry(signed), actor))
 
 
 def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor: str) -> SignedOverride:
@@ -320,17 +337,17 @@ def _signed(ports: Ports, record: VersionRecord, target: str, reason: str, actor
             remedy="Give it where a signing key is, or as a tag in MLflow if its server signs overrides.",
         )
     by, now = actor or ports.host.actor(), ports.clock.now()
-    return sign(override_of(record, target, ports.verifier(), reason=reason, by=by, now=now), signer)
+    return sign_record(build_override(record, target, ports.verifier(), reason=reason, by=by, now=now), signer)
 
 
-def _note(ports: Ports, endpoint: str, entry: Override, actor: str) -> None:
+def _note(ports: Ports, endpoint: str, entry: OverrideRecorded, actor: str) -> None:
     Journal.open(ports, endpoint, actor=actor).append(entry)
 
 
-def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Promotion:
+def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> PromotionResult:
     """Without endpoints there is no rollout to wait for."""
     registry = ports.registry()
-    champion, previous = alias("champion", target), alias("previous", target)
+    champion, previous = format_alias("champion", target), format_alias("previous", target)
     found = registry.aliases(record.model)
     current, before = found.get(champion), found.get(previous)
     if current != record.version:
@@ -341,9 +358,9 @@ def _crown(ports: Ports, record: VersionRecord, target: str, actor: str) -> Prom
     aliases = {champion: record.version, previous: before}
 
     def note() -> None:
-        journal = Journal.open(ports, stream(record.model, target), actor=actor)
+        journal = Journal.open(ports, format_stream_name(record.model, target), actor=actor)
         if journal.state.aliases.get(champion) != record.version:
-            journal.append(Mirrored(aliases=aliases))
+            journal.append(AliasesWritten(aliases=aliases))
 
-    looking_again(note)
-    return Promotion(model=record.model, version=record.version, target=target, did="champion", endpoints=())
+    retry_on_conflict(note)
+    return PromotionResult(model=record.model, version=record.version, target=target, did="champion", endpoints=())

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Stored
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, Leftover
+from onnx_ops.domain.artifact import Digest, StoredObject
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, OrphanedResource
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.release import ListedVersion
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ConflictError, CorruptStateError, NotFoundError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import bound_endpoints
+from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
 """Content younger than this stays whatever is asked for: no stage takes longer from its first file to its record."""
@@ -33,7 +33,7 @@ _LARGEST_DOCUMENT = 1 << 22
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
-def unneeded(ports: Ports, *, older_than_s: float) -> tuple[Stored, ...]:
+def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObject, ...]:
     """What is in the store, older than that (and than a day), and needed by nothing. Nothing is changed.
 
     Raises:
@@ -49,23 +49,23 @@ def unneeded(ports: Ports, *, older_than_s: float) -> tuple[Stored, ...]:
         if sizes.get(digest, _LARGEST_DOCUMENT) >= _LARGEST_DOCUMENT:
             return ()
         try:
-            return digests_in(ports.store.read(digest))
+            return find_digests(ports.store.read(digest))
         except CorruptStateError:
             return ()
 
-    needed = reachable(_roots(ports), names)
+    needed = find_reachable(_roots(ports), names)
     return tuple(one for one in held if one.at < before and (one.digest is None or one.digest not in needed))
 
 
-def collect(ports: Ports, contents: Sequence[Stored]) -> tuple[Stored, ...]:
-    """Remove what `unneeded` found; returns what went. What somebody put again meanwhile stays.
+def delete_unreferenced(ports: Ports, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
+    """Remove what `find_unreferenced` found; returns what went. What somebody put again meanwhile stays.
 
     Each removal stands for itself: killed in between, the next one goes on.
     """
     return tuple(one for one in contents if ports.store.forget(one))
 
 
-def reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
+def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
     """The roots, what they name, and so on."""
     found: set[Digest] = set()
     left = list(roots)
@@ -77,7 +77,7 @@ def reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest
     return frozenset(found)
 
 
-def digests_in(data: bytes) -> frozenset[Digest]:
+def find_digests(data: bytes) -> frozenset[Digest]:
     """Every digest that stands anywhere in the bytes: rather one too many than one too few."""
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
@@ -86,7 +86,7 @@ def _roots(ports: Ports) -> set[Digest]:
     roots = {digest for manifest in ports.store.results() for digest in manifest.files.values()}
     for endpoint in ports.ledger.endpoints():
         for entry in ports.ledger.read(endpoint):
-            roots |= digests_in(codec.dumps(entry))
+            roots |= find_digests(codec.dumps(entry))
     registry = ports.registry()
     for model, aliases in registry.all_aliases().items():
         for version in set(aliases.values()):
@@ -95,7 +95,7 @@ def _roots(ports: Ports) -> set[Digest]:
             except NotFoundError:  # something else than onnx-ops registered it
                 continue
             for signed in decisions.values():
-                roots |= digests_in(codec.dumps(signed))
+                roots |= find_digests(codec.dumps(signed))
     return roots
 
 
@@ -105,18 +105,18 @@ class Orphan:
 
     endpoint: str
     provider: str
-    leftover: Leftover
+    leftover: OrphanedResource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class OrphanSurvey:
     """What was found, and the endpoints whose provider could not say: there may be more."""
 
     orphans: tuple[Orphan, ...] = ()
     silent: tuple[str, ...] = ()
 
 
-def needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
+def list_needed_deployments(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
     """What an endpoint serves, may go back to at once, or is about to serve."""
     roles = state.roles
     held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
@@ -130,10 +130,12 @@ def needed(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
     return tuple(held)
 
 
-def survey(ports: Ports, endpoints: Sequence[str]) -> Survey:
+def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
     """What is left of these endpoints and needed by none of them, nor by any other. Nothing is changed."""
     states = [ports.ledger.state(name) for name in ports.ledger.endpoints()]
-    manifests = frozenset(deployment.manifest for state in states for deployment in needed(ports, state))
+    manifests = frozenset(
+        deployment.manifest for state in states for deployment in list_needed_deployments(ports, state)
+    )
     found, silent = [], []
     for config in _configs(states, endpoints):
         try:
@@ -142,10 +144,10 @@ def survey(ports: Ports, endpoints: Sequence[str]) -> Survey:
             silent.append(config.endpoint)
         else:
             found += [Orphan(endpoint=config.endpoint, provider=config.provider, leftover=one) for one in left]
-    return Survey(orphans=tuple(found), silent=tuple(silent))
+    return OrphanSurvey(orphans=tuple(found), silent=tuple(silent))
 
 
-def discard(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
+def delete_orphans(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
     """Remove orphans; returns those that went. One that came into use meanwhile stays.
 
     Raises:
@@ -171,7 +173,7 @@ KEEP_RELEASES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class RetainedVersion:
     """A version that stays, and why."""
 
     model: str
@@ -185,10 +187,10 @@ class PrunePlan:
     `orphans` stand at providers, and `contents` are in the store."""
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
-    kept: tuple[Kept, ...]
-    folders: tuple[Stored, ...]
-    orphans: Survey
-    contents: tuple[Stored, ...] = ()
+    kept: tuple[RetainedVersion, ...]
+    folders: tuple[StoredObject, ...]
+    orphans: OrphanSurvey
+    contents: tuple[StoredObject, ...] = ()
 
 
 def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
@@ -208,11 +210,11 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         ServiceUnavailableError: the registry or the store does not answer.
         CorruptStateError: a ledger is damaged, so that nobody knows what its endpoint needs.
     """
-    states = [ports.ledger.state(name) for name in bound_endpoints(ports)]
-    in_use = [(state, deployment) for state in states for deployment in needed(ports, state)]
+    states = [ports.ledger.state(name) for name in list_bound_endpoints(ports)]
+    in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(ports, state)]
     now = ports.clock.now()
     remove: dict[str, tuple[ListedVersion, ...]] = {}
-    kept: list[Kept] = []
+    kept: list[RetainedVersion] = []
     for model in models:
         reasons = _reasons(ports, model, in_use, states)
         listed = ports.registry().versions(model)
@@ -221,7 +223,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         for entry in listed:
             why = reasons.get(entry.version) or _recent(entry, newest, keep, now - older_than_s)
             if why:
-                kept.append(Kept(model=model, version=entry, why=why))
+                kept.append(RetainedVersion(model=model, version=entry, why=why))
             else:
                 leaving.append(entry)
         remove[model] = tuple(leaving)
@@ -231,8 +233,8 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
         remove=remove,
         kept=tuple(kept),
         folders=_idle_folders(ports, wanted, remove, now - older_than_s),
-        orphans=survey(ports, endpoints),
-        contents=unneeded(ports, older_than_s=older_than_s),
+        orphans=find_orphans(ports, endpoints),
+        contents=find_unreferenced(ports, older_than_s=older_than_s),
     )
 
 
@@ -256,19 +258,19 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
             gone.append(entry)
         removed[model] = tuple(gone)
     left = {e.manifest for m, vs in plan.remove.items() for e in vs if e not in removed[m]}
-    states = (ports.ledger.state(name) for name in bound_endpoints(ports))
-    left |= {deployment.manifest for state in states for deployment in needed(ports, state)}
+    states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
+    left |= {deployment.manifest for state in states for deployment in list_needed_deployments(ports, state)}
     folders = tuple(folder for folder in plan.folders if folder.digest not in left)
     for folder in folders:
         if folder.digest is not None:
             ports.files.forget(folder.digest)
-    cleared = discard(ports, plan.orphans.orphans)
+    cleared = delete_orphans(ports, plan.orphans.orphans)
     return PrunePlan(
         remove=removed,
         kept=plan.kept,
         folders=folders,
         orphans=replace(plan.orphans, orphans=cleared),
-        contents=collect(ports, plan.contents),
+        contents=delete_unreferenced(ports, plan.contents),
     )
 
 
@@ -290,9 +292,9 @@ def _reasons(
 
 
 def _served(ports: Ports, model: str) -> frozenset[str]:
-    states = (ports.ledger.state(name) for name in bound_endpoints(ports))
+    states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
     mine = (state for state in states if state.config is not None and state.config.model == model)
-    return frozenset(deployment.version for state in mine for deployment in needed(ports, state))
+    return frozenset(deployment.version for state in mine for deployment in list_needed_deployments(ports, state))
 
 
 def _newest_releases(listed: Sequence[ListedVersion], keep: int) -> frozenset[Digest]:
@@ -308,7 +310,7 @@ def _recent(entry: ListedVersion, newest: frozenset[Digest], keep: int, born_bef
 
 def _idle_folders(
     ports: Ports, wanted: set[Digest], remove: Mapping[str, Sequence[ListedVersion]], before: float
-) -> tuple[Stored, ...]:
+) -> tuple[StoredObject, ...]:
     """Folders of versions that leave; and old ones, whose version may have left in a pruning that was cut short. What
     another model needs one day is fetched again."""
     leaving = {entry.manifest for versions in remove.values() for entry in versions}

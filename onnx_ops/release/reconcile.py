@@ -1,7 +1,7 @@
 """Moves an endpoint toward what the registry wants, one judged effect at a time, and writes every move down.
 
-`step` is level-triggered and idempotent: it reads what is wanted and what is, does at most one thing, and can be
-killed anywhere. The next call continues or undoes.
+`reconcile_step` is level-triggered and idempotent: it reads desired and observed state, does at most one thing, and can
+be killed anywhere. The next call continues or undoes.
 
 Is there anything to do? Answered for all endpoints from one look at the registry, without touching anything.
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
-from onnx_ops.domain.ledger import LedgerEntry, RefusedVersion, ReleaseState
-from onnx_ops.domain.rollout import Action, ActionKind, take_back
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, VersionRefused
+from onnx_ops.domain.rollout import Action, ActionKind, plan_reversal
 from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
@@ -28,21 +28,21 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
 )
 from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
-from onnx_ops.release.journal import Journal, pinned, readable
+from onnx_ops.release.journal import Journal, pin_aliases, read_readable_state
 from onnx_ops.release.promote import finish_deletion
 from onnx_ops.release.registry_sync import (
-    Desired,
+    DesiredState,
     conclude_refusal,
-    desired,
-    note_mirrored,
-    put_back,
-    take_note,
-    tell_rejected,
-    write_owed_aliases,
+    publish_entries,
+    publish_rejections,
+    read_desired_state,
+    record_alias,
+    revert_alias,
+    write_pending_aliases,
 )
-from onnx_ops.release.retry import LONGEST_PAUSE, looking_again
-from onnx_ops.release.rollback import go_back, pay
-from onnx_ops.release.rollout_metrics import look, next_move, note_wait, write_down
+from onnx_ops.release.retry import MAX_PAUSE_S, retry_on_conflict
+from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
+from onnx_ops.release.rollout_metrics import choose_action, read_metrics, record_metrics, record_pause
 
 MAX_STEPS = 20
 """A rollout has a few steps; more than this in one go means that two parties undo each other."""
@@ -60,7 +60,7 @@ class StepReport:
     registry_down: str = ""
 
 
-def settle(
+def reconcile_until_stable(
     ports: Ports,
     endpoint: str,
     *,
@@ -73,11 +73,11 @@ def settle(
     A step that somebody else has overtaken is decided anew: a rollback's own background job is at work, for example.
 
     Raises:
-        OnnxOpsError: as `step` does.
+        OnnxOpsError: as `reconcile_step` does.
     """
     reports: list[StepReport] = []
     while len(reports) < MAX_STEPS:
-        report = looking_again(lambda: step(ports, endpoint, actor=actor))
+        report = retry_on_conflict(lambda: reconcile_step(ports, endpoint, actor=actor))
         reports.append(report)
         if told is not None:
             told(report)
@@ -86,50 +86,50 @@ def settle(
     return reports
 
 
-def settle_each(
+def reconcile_each(
     ports: Ports, endpoints: Sequence[str], *, actor: str = ""
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
-    """`settle` of several: what was done and what failed. One endpoint's trouble does not keep the others back."""
+    """Call `reconcile_until_stable` for several endpoints; return reports and errors by endpoint."""
     reports: dict[str, list[StepReport]] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in endpoints:
         try:
-            reports[name] = settle(ports, name, actor=actor)
+            reports[name] = reconcile_until_stable(ports, name, actor=actor)
         except OnnxOpsError as error:
             errors[name] = error
     return reports, errors
 
 
-def settle_owed(
+def reconcile_with_retries(
     ports: Ports, endpoints: Sequence[str], *, actor: str = "", for_s: float
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
-    """`settle_each`, again and again with growing pauses, until nothing fails and no rollback is owed, or `for_s`
+    """`reconcile_each`, again and again with growing pauses, until nothing fails and no rollback is owed, or `for_s`
     seconds are over. What fails for want of a package is not tried again."""
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
-        reports, errors = settle_each(ports, endpoints, actor=actor)
-        if not errors and not any(readable(ports, name).pending_rollback for name in endpoints):
+        reports, errors = reconcile_each(ports, endpoints, actor=actor)
+        if not errors and not any(read_readable_state(ports, name).pending_rollback for name in endpoints):
             return reports, errors
         if errors and all(isinstance(error, MissingPackageError) for error in errors.values()):
             return reports, errors
         if time.monotonic() + pause > deadline:
             return reports, errors
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_PAUSE_S)
 
 
-def tell_registry(ports: Ports, endpoint: str, *, actor: str = "") -> str:
+def write_aliases(ports: Ports, endpoint: str, *, actor: str = "") -> str:
     """Write the aliases that a rollback owes; why not, if that fails.
 
     Traffic has moved already, so nothing is raised: the reconciler tries again.
     """
     try:
-        return settle(ports, endpoint, actor=actor)[-1].registry_down
+        return reconcile_until_stable(ports, endpoint, actor=actor)[-1].registry_down
     except OnnxOpsError as error:
         return str(error)
 
 
-def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
+def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
     """Do the one thing that is due.
 
     Raises:
@@ -146,7 +146,7 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
         return StepReport(endpoint=endpoint, did="deleted", why="somebody asked for it", settled=True)
     if (report := _at_work(journal) or _unfinished(journal)) is not None:
         return report
-    wish = desired(journal)
+    wish = read_desired_state(journal)
     if (report := _refusal(journal, wish)) is not None:
         return report
     unwritten: OnnxOpsError | None = None
@@ -155,16 +155,16 @@ def step(ports: Ports, endpoint: str, *, actor: str = "") -> StepReport:
             return report
     except (InfrastructureError, RefusedError) as error:
         unwritten = error
-    seen = look(journal)
-    action = next_move(journal, wish, ports.provider(config.provider).observe(config), seen)
+    seen = read_metrics(journal)
+    action = choose_action(journal, wish, ports.provider(config.provider).observe(config), seen)
     if unwritten is not None and not (isinstance(action, Action) and action.kind is ActionKind.RESTORE):
         raise unwritten
-    write_down(journal, seen, action)
+    record_metrics(journal, seen, action)
     if not isinstance(action, Action):
-        note_wait(journal, action)
+        record_pause(journal, action)
         return StepReport(endpoint=endpoint, did="", why=action.why, settled=True, registry_down=wish.unreachable)
-    if action.gives_back:
-        go_back(journal, pinned(ports, config, action))
+    if action.is_rollback:
+        request_and_carry_out(journal, pin_aliases(ports, config, action))
     else:
         action = _perform(journal, action)
     did = action.kind.value
@@ -177,45 +177,45 @@ def _perform(journal: Journal, action: Action) -> Action:
     try:
         journal.perform(action)
     except AlarmRollbackError as error:
-        back = take_back(roles, action, config.target, why=str(error))
+        back = plan_reversal(roles, action, config.target, why=str(error))
         if back is None:
             raise
-        go_back(journal, pinned(journal.ports, config, back))
+        request_and_carry_out(journal, pin_aliases(journal.ports, config, back))
         return back
     return action
 
 
-def _told_registry(journal: Journal, wish: Desired) -> StepReport | None:
+def _told_registry(journal: Journal, wish: DesiredState) -> StepReport | None:
     """Make the registry say what the ledger says, and the ledger what somebody else has made the registry say."""
     if wish.unreachable:
         return None
     endpoint = journal.state.endpoint
-    told = tell_rejected(journal)
-    if written := write_owed_aliases(journal):
+    told = publish_rejections(journal)
+    if written := write_pending_aliases(journal):
         return StepReport(endpoint=endpoint, did="wrote aliases", why=written, settled=False)
     if told:
-        note_mirrored(journal, {})
-    if take_note(journal, wish.champion):
+        publish_entries(journal, {})
+    if record_alias(journal, wish.champion):
         why = f"the champion in the registry is v{wish.champion}, which serves here"
         return StepReport(endpoint=endpoint, did="took note", why=why, settled=False)
     return None
 
 
-def _refusal(journal: Journal, wish: Desired) -> StepReport | None:
+def _refusal(journal: Journal, wish: DesiredState) -> StepReport | None:
     """Put an alias back that may not stand; or finish what a driver began that died while it did so."""
     begun, refused = journal.state.refusing, wish.refused
     if begun is not None and not wish.unreachable and not _same(begun, refused):
         conclude_refusal(journal, begun)
         refused = begun
     elif refused is not None:
-        put_back(journal, refused)
+        revert_alias(journal, refused)
     else:
         return None
     did = f"refused {refused.alias} on version {refused.version}"
     return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, settled=False, refused=True)
 
 
-def _same(begun: RefusedVersion, refused: RefusedVersion | None) -> bool:
+def _same(begun: VersionRefused, refused: VersionRefused | None) -> bool:
     return refused is not None and (begun.alias, begun.version) == (refused.alias, refused.version)
 
 
@@ -231,7 +231,7 @@ def _unfinished(journal: Journal) -> StepReport | None:
     """What is owed, or was begun by a driver that died, is done before anything else."""
     intent, pending = journal.state.open_intent, journal.state.pending_rollback
     if pending is not None:
-        pay(journal)
+        carry_out_pending(journal)
         kind, why = pending.action.kind, f"{pending.actor} asked for it: {pending.action.why}"
     elif intent is not None:
         done = _perform(journal, intent.action)
@@ -246,14 +246,14 @@ class _SomethingToDo(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RegistrySnapshot:
     """What the registry said when it was asked: version by alias, by model. `down` says why it did not answer."""
 
     aliases: Mapping[str, Mapping[str, str]]
     down: str = ""
 
 
-class Glance:
+class DryRun:
     """One pass over endpoints: the ledgers as they are read first, and what the registry says when it is first needed.
 
     Args:
@@ -261,7 +261,7 @@ class Glance:
         seen: asks the registry; called once, if at all. While it is down, it is not asked for anything else either.
     """
 
-    def __init__(self, ports: Ports, seen: Callable[[], Seen]) -> None:
+    def __init__(self, ports: Ports, seen: Callable[[], RegistrySnapshot]) -> None:
         self._seen = functools.cache(seen)
         self._ports = replace(ports, registry=lambda: self._unless_down(ports.registry))
         self._ledger = _ReadOnce(ports.ledger)
@@ -292,9 +292,9 @@ class Glance:
             OnnxOpsError: as `reconcile.step` does.
         """
         try:
-            reports = settle(self._looking, endpoint, actor=actor)
+            reports = reconcile_until_stable(self._looking, endpoint, actor=actor)
         except _SomethingToDo:
-            return settle(self._ports, endpoint, actor=actor, told=told, stopped=stopped)
+            return reconcile_until_stable(self._ports, endpoint, actor=actor, told=told, stopped=stopped)
         if told is not None:
             told(reports[-1])
         return reports
@@ -305,21 +305,21 @@ class Glance:
         return registry()
 
 
-def ask(ports: Ports, models: Collection[str] | None = None) -> Seen:
+def read_registry(ports: Ports, models: Collection[str] | None = None) -> RegistrySnapshot:
     """Ask the registry once for the aliases of all models, or of these. It may be down; that is an answer too."""
     try:
         registry = ports.registry()
         if models is None:
-            return Seen(aliases=registry.all_aliases())
-        return Seen(aliases={model: registry.aliases(model) for model in sorted(models)})
+            return RegistrySnapshot(aliases=registry.all_aliases())
+        return RegistrySnapshot(aliases={model: registry.aliases(model) for model in sorted(models)})
     except OnnxOpsError as error:
-        return Seen(aliases={}, down=str(error))
+        return RegistrySnapshot(aliases={}, down=str(error))
 
 
 class _Aliases:
     """A registry of which only the aliases are known."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: RegistrySnapshot) -> None:
         self._seen = seen
 
     def aliases(self, model: str) -> Mapping[str, str]:

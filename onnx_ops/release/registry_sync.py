@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, digest_file, short
+from onnx_ops.domain.artifact import CUSTOM_OPS, Digest, digest_file, short_digest
 from onnx_ops.domain.attestation import SignedOverride
 from onnx_ops.domain.decision import DecisionRecord, SignedDecision
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
-    Mirrored,
-    Notified,
-    Observed,
-    Outcome,
-    Override,
-    RefusedVersion,
+    ActionOutcome,
+    AliasesWritten,
+    LeaseRenewed,
+    MetricsRecorded,
+    NotificationSent,
+    OverrideRecorded,
     ReleaseState,
-    Renewed,
+    VersionRefused,
 )
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,
@@ -40,21 +40,21 @@ from onnx_ops.errors import (
 )
 from onnx_ops.ports import Ports
 from onnx_ops.release.decision_policy import (
-    COME_BACK,
-    ToldRollback,
+    REJECTED_REMEDY,
+    PublishedRollback,
+    find_recorded_override,
+    find_rejection_reason,
     is_later,
-    passing_decision,
+    read_override,
+    read_published_rollback,
+    require_passing_decision,
     rolled_back_tag,
-    standing_override,
-    taken_override,
-    told_rollback,
-    why_rejected,
 )
-from onnx_ops.release.journal import Journal, damage, siblings
+from onnx_ops.release.journal import Journal, find_corruption, list_sibling_states
 from onnx_ops.scratch import Scratch
 
 
-def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> SignedDecision:
+def require_approval(ports: Ports, record: VersionRecord, target: str, target_digest: Digest | None) -> SignedDecision:
     """The version's signed decision for the target.
 
     Refuses a version whose decision is missing, forged, about something else, or not a pass.
@@ -67,7 +67,7 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     Raises:
         RefusedError: with the reason.
     """
-    signed = passing_decision(record, target, ports.verifier())
+    signed = require_passing_decision(record, target, ports.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
         raise RefusedError(
             f"target {target} was defined otherwise when this version was judged",
@@ -77,7 +77,7 @@ def approve(ports: Ports, record: VersionRecord, target: str, target_digest: Dig
     return signed
 
 
-def materialise(ports: Ports, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
+def materialize(ports: Ports, record: VersionRecord, authority: SignedDecision | SignedOverride) -> Deployment:
     """The version's files, verified against its manifest, where an endpoint can load them.
 
     Args:
@@ -107,7 +107,7 @@ def materialise(ports: Ports, record: VersionRecord, authority: SignedDecision |
     )
 
 
-def fetch(ports: Ports, deployment: Deployment) -> None:
+def restore_files(ports: Ports, deployment: Deployment) -> None:
     """Bring the files of a deployment back where an endpoint loads them, if they are lost or damaged.
 
     Raises:
@@ -125,7 +125,8 @@ def _download(ports: Ports, record: VersionRecord) -> str:
         manifest = ports.registry().fetch(record, folder)
         if manifest.digest() != record.manifest:
             raise DigestMismatchError(
-                f"the registry holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
+                f"the registry holds {short_digest(manifest.digest())}, "
+                f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
                 remedy="Its artifact was changed after it was judged; run the pipeline again.",
             )
@@ -138,7 +139,7 @@ def _libraries(folder: Path, target: str, declared: tuple[Digest, ...]) -> tuple
     return tuple(sorted(path.relative_to(folder).as_posix() for path in found if digest_file(path) in declared))
 
 
-def waits_for(journal: Journal, wanted: VersionRecord) -> str:
+def find_blocking_dependency(journal: Journal, wanted: VersionRecord) -> str:
     """Why this endpoint does not begin with a version yet; empty if it may, or has begun.
 
     It waits until the endpoints that its policy names serve the version's release with all of their traffic, and have
@@ -170,7 +171,7 @@ def _not_yet(state: ReleaseState, wanted: VersionRecord, soak_s: float, now: flo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desired:
+class DesiredState:
     """`refused` tells what the registry asked for and may not have; `unreachable` why it could not be asked.
 
     `champion` is the version under the target's champion alias; `waits` is why a version that may serve does not begin.
@@ -178,12 +179,12 @@ class Desired:
 
     wanted: Deployment | None
     champion: str | None = None
-    refused: RefusedVersion | None = None
+    refused: VersionRefused | None = None
     unreachable: str = ""
     waits: str = ""
 
 
-def desired(journal: Journal) -> Desired:
+def read_desired_state(journal: Journal) -> DesiredState:
     """What should serve. While the registry does not answer, or its client is not installed, the endpoint keeps its
     course.
 
@@ -194,27 +195,27 @@ def desired(journal: Journal) -> Desired:
     try:
         found = ports.registry().aliases(config.model)
         asked = _asked(journal, found)
-        wish = Desired(wanted=None) if asked is None else _verified(journal, *asked)
-        return replace(wish, champion=found.get(alias("champion", config.target)))
+        wish = DesiredState(wanted=None) if asked is None else _verified(journal, *asked)
+        return replace(wish, champion=found.get(format_alias("champion", config.target)))
     except (ServiceUnavailableError, MissingPackageError) as error:
-        return Desired(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
+        return DesiredState(wanted=state.roles.candidate or state.roles.stable, unreachable=str(error))
 
 
-def refuse_rejected(ports: Ports, state: ReleaseState, record: VersionRecord, target: str) -> None:
+def require_not_rejected(ports: Ports, state: ReleaseState, record: VersionRecord, target: str) -> None:
     """Raises RefusedError if this endpoint rolled the version's release back and nobody overrode that."""
-    if (why := why_rejected(state, record, target, ports.verifier())) is not None:
+    if (why := find_rejection_reason(state, record, target, ports.verifier())) is not None:
         raise RefusedError(
             f"endpoint {state.endpoint} rolled this release back, and it does not come back by itself",
             where=f"{record.model}/{record.version}",
             why=why,
-            remedy=COME_BACK,
+            remedy=REJECTED_REMEDY,
         )
 
 
-def entry_of(signed: SignedOverride) -> Override:
+def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
     """What the ledger says of an override."""
     about = signed.record
-    return Override(
+    return OverrideRecorded(
         release=about.release,
         manifest=about.manifest,
         version=about.version,
@@ -223,7 +224,7 @@ def entry_of(signed: SignedOverride) -> Override:
     )
 
 
-def spent(journal: Journal, version: str) -> bool:
+def is_alias_spent(journal: Journal, version: str) -> bool:
     """Whether a challenger alias on this version asks for nothing any more.
 
     Its version serves already; or it was rolled back here, and the alias is about to be deleted or is still needed
@@ -233,13 +234,13 @@ def spent(journal: Journal, version: str) -> bool:
     if state.roles.stable is not None and version == state.roles.stable.version:
         return True
     deployment = state.known.get(version)
-    if deployment is None or why_rejected(state, deployment, config.target, journal.ports.verifier()) is None:
+    if deployment is None or find_rejection_reason(state, deployment, config.target, journal.ports.verifier()) is None:
         return False
-    owed = alias("challenger", config.target) in state.pending_aliases
-    return owed or len(siblings(journal.ports, config.model, config.target)) > 1
+    owed = format_alias("challenger", config.target) in state.pending_aliases
+    return owed or len(list_sibling_states(journal.ports, config.model, config.target)) > 1
 
 
-def moved_by_a_person(state: ReleaseState, name: str, found: str | None) -> bool:
+def is_moved_by_user(state: ReleaseState, name: str, found: str | None) -> bool:
     """Whether an alias is neither what the ledger last wrote nor what it still owes."""
     return found not in (None, state.aliases.get(name), state.pending_aliases.get(name))
 
@@ -251,30 +252,30 @@ def _asked(journal: Journal, found: Mapping[str, str]) -> tuple[str, str] | None
     champion, if the model has one on this target.
     """
     state, target = journal.state, journal.config.target
-    champion, challenger = alias("champion", target), alias("challenger", target)
+    champion, challenger = format_alias("champion", target), format_alias("challenger", target)
     if state.roles.stable is None:
         return next(((name, found[name]) for name in (champion, challenger) if name in found), None)
-    if moved_by_a_person(state, champion, found.get(champion)) and found[champion] != state.roles.stable.version:
+    if is_moved_by_user(state, champion, found.get(champion)) and found[champion] != state.roles.stable.version:
         return champion, found[champion]
-    if challenger in found and not spent(journal, found[challenger]):
+    if challenger in found and not is_alias_spent(journal, found[challenger]):
         return challenger, found[challenger]
     return None
 
 
-def _verified(journal: Journal, name: str, version: str) -> Desired:
+def _verified(journal: Journal, name: str, version: str) -> DesiredState:
     ports, state, config = journal.ports, journal.state, journal.config
     try:
         record = ports.registry().version(config.model, version)
         authority = _authority(journal, record)
         # Before its files are fetched: it may wait for days.
-        if why := waits_for(journal, record):
-            return Desired(wanted=None, waits=why)
-        return Desired(wanted=materialise(ports, record, authority))
+        if why := find_blocking_dependency(journal, record):
+            return DesiredState(wanted=None, waits=why)
+        return DesiredState(wanted=materialize(ports, record, authority))
     except (RefusedError, NotFoundError) as error:
-        champion = alias("champion", config.target)
+        champion = format_alias("champion", config.target)
         restored = state.aliases.get(champion) if name == champion else None
-        refused = RefusedVersion(alias=name, version=version, reason=str(error), restored_to=restored)
-        return Desired(wanted=None, refused=refused)
+        refused = VersionRefused(alias=name, version=version, reason=str(error), restored_to=restored)
+        return DesiredState(wanted=None, refused=refused)
 
 
 def _authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
@@ -293,25 +294,25 @@ def _authority(journal: Journal, record: VersionRecord) -> SignedDecision | Sign
 
 def _approved(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
     ports, state, config = journal.ports, journal.state, journal.config
-    refuse_rejected(ports, state, record, config.target)
-    if (override := taken_override(state, record, config.target, ports.verifier())) is not None:
+    require_not_rejected(ports, state, record, config.target)
+    if (override := find_recorded_override(state, record, config.target, ports.verifier())) is not None:
         return override
-    return approve(ports, record, config.target, config.target_digest)
+    return require_approval(ports, record, config.target, config.target_digest)
 
 
 def _take_override(journal: Journal, record: VersionRecord) -> bool:
     """Write the override that stands signed on the version into the ledger, unless that was done before."""
-    signed = standing_override(record, journal.config.target, journal.ports.verifier())
+    signed = read_override(record, journal.config.target, journal.ports.verifier())
     if signed is None or signed.envelope.digest() in journal.state.overrides_taken:
         return False
-    told = told_rollback(record, journal.state.endpoint)
+    told = read_published_rollback(record, journal.state.endpoint)
     if told is not None and not is_later(signed, told):
         return False
-    journal.append(entry_of(signed), actor=signed.record.by)
+    journal.append(build_override_entry(signed), actor=signed.record.by)
     return True
 
 
-def put_back(journal: Journal, refused: RefusedVersion) -> None:
+def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     """Write a refusal down, restore the alias that asked for a version that may not serve, and say why on the version.
 
     A kill in between leaves a refusal without an outcome: the next call goes on with that one.
@@ -326,15 +327,15 @@ def put_back(journal: Journal, refused: RefusedVersion) -> None:
     conclude_refusal(journal, refused)
 
 
-def conclude_refusal(journal: Journal, refused: RefusedVersion) -> None:
+def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
     """Say on the version why it was refused, and in the ledger that the alias no longer asks for it."""
     with contextlib.suppress(NotFoundError):  # the version may be gone; then there is nothing to say it on
         said = {f"onnxops.rejected.{refused.alias}": refused.reason[:400]}
         journal.ports.registry().annotate(journal.config.model, refused.version, said)
-    journal.append(Outcome(of=journal.state.refused_at, ok=True))
+    journal.append(ActionOutcome(of=journal.state.refused_at, ok=True))
 
 
-def _restore(journal: Journal, refused: RefusedVersion) -> None:
+def _restore(journal: Journal, refused: VersionRefused) -> None:
     model, registry = journal.config.model, journal.ports.registry()
     if refused.restored_to is not None:
         with contextlib.suppress(NotFoundError, RefusedError):  # what stood there before is gone too, or counts no more
@@ -343,18 +344,18 @@ def _restore(journal: Journal, refused: RefusedVersion) -> None:
     registry.delete_alias(model, refused.alias)
 
 
-def write_owed_aliases(journal: Journal) -> str:
+def write_pending_aliases(journal: Journal) -> str:
     """Write the aliases that the ledger owes the registry; returns what was written, or nothing if it must wait.
 
     A champion is written once every endpoint of the model and target serves it. An alias that a person moved after
-    the entry that owes it is left alone: `desired` takes it as a wish.
+    the entry that owes it is left alone: `read_desired_state` takes it as a wish.
 
     Raises:
         ServiceUnavailableError, RefusedError: the registry does not answer, or refuses; what is owed stays owed.
     """
     state, config = journal.state, journal.config
     owed = dict(state.pending_aliases)
-    champion = alias("champion", config.target)
+    champion = format_alias("champion", config.target)
     if not owed or not _agreed(journal, owed.get(champion)):
         return ""
     registry = journal.ports.registry()
@@ -363,46 +364,48 @@ def write_owed_aliases(journal: Journal) -> str:
     for name, version in sorted(owed.items(), key=lambda item: item[0] == champion):
         if version is None:
             # A challenger that a person has set meanwhile is a wish.
-            if name in found and (name != alias("challenger", config.target) or spent(journal, found[name])):
+            if name in found and (
+                name != format_alias("challenger", config.target) or is_alias_spent(journal, found[name])
+            ):
                 registry.delete_alias(config.model, name)
-        elif found.get(name) != version and not (name == champion and moved_by_a_person(state, name, found.get(name))):
+        elif found.get(name) != version and not (name == champion and is_moved_by_user(state, name, found.get(name))):
             try:
                 registry.set_alias(config.model, name, version)
             except NotFoundError:  # somebody deleted that version: the registry can say no more than it does
                 owed[name] = found.get(name)
-    note_mirrored(journal, owed)
+    publish_entries(journal, owed)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in owed.items())
 
 
-def tell_rejected(journal: Journal) -> bool:
+def publish_rejections(journal: Journal) -> bool:
     """Say on versions that were rolled back here why they do not come back by themselves, and no more on those that
     may. Until that is written down it is done again. Says whether there was anything to tell."""
     state, model, registry = journal.state, journal.config.model, journal.ports.registry()
     now = datetime.fromtimestamp(journal.ports.clock.now(), tz=UTC)
     for version in sorted(state.untold):
         why = state.why_rejected(state.known[version])
-        text = "" if why is None else ToldRollback(at=now, why=why[:400]).text()
+        text = "" if why is None else PublishedRollback(at=now, why=why[:400]).text()
         with contextlib.suppress(NotFoundError):
             registry.annotate(model, version, {rolled_back_tag(state.endpoint): text})
     return bool(state.untold)
 
 
-def take_note(journal: Journal, champion: str | None) -> bool:
+def record_alias(journal: Journal, champion: str | None) -> bool:
     """Write down that the registry's champion is what serves here, although somebody else made it so.
 
     Without that, the alias would look moved by a person for ever, and outrank every later release.
     """
-    state, name = journal.state, alias("champion", journal.config.target)
+    state, name = journal.state, format_alias("champion", journal.config.target)
     serving = state.roles.stable
     if champion is None or serving is None or champion != serving.version:
         return False
     if name in state.pending_aliases or state.aliases.get(name) == champion:
         return False
-    note_mirrored(journal, {name: champion})
+    publish_entries(journal, {name: champion})
     return True
 
 
-def note_mirrored(journal: Journal, aliases: Mapping[str, str | None]) -> None:
+def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
     """Write down that the registry shows these aliases, and show it the ledger's entries, for people to read.
 
     What came after the last such note is shown before the next one is written: killed in between, it is shown again.
@@ -412,24 +415,24 @@ def note_mirrored(journal: Journal, aliases: Mapping[str, str | None]) -> None:
 
     def show(after: int) -> None:
         for entry in journal.ports.ledger.read(config.endpoint, after=after):
-            if not isinstance(entry.body, Observed | Notified | Renewed):
+            if not isinstance(entry.body, MetricsRecorded | NotificationSent | LeaseRenewed):
                 journal.ports.registry().mirror(entry, config.model)
 
     show(shown)
-    show(journal.append(Mirrored(aliases=aliases)) - 1)
+    show(journal.append(AliasesWritten(aliases=aliases)) - 1)
 
 
 def _agreed(journal: Journal, champion: str | None) -> bool:
     """Whether every endpoint of this model and target serves the version that would become champion."""
     if champion is None:
         return True
-    states = siblings(journal.ports, journal.config.model, journal.config.target)
+    states = list_sibling_states(journal.ports, journal.config.model, journal.config.target)
     return all(_serves(journal.ports, state, champion) for state in states)
 
 
 def _serves(ports: Ports, state: ReleaseState, version: str) -> bool:
     """Whether the endpoint serves this version to all. Where its ledger is damaged, it is asked itself."""
-    if state.config is None or damage(ports, state.endpoint) is None:
+    if state.config is None or find_corruption(ports, state.endpoint) is None:
         return state.roles.stable is not None and state.roles.stable.version == version
     actual = ports.provider(state.config.provider).observe(state.config)
     if actual is None:

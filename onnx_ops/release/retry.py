@@ -9,21 +9,21 @@ from typing import TypeVar
 
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError
 
-PATIENCE_S = 4.0
+COMMAND_TIMEOUT_S = 4.0
 """How long a command waits for endpoints, in seconds. An operator at night needs an answer within ten, in which Python
 starts on a busy machine and the command looks at the endpoint."""
-LONGEST_PAUSE = 60.0
+MAX_PAUSE_S = 60.0
 """Seconds after which something that failed again and again is tried once more, at the latest."""
 
 _Result = TypeVar("_Result")
 
 
-class Patience:
+class Backoff:
     """How many passes to leave out something that fails: none at first, then 1, 3, 7 … up to a minute's."""
 
     def __init__(self, every: float) -> None:
         """`every` is the time between two passes in seconds."""
-        self._most = max(int(LONGEST_PAUSE / every) - 1, 0)
+        self._most = max(int(MAX_PAUSE_S / every) - 1, 0)
         self._failures = 0
         self._skip = 0
 
@@ -41,7 +41,7 @@ class Patience:
         self._failures = self._skip = 0
 
 
-def within(
+def run_concurrently(
     calls: Mapping[str, Callable[[], _Result]], patience_s: float, late: Callable[[str], OnnxOpsError]
 ) -> dict[str, _Result | OnnxOpsError]:
     """What each call returned or raised, all made side by side.
@@ -74,17 +74,17 @@ def within(
     return found
 
 
-LOOKS = 10
+MAX_CONFLICT_ATTEMPTS = 10
 """Times a decision is made anew because somebody else wrote first. Each of these times somebody else got further."""
 
 
-def looking_again(attempt: Callable[[], _Result]) -> _Result:
+def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
     """What `attempt` returns, which reads the ledger, decides and writes. Who is overtaken looks and decides again.
 
     Raises:
         LedgerConflictError: others never let it write.
     """
-    for _ in range(LOOKS - 1):
+    for _ in range(MAX_CONFLICT_ATTEMPTS - 1):
         try:
             return attempt()
         except LedgerConflictError:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, gives_all_to
-from onnx_ops.domain.ledger import ReleaseState, RollbackRequested, Spoken, Withdrawn
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, abort, rollback
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, serves_only
+from onnx_ops.domain.ledger import OperatorCommandSent, ReleaseState, RequestWithdrawn, RollbackRequested
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_abort, plan_rollback
 from onnx_ops.errors import (
     DigestMismatchError,
     LedgerConflictError,
@@ -26,18 +26,18 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import Journal, damage, numbered, pinned, readable
-from onnx_ops.release.registry_sync import fetch
-from onnx_ops.release.retry import PATIENCE_S, looking_again, within
-from onnx_ops.release.status import Wanted, wanted_endpoints
+from onnx_ops.release.journal import Journal, find_corruption, pin_aliases, read_readable_state, with_generation
+from onnx_ops.release.registry_sync import restore_files
+from onnx_ops.release.retry import COMMAND_TIMEOUT_S, retry_on_conflict, run_concurrently
+from onnx_ops.release.status import HistoryFilter, filter_endpoints
 
 _PAUSE_S = 0.1
-LOOK_S = 2.0
+OBSERVE_TIMEOUT_S = 2.0
 """How long to look, in seconds, whether a rollback took effect before. An endpoint that does not answer is no proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rolled:
+class RollbackResult:
     """From which version to which; `owed` are aliases that the registry will be told later. `already`: nothing was
     left to do."""
 
@@ -59,7 +59,7 @@ def roll_back(
     force: bool = False,
     pin: bool = True,
     candidate_only: bool = False,
-) -> Rolled:
+) -> RollbackResult:
     """Request that all traffic goes to the previous version, or to `to`, and carry it out.
 
     Where several endpoints serve the same model and target, this one is pinned: the aliases, which speak for all of
@@ -90,14 +90,14 @@ def request_rollback(
     force: bool,
     pin: bool,
     candidate_only: bool,
-) -> tuple[Rolled, Journal]:
+) -> tuple[RollbackResult, Journal]:
     """Write down that traffic is to go back; from then on it is owed. Arguments and errors as of `roll_back`.
 
     Returns:
         The rollback, and the journal in which it stands.
     """
 
-    def request() -> tuple[Rolled, Journal]:
+    def request() -> tuple[RollbackResult, Journal]:
         journal = Journal.open(ports, endpoint, actor=actor)
         config, pending = journal.config, journal.state.pending_rollback
         if pending is not None and _is_same(pending.action, to):
@@ -108,25 +108,25 @@ def request_rollback(
             raise _no_rollout(endpoint)
         action = _plan(journal, to, reason, force)
         if pin:
-            action = pinned(ports, config, action)
+            action = pin_aliases(ports, config, action)
         rolled = _rolled(journal.state, action)
         journal.append(RollbackRequested(action=action, by_hand=True))
         return rolled, journal
 
-    return looking_again(request)
+    return retry_on_conflict(request)
 
 
-def go_back(journal: Journal, action: Action) -> None:
+def request_and_carry_out(journal: Journal, action: Action) -> None:
     """Request what the figures or the registry call for, and try once to carry it out.
 
     Raises:
-        OnnxOpsError: as `pay` does.
+        OnnxOpsError: as `carry_out_pending` does.
     """
     journal.append(RollbackRequested(action=action))
-    pay(journal)
+    carry_out_pending(journal)
 
 
-def pay(journal: Journal) -> None:
+def carry_out_pending(journal: Journal) -> None:
     """Try once to bring the endpoint where its pending rollback leads.
 
     Raises:
@@ -147,13 +147,13 @@ def roll_back_each(
     force: bool = False,
     pin: bool = True,
     candidate_only: bool = False,
-    patience_s: float = PATIENCE_S,
-) -> tuple[dict[str, Rolled], dict[str, OnnxOpsError]]:
+    patience_s: float = COMMAND_TIMEOUT_S,
+) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
     """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back.
 
     All are requested first, then carried out side by side. What takes longer than `patience_s` is `StillPendingError`.
     """
-    requested: dict[str, tuple[Rolled, Journal]] = {}
+    requested: dict[str, tuple[RollbackResult, Journal]] = {}
     errors: dict[str, OnnxOpsError] = {}
     for name in endpoints:
         try:
@@ -169,7 +169,7 @@ def roll_back_each(
         if name not in moved
     }
     late = f"the endpoint did not get there within {patience_s:g} s"
-    for name, result in within(calls, patience_s, lambda name: _still_owed(requested[name][0], late)).items():
+    for name, result in run_concurrently(calls, patience_s, lambda name: _still_owed(requested[name][0], late)).items():
         if isinstance(result, OnnxOpsError):
             errors[name] = result
         else:
@@ -177,7 +177,7 @@ def roll_back_each(
     return moved, errors
 
 
-def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
+def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
     """Take back what the endpoint owes: a deletion, or else a rollback that did not take effect, with what it rejected.
 
     Returns:
@@ -197,15 +197,15 @@ def withdraw(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> st
             raise NotFoundError(
                 "nothing is owed here", where=journal.config.endpoint, remedy=f"See `onnx-ops history {endpoint}`."
             )
-        journal.append(Withdrawn(reason=reason))
+        journal.append(RequestWithdrawn(reason=reason))
         if deleting or pending is None:
             return "the deletion"
         return f"the rollback to {_name(pending.action.roles.stable)}"
 
-    return looking_again(attempt)
+    return retry_on_conflict(attempt)
 
 
-def chosen(
+def select_endpoints(
     ports: Ports,
     endpoints: tuple[str, ...],
     *,
@@ -227,7 +227,7 @@ def chosen(
         raise UserError(
             "which endpoints?", remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them."
         )
-    names = wanted_endpoints(ports, Wanted(model=model, target=target)) if every else endpoints
+    names = filter_endpoints(ports, HistoryFilter(model=model, target=target)) if every else endpoints
     if not names:
         of_target = f" on {target}" if target else ""
         raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
@@ -235,10 +235,12 @@ def chosen(
 
 
 def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
-    states = {name: readable(ports, name) for name in names}
+    states = {name: read_readable_state(ports, name) for name in names}
     last = max(states.values(), key=lambda state: state.arrived_at).arrived
     # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
-    found = tuple(name for name, state in states.items() if last in _releases(state) or damage(ports, name) is not None)
+    found = tuple(
+        name for name, state in states.items() if last in _releases(state) or find_corruption(ports, name) is not None
+    )
     # Asked again after the rollback: those that went back from it, so that the answer is that this is done.
     found = found or tuple(name for name, state in states.items() if state.rolled_back and state.arrived == last)
     if not found:
@@ -255,7 +257,7 @@ def _releases(state: ReleaseState) -> set[Digest]:
     return {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
 
 
-def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str = "") -> None:
+def send_command(ports: Ports, endpoint: str, word: OperatorCommand, *, reason: str = "", actor: str = "") -> None:
     """An operator's word about a rollout in progress; the reconciler acts upon it.
 
     Raises:
@@ -267,28 +269,28 @@ def say(ports: Ports, endpoint: str, word: Word, *, reason: str = "", actor: str
         config = journal.config
         if journal.state.roles.candidate is None:
             raise _no_rollout(config.endpoint)
-        journal.append(Spoken(word=word, reason=reason))
+        journal.append(OperatorCommandSent(word=word, reason=reason))
 
-    looking_again(speak)
+    retry_on_conflict(speak)
 
 
 def _no_rollout(endpoint: str) -> UserError:
     return UserError("no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`.")
 
 
-def _carried_out(journal: Journal, rolled: Rolled) -> Rolled:
+def _carried_out(journal: Journal, rolled: RollbackResult) -> RollbackResult:
     """Pay what was requested. Raises StillPendingError, with the cause."""
 
     def attempt() -> None:
         try:
             _wait_for_another(journal)
-            pay(journal)
+            carry_out_pending(journal)
         except LedgerConflictError:
             journal.state = journal.ports.ledger.state(rolled.endpoint)
             raise
 
     try:
-        looking_again(attempt)
+        retry_on_conflict(attempt)
     except OnnxOpsError as error:
         raise _still_owed(rolled, str(error)) from error
     return replace(rolled, owed=tuple(sorted(journal.state.pending_aliases)))
@@ -301,7 +303,7 @@ def _wait_for_another(journal: Journal) -> None:
     Raises:
         ServiceUnavailableError: it takes long.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + COMMAND_TIMEOUT_S
     while (intent := journal.at_work()) is not None:
         if time.monotonic() > deadline:
             raise ServiceUnavailableError(f"{intent.holder} is at work on it", where=journal.state.endpoint)
@@ -309,7 +311,7 @@ def _wait_for_another(journal: Journal) -> None:
         journal.state = journal.ports.ledger.state(journal.state.endpoint)
 
 
-def _still_owed(rolled: Rolled, why: str) -> StillPendingError:
+def _still_owed(rolled: RollbackResult, why: str) -> StillPendingError:
     return StillPendingError(
         f"accepted, still owed: all traffic to {rolled.moved_to}",
         where=rolled.endpoint,
@@ -321,11 +323,11 @@ def _still_owed(rolled: Rolled, why: str) -> StillPendingError:
 
 def _give_back(ports: Ports, config: EndpointConfig, action: Action, generation: int) -> None:
     """Traffic first, by the provider's one call. Files that it needs and that are lost or damaged are fetched again."""
-    state, provider = numbered(action.state, generation), ports.provider(config.provider)
+    state, provider = with_generation(action.state, generation), ports.provider(config.provider)
     try:
         provider.roll_back(config, state, generation=generation)
     except (NotFoundError, DigestMismatchError):
-        fetch(ports, state.leader())
+        restore_files(ports, state.leader())
         provider.roll_back(config, state, generation=generation)
 
 
@@ -335,9 +337,9 @@ def _is_same(asked: Action, to: str | None) -> bool:
     return bool(asked.reject) and goal is not None and to in (None, goal.version, goal.name)
 
 
-def _rolled(state: ReleaseState, action: Action, *, already: bool = False) -> Rolled:
+def _rolled(state: ReleaseState, action: Action, *, already: bool = False) -> RollbackResult:
     left = [name for name, weight in action.state.split.weights.items() if not weight]
-    return Rolled(
+    return RollbackResult(
         endpoint=state.endpoint,
         moved_from=left[0] if left else "nothing",
         moved_to=_name(action.roles.stable),
@@ -347,7 +349,7 @@ def _rolled(state: ReleaseState, action: Action, *, already: bool = False) -> Ro
     )
 
 
-def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
+def _done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
     """What a request that took effect before has done; None if there is something to do.
 
     Without `to`, a rollback after a rollback is the same one again: whoever wants to go back further says how far.
@@ -362,11 +364,11 @@ def _done(journal: Journal, to: str | None, force: bool) -> Rolled | None:
         return None
     look = partial(journal.ports.provider(config.provider).observe, config)
     late = ServiceUnavailableError("the endpoint does not answer", where=config.endpoint)
-    actual = within({config.endpoint: look}, LOOK_S, lambda _: late)[config.endpoint]
-    if actual is None or isinstance(actual, OnnxOpsError) or not gives_all_to(actual, stable):
+    actual = run_concurrently({config.endpoint: look}, OBSERVE_TIMEOUT_S, lambda _: late)[config.endpoint]
+    if actual is None or isinstance(actual, OnnxOpsError) or not serves_only(actual, stable):
         return None
     if last is None:
-        return Rolled(
+        return RollbackResult(
             endpoint=config.endpoint,
             moved_from=stable.name,
             moved_to=stable.name,
@@ -402,9 +404,9 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
         )
     why = reason or "rolled back by an operator, who gave no reason"
     if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
-        action = abort(roles, config.target, why=why, reject=True)
+        action = plan_abort(roles, config.target, why=why, reject=True)
     else:
-        action = rollback(roles, goal, config.target, why=why)
+        action = plan_rollback(roles, goal, config.target, why=why)
     if begun is not None:
         rejected = (*begun.reject, *action.reject)
         action = replace(

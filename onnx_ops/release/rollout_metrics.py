@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from onnx_ops.domain.endpoint import EndpointState
-from onnx_ops.domain.ledger import Frozen, Held, Observed
-from onnx_ops.domain.rollout import Action, ActionKind, Wait, WaitKind, Word, next_action
+from onnx_ops.domain.ledger import MetricsRecorded, RolloutPaused, ThresholdsFixed
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait, WaitKind, choose_next_action
 from onnx_ops.domain.rollout_observations import Observations
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.registry_sync import Desired
+from onnx_ops.release.registry_sync import DesiredState
 
 RECORD_EVERY_S = 60.0
 """A reading that changes nothing is written down this often: a driver that dies loses a minute's counts from the
@@ -18,33 +18,35 @@ evidence, and a rollout of a week leaves some thousand entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class MetricsSnapshot:
     """What was counted until now, the present reading included; `blind` is why there is none."""
 
     observations: Observations | None
     blind: str = ""
 
 
-def look(journal: Journal) -> Look:
+def read_metrics(journal: Journal) -> MetricsSnapshot:
     """Read the counts of the rollout in progress, if figures decide about it. Nothing is written."""
     state, roles = journal.state, journal.state.roles
     if not state.policy.judged or state.trial is None or roles.stable is None or roles.candidate is None:
-        return Look(observations=None)
+        return MetricsSnapshot(observations=None)
     candidate, stable = roles.candidate.name, roles.stable.name
     limits = {candidate: state.trial.slower, stable: state.trial.thresholds}
     try:
         reading = journal.ports.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailableError as error:
-        return Look(observations=None, blind=str(error))
-    return Look(observations=state.trial.after(reading, stable=stable, candidate=candidate))
+        return MetricsSnapshot(observations=None, blind=str(error))
+    return MetricsSnapshot(observations=state.trial.after(reading, stable=stable, candidate=candidate))
 
 
-def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, seen: Look) -> Action | Wait:
+def choose_action(
+    journal: Journal, wish: DesiredState, actual: EndpointState | None, seen: MetricsSnapshot
+) -> Action | Wait:
     """The one thing to do next, by everything that is known. Without counts nothing moves but the way back."""
     roles, policy, target = journal.state.roles, journal.state.policy, journal.config.target
     word, now = journal.state.word, journal.ports.clock.now()
     if seen.observations is None:
-        move = next_action(
+        move = choose_next_action(
             wanted=wish.wanted, actual=actual, roles=roles, policy=policy, target=target, word=word, now=now
         )
         if not isinstance(move, Wait):
@@ -66,7 +68,7 @@ def next_move(journal: Journal, wish: Desired, actual: EndpointState | None, see
     )
 
 
-def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
+def record_metrics(journal: Journal, seen: MetricsSnapshot, move: Action | Wait) -> None:
     """Keep what a move rests on before it is made: the counts that were judged, and the thresholds of a rollout that
     begins.
 
@@ -77,7 +79,7 @@ def write_down(journal: Journal, seen: Look, move: Action | Wait) -> None:
     if seen.observations is not None and (reading := seen.observations.reading) is not None:
         last = journal.state.trial.reading if journal.state.trial is not None else None
         if isinstance(move, Action) or last is None or reading.at - last.at >= RECORD_EVERY_S:
-            journal.append(Observed(reading=reading))
+            journal.append(MetricsRecorded(reading=reading))
     if isinstance(move, Action) and move.kind is ActionKind.START:
         _freeze(journal, move)
 
@@ -92,13 +94,13 @@ def _freeze(journal: Journal, start: Action) -> None:
 
     found = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
     thresholds, slower = (None, None) if found is None else fix_thresholds(*found, state.policy.slower())
-    journal.append(Frozen(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
+    journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
 
 
 _FOR_A_PERSON = (WaitKind.HELD, WaitKind.PAUSED, WaitKind.WORD)
 
 
-def note_wait(journal: Journal, wait: Wait) -> None:
+def record_pause(journal: Journal, wait: Wait) -> None:
     """Write down that a rollout goes on by a person only, once for each step and kind of wait.
 
     What an operator paused himself is news to nobody.
@@ -107,7 +109,7 @@ def note_wait(journal: Journal, wait: Wait) -> None:
         ConflictError: somebody else acted meanwhile.
     """
     state = journal.state
-    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is Word.PAUSE:
+    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is OperatorCommand.PAUSE:
         return
     if state.held is None or (state.held.wait, state.held.step) != (wait.kind, state.roles.step):
-        journal.append(Held(wait=wait.kind, step=state.roles.step, why=wait.why))
+        journal.append(RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why))

@@ -17,34 +17,34 @@ from typing import TYPE_CHECKING, assert_never
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
-    Abandoned,
-    Configured,
-    Deleted,
-    Frozen,
-    Held,
+    ActionOutcome,
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
     Intent,
+    LeaseRenewed,
     LedgerEntry,
-    Mirrored,
-    Notified,
-    Observed,
-    Outcome,
-    Override,
-    RefusedVersion,
+    MetricsRecorded,
+    NotificationSent,
+    OperatorCommandSent,
+    OverrideRecorded,
     ReleaseState,
-    Renewed,
+    RequestWithdrawn,
     RollbackRequested,
-    Spoken,
-    Withdrawn,
-    follow,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
+    apply_entry,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Judged, Roles
+from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult, Roles
 from onnx_ops.domain.rollout_observations import Observations
-from onnx_ops.domain.rollout_policy import QUANTILES, PlannedStep, RolloutPolicy
+from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
-from onnx_ops.ports import Outliving, Ports
-from onnx_ops.release.journal import Journal, bound_endpoints, readable
-from onnx_ops.release.registry_sync import Desired
-from onnx_ops.release.rollout_metrics import look, next_move
+from onnx_ops.ports import DetachedServing, Ports
+from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
+from onnx_ops.release.registry_sync import DesiredState
+from onnx_ops.release.rollout_metrics import choose_action, read_metrics
 
 if TYPE_CHECKING:
     from onnx_ops.statistics.rollout.judge import EvidencePath
@@ -84,7 +84,7 @@ class HistoryLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class HistoryFilter:
     """Which endpoints and entries are asked for; what is left out asks for all. `since` is seconds since the epoch."""
 
     endpoints: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Wanted:
     """Only entries that moved traffic."""
 
 
-def status(ports: Ports, endpoint: str) -> EndpointStatus:
+def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
     """Raises NotFoundError if no pipeline has bound this endpoint."""
     journal = Journal.open(ports, endpoint)
     config = journal.config
@@ -107,23 +107,23 @@ def status(ports: Ports, endpoint: str) -> EndpointStatus:
         state=journal.state,
         actual=actual,
         address=provider.address(config),
-        unsupervised=actual is None and isinstance(provider, Outliving) and provider.unsupervised(config),
+        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.unsupervised(config),
     )
 
 
-def status_each(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
-    """`status` of several: what they do, and why of some it cannot be told."""
+def read_statuses(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
+    """`read_status` of several: what they do, and why of some it cannot be told."""
     found: list[EndpointStatus] = []
     errors: dict[str, OnnxOpsError] = {}
     for name in endpoints:
         try:
-            found.append(status(ports, name))
+            found.append(read_status(ports, name))
         except OnnxOpsError as error:
             errors[name] = error
     return tuple(found), errors
 
 
-def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
+def filter_endpoints(ports: Ports, wanted: HistoryFilter) -> tuple[str, ...]:
     """Names of the bound endpoints that are asked for; with those that nobody can tell of, as their ledger is damaged.
 
     Raises:
@@ -131,12 +131,12 @@ def wanted_endpoints(ports: Ports, wanted: Wanted) -> tuple[str, ...]:
     """
     for name in wanted.endpoints:
         Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    names = wanted.endpoints or bound_endpoints(ports)
-    configs = {name: readable(ports, name).config for name in names}
+    names = wanted.endpoints or list_bound_endpoints(ports)
+    configs = {name: read_readable_state(ports, name).config for name in names}
     return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
 
 
-def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
+def read_history(ports: Ports, wanted: HistoryFilter) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
     """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
 
     Of a damaged ledger only what comes before the damage can be told, and why no more, by name.
@@ -152,14 +152,14 @@ def history(ports: Ports, wanted: Wanted) -> tuple[tuple[HistoryLine, ...], dict
         if not entries and error is None and wanted.endpoints:
             known = ", ".join(ports.ledger.endpoints()) or "none"
             raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        bound = error is None or any(isinstance(entry.body, Configured) for entry in entries)
+        bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in entries)
         if bound and not _was_ever(name, entries, wanted):
             continue
         if error is not None:
             errors[name] = error
         found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
     found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    failed = {(e.endpoint, e.body.of) for e in found if isinstance(e.body, Outcome) and not e.body.ok}
+    failed = {(e.endpoint, e.body.of) for e in found if isinstance(e.body, ActionOutcome) and not e.body.ok}
     lines = [_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in found]
     if wanted.traffic:
         lines = [line for line in lines if line.traffic]
@@ -173,18 +173,18 @@ def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], CorruptSta
         return ports.ledger.sound(name), error
 
 
-def _fits(config: EndpointConfig | None, wanted: Wanted) -> bool:
+def _fits(config: EndpointConfig | None, wanted: HistoryFilter) -> bool:
     return config is not None and wanted.model in ("", config.model) and wanted.target in ("", config.target)
 
 
-def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: Wanted) -> bool:
+def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: HistoryFilter) -> bool:
     """Whether the ledger is about that model and target."""
     model, _, target = name.partition("@")
     if target:
         return wanted.model in ("", model) and wanted.target in ("", target)
     if not (wanted.model or wanted.target):
         return True
-    return any(isinstance(e.body, Configured) and _fits(e.body.config, wanted) for e in entries)
+    return any(isinstance(e.body, EndpointBound) and _fits(e.body.config, wanted) for e in entries)
 
 
 def _line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
@@ -213,44 +213,60 @@ def _by_role(roles: Roles) -> dict[str, Deployment]:
 def _told(entry: LedgerEntry) -> tuple[str, str]:
     body = entry.body
     match body:
-        case Configured():
+        case EndpointBound():
             return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
         case Intent() | RollbackRequested():
             asks = "asks for " if isinstance(body, RollbackRequested) else ""
             return asks + _action_told(body.action), body.action.why
-        case Outcome():
+        case ActionOutcome():
             return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
-        case Spoken():
+        case OperatorCommandSent():
             return f"operator says {body.word.value}", body.reason
-        case Mirrored():
+        case AliasesWritten():
             told = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
             return f"registry: {told}", ""
-        case RefusedVersion():
+        case VersionRefused():
             restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
             return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
-        case Override():
+        case OverrideRecorded():
             return f"override for version {body.version}", body.reason
-        case Deleted() | Abandoned() | Frozen() | Observed() | Held() | Notified() | Renewed() | Withdrawn():
+        case (
+            EndpointDeleted()
+            | EndpointAbandoned()
+            | ThresholdsFixed()
+            | MetricsRecorded()
+            | RolloutPaused()
+            | NotificationSent()
+            | LeaseRenewed()
+            | RequestWithdrawn()
+        ):
             return _noted_told(body)
         case _:
             assert_never(body)
 
 
 def _noted_told(
-    body: Deleted | Abandoned | Frozen | Observed | Held | Notified | Renewed | Withdrawn,
+    body: EndpointDeleted
+    | EndpointAbandoned
+    | ThresholdsFixed
+    | MetricsRecorded
+    | RolloutPaused
+    | NotificationSent
+    | LeaseRenewed
+    | RequestWithdrawn,
 ) -> tuple[str, str]:
-    if isinstance(body, Abandoned | Withdrawn):
-        what = f"left behind: {body.place}" if isinstance(body, Abandoned) else "withdrew what was owed"
+    if isinstance(body, EndpointAbandoned | RequestWithdrawn):
+        what = f"left behind: {body.place}" if isinstance(body, EndpointAbandoned) else "withdrew what was owed"
         return what, body.reason
-    if isinstance(body, Deleted):
+    if isinstance(body, EndpointDeleted):
         return "deleted" if body.done else "is to be deleted", body.reason
-    if isinstance(body, Held):
+    if isinstance(body, RolloutPaused):
         return f"goes on by a person only ({body.wait.value})", body.why
-    if isinstance(body, Notified):
+    if isinstance(body, NotificationSent):
         return f"sent notifications by {body.notifier}, up to entry {body.of}", ""
-    if isinstance(body, Renewed):
+    if isinstance(body, LeaseRenewed):
         return f"still at it (entry {body.of})", ""
-    if isinstance(body, Observed):
+    if isinstance(body, MetricsRecorded):
         counts = sorted(body.reading.tallies.items())
         return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
     found = body.thresholds
@@ -260,7 +276,7 @@ def _noted_told(
         ", ".join(
             f"{name.removeprefix('latency_')} {limit_s * 1e3:.3g} ms"
             for name, limit_s in one.by_guardrail().items()
-            if name in QUANTILES
+            if name in LATENCY_QUANTILES
         )
         for one in (found, body.slower or found)
     ]
@@ -282,7 +298,7 @@ _STORY = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.AB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
+class TimelineStep:
     """One thing that was done or said. `at` is seconds since the epoch, `percent` the candidate's share afterwards."""
 
     at: float
@@ -293,26 +309,26 @@ class TracedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class RolloutTimeline:
     """A rollout from its start. `observations` are what was counted of it, also where it is over; `end` is how it
     ended, None while it goes on."""
 
     candidate: Deployment
     stable: Deployment | None
-    steps: tuple[TracedStep, ...]
+    steps: tuple[TimelineStep, ...]
     policy: RolloutPolicy
     observations: Observations | None
     end: ActionKind | None
 
 
-def trace(endpoint: str, entries: Sequence[LedgerEntry]) -> Trace | None:
+def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTimeline | None:
     """The endpoint's last rollout that had a step before its last one; None if there was none."""
     state, found = ReleaseState(endpoint=endpoint), None
     for entry in entries:
         action = _done(state, entry)
-        state = follow(state, entry)
+        state = apply_entry(state, entry)
         if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
-            found = Trace(
+            found = RolloutTimeline(
                 candidate=action.roles.candidate,
                 stable=action.roles.stable,
                 steps=(_step(entry, action),),
@@ -336,28 +352,28 @@ def trace(endpoint: str, entries: Sequence[LedgerEntry]) -> Trace | None:
 def _done(before: ReleaseState, entry: LedgerEntry) -> Action | None:
     """The action that this entry says was done, if it counts."""
     body, opened = entry.body, before.open_intent
-    if isinstance(body, Outcome) and body.ok and isinstance(opened, Intent) and body.of == before.generation:
+    if isinstance(body, ActionOutcome) and body.ok and isinstance(opened, Intent) and body.of == before.generation:
         return opened.action
     return None
 
 
-def _step(entry: LedgerEntry, action: Action) -> TracedStep:
+def _step(entry: LedgerEntry, action: Action) -> TimelineStep:
     candidate = action.roles.candidate
     percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
-    return TracedStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
+    return TimelineStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
 
 
-def _said(entry: LedgerEntry) -> list[TracedStep]:
+def _said(entry: LedgerEntry) -> list[TimelineStep]:
     body = entry.body
-    if isinstance(body, Spoken):
+    if isinstance(body, OperatorCommandSent):
         what, why = f"operator says {body.word.value}", body.reason
-    elif isinstance(body, Outcome) and not body.ok:
+    elif isinstance(body, ActionOutcome) and not body.ok:
         what, why = "failed", body.detail
     elif body.kind == "held":
         what, why = body.wait.value, body.why
     else:
         return []
-    return [TracedStep(at=entry.at, actor=entry.actor, what=what, why=why)]
+    return [TimelineStep(at=entry.at, actor=entry.actor, what=what, why=why)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,11 +391,11 @@ class RolloutView:
     steps: tuple[PlannedStep, ...]
     seconds: float
     next: str
-    judged: Judged | None = None
+    judged: AnalysisResult | None = None
     evidence: tuple[EvidencePath, ...] = ()
 
 
-def view(ports: Ports, endpoint: str) -> RolloutView | None:
+def read_rollout_view(ports: Ports, endpoint: str) -> RolloutView | None:
     """None if no rollout is in progress. Asks the endpoint and its metrics, never the registry.
 
     Raises:
@@ -392,9 +408,9 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
         return None
     from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
 
-    seen = look(journal)
+    seen = read_metrics(journal)
     actual = ports.provider(config.provider).observe(config)
-    move = next_move(journal, Desired(wanted=candidate), actual, seen)
+    move = choose_action(journal, DesiredState(wanted=candidate), actual, seen)
     found = seen.observations
     began = state.trial.began if state.trial is not None else ports.clock.now()
     return RolloutView(
@@ -410,14 +426,14 @@ def view(ports: Ports, endpoint: str) -> RolloutView | None:
     )
 
 
-def owed_metrics(ports: Ports) -> str:
+def render_pending_metrics(ports: Ports) -> str:
     """Rollbacks and deletions that are owed, in Prometheus' text format: 0 where nothing is.
 
     Raises:
         ServiceUnavailableError: the ledger does not answer.
     """
     now = ports.clock.now()
-    states = [readable(ports, name) for name in bound_endpoints(ports)]
+    states = [read_readable_state(ports, name) for name in list_bound_endpoints(ports)]
     rollbacks = {s.endpoint: max(0.0, now - s.pending_rollback.at) if s.pending_rollback else 0.0 for s in states}
     return "".join(
         (

@@ -18,14 +18,14 @@ from enum import StrEnum
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Ports
-from onnx_ops.release.reconcile import Glance, Seen, StepReport, ask
-from onnx_ops.release.retry import Patience
+from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
+from onnx_ops.release.retry import Backoff
 
 _MOST = 1000
 """Models that can be waiting to be looked at; a bell rung for more is answered by the next pass over everything."""
 
 
-class Bell:
+class ReconcileQueue:
     """`wake` may be called in any thread, `stop` also in a signal handler: a SimpleQueue can be put to within a put."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Bell:
 _log = logging.getLogger(__name__)
 
 
-class Kind(StrEnum):
+class WatchEventKind(StrEnum):
     WATCHING = "watching"
     STEP = "step"
     REFUSED = "refused"
@@ -84,17 +84,17 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchReport:
+class WatchEvent:
     """One line of a watch. `at` is ISO 8601 in UTC; `endpoint` is empty where the report is about none."""
 
     at: str
-    kind: Kind
+    kind: WatchEventKind
     endpoint: str = ""
     did: str = ""
     why: str = ""
 
 
-class Watcher:
+class WatchLoop:
     """Moves endpoints toward what the registry wants until its bell stops it.
 
     Args:
@@ -109,12 +109,12 @@ class Watcher:
     def __init__(
         self,
         ports: Ports,
-        bell: Bell,
+        bell: ReconcileQueue,
         *,
         every: float,
         endpoints: tuple[str, ...] = (),
         actor: str = "",
-        told: Callable[[WatchReport], None],
+        told: Callable[[WatchEvent], None],
     ) -> None:
         self._ports = ports
         self._bell = bell
@@ -122,10 +122,10 @@ class Watcher:
         self._endpoints = endpoints
         self._actor = actor
         self._told = told
-        self._registry = Patience(every)
-        self._seen = Seen(aliases={})
-        self._patience: dict[str, Patience] = {}
-        self._last: dict[str, tuple[Kind, str]] = {}
+        self._registry = Backoff(every)
+        self._seen = RegistrySnapshot(aliases={})
+        self._patience: dict[str, Backoff] = {}
+        self._last: dict[str, tuple[WatchEventKind, str]] = {}
 
     def run(self) -> None:
         """Pass after pass until the bell stops it; an effect that has begun is finished first."""
@@ -143,8 +143,8 @@ class Watcher:
         """One pass over all endpoints. The registry is asked once; while it is down, not in every pass."""
         names = self._names()
         if names and self._registry.due():
-            self._hear(ask(self._ports))
-        glance = Glance(self._ports, lambda: self._seen)
+            self._hear(read_registry(self._ports))
+        glance = DryRun(self._ports, lambda: self._seen)
         for name in names:
             if self._bell.stopped():
                 return
@@ -153,16 +153,16 @@ class Watcher:
 
     def look_at(self, models: frozenset[str]) -> None:
         """One pass over the endpoints of some models. Names that no endpoint is bound to cost nothing."""
-        bound = Glance(self._ports, lambda: self._seen)
+        bound = DryRun(self._ports, lambda: self._seen)
         configs = {name: self._config(bound, name) for name in self._names()}
         woken = {name: config.model for name, config in configs.items() if config and config.model in models}
         if not woken:
             return
-        self.tell("", Kind.WOKEN, why=", ".join(sorted(set(woken.values()))))
-        seen = ask(self._ports, frozenset(woken.values()))
+        self.tell("", WatchEventKind.WOKEN, why=", ".join(sorted(set(woken.values()))))
+        seen = read_registry(self._ports, frozenset(woken.values()))
         if seen.down:
             return
-        glance = Glance(self._ports, lambda: seen)
+        glance = DryRun(self._ports, lambda: seen)
         for name in woken:
             if self._bell.stopped():
                 return
@@ -172,34 +172,34 @@ class Watcher:
         try:
             return self._endpoints or tuple(name for name in self._ports.ledger.endpoints() if "@" not in name)
         except Exception as error:  # of whatever kind the ledger's storage raises
-            self.tell("", Kind.TROUBLE, why=f"the ledger cannot be listed: {error}")
+            self.tell("", WatchEventKind.TROUBLE, why=f"the ledger cannot be listed: {error}")
             return ()
 
-    def _config(self, glance: Glance, name: str) -> EndpointConfig | None:
+    def _config(self, glance: DryRun, name: str) -> EndpointConfig | None:
         try:
             return glance.state(name).config
         except Exception as error:  # of whatever kind the ledger's storage raises
             self._fail(name, str(error))
             return None
 
-    def _hear(self, seen: Seen) -> None:
+    def _hear(self, seen: RegistrySnapshot) -> None:
         was_down, self._seen = bool(self._seen.down), seen
         if seen.down:
             self._registry.failed()
             if not was_down:
-                self.tell("", Kind.REGISTRY_DOWN, why=seen.down)
+                self.tell("", WatchEventKind.REGISTRY_DOWN, why=seen.down)
             return
         self._registry.succeeded()
         if was_down:
-            self.tell("", Kind.REGISTRY_BACK, why="the registry answers again")
+            self.tell("", WatchEventKind.REGISTRY_BACK, why="the registry answers again")
 
-    def _settle(self, glance: Glance, name: str) -> None:
+    def _settle(self, glance: DryRun, name: str) -> None:
         try:
             reports = glance.settle(
                 name, actor=self._actor, told=lambda report: self._step(name, report), stopped=self._bell.stopped
             )
         except ConflictError as error:
-            self.tell(name, Kind.WAITING, why=f"somebody else acted meanwhile: {error.what}")
+            self.tell(name, WatchEventKind.WAITING, why=f"somebody else acted meanwhile: {error.what}")
         except OnnxOpsError as error:
             self._fail(name, str(error))
         except Exception as error:
@@ -209,7 +209,7 @@ class Watcher:
         else:
             undone = not reports[-1].settled and not self._bell.stopped()
             if undone:
-                self.tell(name, Kind.TROUBLE, why="does not come to rest: somebody undoes what is done here")
+                self.tell(name, WatchEventKind.TROUBLE, why="does not come to rest: somebody undoes what is done here")
             if undone or any(report.refused for report in reports):
                 self._patience_with(name).failed()
             else:
@@ -217,22 +217,24 @@ class Watcher:
 
     def _step(self, name: str, report: StepReport) -> None:
         if report.refused:
-            self.tell(name, Kind.REFUSED, did=report.did, why=report.why)
+            self.tell(name, WatchEventKind.REFUSED, did=report.did, why=report.why)
         else:
-            self.tell(name, Kind.STEP if report.did else Kind.WAITING, did=report.did, why=report.why)
+            self.tell(
+                name, WatchEventKind.STEP if report.did else WatchEventKind.WAITING, did=report.did, why=report.why
+            )
 
     def _fail(self, name: str, why: str) -> None:
         self._patience_with(name).failed()
-        self.tell(name, Kind.TROUBLE, why=why)
+        self.tell(name, WatchEventKind.TROUBLE, why=why)
 
-    def _patience_with(self, name: str) -> Patience:
-        return self._patience.setdefault(name, Patience(self._every))
+    def _patience_with(self, name: str) -> Backoff:
+        return self._patience.setdefault(name, Backoff(self._every))
 
-    def tell(self, endpoint: str, kind: Kind, *, did: str = "", why: str = "") -> None:
+    def tell(self, endpoint: str, kind: WatchEventKind, *, did: str = "", why: str = "") -> None:
         """Everything that was done is told; what is only so is told when it becomes so."""
-        if not did and (endpoint or kind is Kind.TROUBLE) and self._last.get(endpoint) == (kind, why):
+        if not did and (endpoint or kind is WatchEventKind.TROUBLE) and self._last.get(endpoint) == (kind, why):
             return
         self._last[endpoint] = (kind, why)
         at = datetime.datetime.fromtimestamp(self._ports.clock.now(), tz=datetime.UTC)
-        report = WatchReport(at=at.isoformat(timespec="seconds"), kind=kind, endpoint=endpoint, did=did, why=why)
+        report = WatchEvent(at=at.isoformat(timespec="seconds"), kind=kind, endpoint=endpoint, did=did, why=why)
         self._told(report)

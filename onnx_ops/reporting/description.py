@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.artifact import short
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Provenance
 from onnx_ops.reporting.formatting import result_figure, result_interval
@@ -174,12 +174,12 @@ def _markdown_row(row: ResultRow) -> str:
 
 
 def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None, provenance: Provenance | None) -> str:
-    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short(lineage.release)}"]
+    parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
     if provenance is not None:
         parts.append(made_by(provenance))
     elif lineage.git_sha:
         parts.append(f"commit {lineage.git_sha[:12]}")
-    parts += [f"{name} data {short(digest)}" for name, digest in sorted(lineage.data.items())]
+    parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
     text = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
     return f"{text}\n\n[Evidence]({evidence_run_url})" if evidence_run_url else text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
@@ -61,7 +61,9 @@ def gate_table(
 
 def _rows(decision: Decision, evidence: Evidence | None, digest: Digest | None) -> list[str]:
     """Return a heading with variant, target and machine, and a row for each result."""
-    stored = f'evidence <code title="{escape(digest)}">{escape(short(digest))}</code>' if digest else "no evidence"
+    stored = (
+        f'evidence <code title="{escape(digest)}">{escape(short_digest(digest))}</code>' if digest else "no evidence"
+    )
     place = "" if evidence is None else f" · {escape(_place(evidence))}"
     name = f"{escape(decision.variant)} on {escape(decision.target)}"
     heading = f"<span>{chip(decision.verdict)} {name} <small>{place} · {stored}</small></span>"

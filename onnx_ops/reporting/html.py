@@ -7,12 +7,12 @@ from dataclasses import replace
 from html import escape
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, digest_bytes, short
-from onnx_ops.domain.decision import Decision, Verdict, combine
+from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
+from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
-from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flat_origins
+from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
 from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base_comparisons, champion_comparisons
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.formatting import format_figure
@@ -76,7 +76,7 @@ def release_report(
     stored |= {place: digest_bytes(codec.dumps(e)) for place, e in known.items() if place not in stored}
     name = lineage.pipeline if lineage is not None else next((e.pipeline for e in evidence), "release")
     release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
-    title = f"{name}, release {short(release)}" if release is not None else name
+    title = f"{name}, release {short_digest(release)}" if release is not None else name
     body = [
         f"<header><h1>{escape(title)}</h1>{_made(provenance)}{_summary(choices)}</header>",
         "<main>",
@@ -161,9 +161,8 @@ def _summary(choices: Sequence[Choice]) -> str:
     told = [f"a variant to serve for {', '.join(served)}"] if served else []
     told += [f"none for {', '.join(missing)}"] if missing else []
     sentence = ", ".join(told) or "no target was judged"
-    return (
-        f'<p class="soft">{chip(combine(c.verdict for c in choices))} {escape(sentence[0].upper() + sentence[1:])}.</p>'
-    )
+    verdict = chip(combine_verdicts(c.verdict for c in choices))
+    return f'<p class="soft">{verdict} {escape(sentence[0].upper() + sentence[1:])}.</p>'
 
 
 def _comparisons(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
@@ -375,7 +374,7 @@ def _origin(lineage: Lineage | None) -> Iterator[str]:
         return
     entries = {"pipeline": lineage.pipeline, "release": lineage.release, "commit": lineage.git_sha or "not recorded"}
     entries |= {f"{name} data": digest for name, digest in sorted(lineage.data.items())}
-    entries |= flat_origins(lineage)
+    entries |= flatten_origins(lineage)
     entries |= dict(sorted(lineage.parameters.items()))
     yield f"<h2>Where it comes from</h2>{_list(entries)}"
 

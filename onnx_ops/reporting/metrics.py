@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples, Starts
+from onnx_ops.domain.evidence import ColdStartMeasurement, Evidence, Interval, LatencySamples
 from onnx_ops.domain.gate import ACCURACY, METRICS
 from onnx_ops.domain.quantities import Json
 from onnx_ops.reporting.formatting import format_figure, format_interval
@@ -136,7 +136,7 @@ def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
     return figures
 
 
-def _starts(target: str, starts: Starts) -> dict[str, float]:
+def _starts(target: str, starts: ColdStartMeasurement) -> dict[str, float]:
     """Medians over fresh processes."""
     samples = {
         "load_ms": [1e3 * seconds for seconds in starts.load_s],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, gate_of
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, find_gate_kind
 from onnx_ops.reporting.formatting import format_figure, number, scale_for
 from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
 from onnx_ops.reporting.style import STYLE
@@ -279,7 +279,7 @@ def _place(comparison: LatencyComparison | PairedRatios) -> tuple[str, str]:
     """Gate and metric of the result about a ratio."""
     if isinstance(comparison, LatencyComparison):
         return "latency", f"ratio vs {comparison.against}"
-    return gate_of(comparison.figure), f"{comparison.figure} vs {comparison.against}"
+    return find_gate_kind(comparison.figure), f"{comparison.figure} vs {comparison.against}"
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:

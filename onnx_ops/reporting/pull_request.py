@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.decision import Decision, Verdict, combine
+from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
 from onnx_ops.domain.release import Choice
 from onnx_ops.reporting.comparison import ModelComparison, VariantLine
 from onnx_ops.reporting.description import markdown, result_table
@@ -43,7 +43,7 @@ class Checked:
 
 def overall(checked: Sequence[Checked]) -> Verdict | None:
     """Return the combined verdict; None if no pipeline was judged."""
-    return combine(one.verdict for one in checked) if checked else None
+    return combine_verdicts(one.verdict for one in checked) if checked else None
 
 
 def title(checked: Sequence[Checked]) -> str:

@@ -104,7 +104,7 @@ def _check_order(current: EndpointState, asked: EndpointState) -> None:
             f"generation {asked.generation} is older than the published generation {current.generation}",
             remedy="Observe the endpoint again and decide anew.",
         )
-    if not asked.same_as(current):
+    if not asked.is_equivalent(current):
         raise ConflictError(
             f"generation {asked.generation} is published already with another content",
             remedy="Observe the endpoint again and decide anew.",

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_of
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json, hex_digits
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import CPU, Execution
 from onnx_ops.errors import InfrastructureError, quoted
@@ -156,7 +156,7 @@ class Prepacked:
             one of RUNTIME_ERRORS: the runtime cannot load the model.
         """
         execution = deployment.execution
-        place = self._folder / hex_of(_key(deployment, libraries))
+        place = self._folder / hex_digits(_key(deployment, libraries))
         opened = partial(open_session, execution=execution, libraries=libraries, cache=place.with_suffix(".providers"))
         on_processor = [provider.name for provider in execution.providers] == [CPU]
         if not on_processor or size_of(path.parent) < self._smallest:

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout_policy import COLD_STARTS
+from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
@@ -151,7 +151,7 @@ class Supervisor:
         if not idle or (self._loading is not None and not self._loading.done()):
             return bool(idle)
         self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
-        if min(map(len, self._cold_s.values())) < COLD_STARTS:
+        if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
             self._loading = asyncio.get_running_loop().create_task(self._start_coldly())
         return True
 
@@ -159,7 +159,7 @@ class Supervisor:
         """The deployment that was loaded less often has the next turn; nothing prepared for this machine is used."""
         options = replace(self._options, prepack=0)
         try:
-            while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_STARTS:
+            while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_START_SAMPLES:
                 deployment = next(one for one, found in self._cold_s.items() if found is loads_s)
                 loads_s.append(await try_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
         except (OnnxOpsError, OSError) as error:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.attestation import Record, TrustedKeys, authority_of, target_of
-from onnx_ops.domain.artifact import Manifest, digest_file, short
+from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, verify_authority
+from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.protocol.routing_table import write_durably
@@ -47,7 +47,7 @@ class Trust:
         Raises:
             RefusedError: nothing does.
         """
-        about = authority_of(deployment, self._keys)
+        about = verify_authority(deployment, self._keys)
         bound = self._bound()
         if bound is not None and bound != (here := Binding(model=about.model, target=about.target)):
             raise RefusedError(
@@ -61,7 +61,7 @@ class Trust:
         """Remember what was published first."""
         if self._bound() is None:
             leader = state.leader()
-            binding = Binding(model=leader.model, target=target_of(leader))
+            binding = Binding(model=leader.model, target=read_authority_target(leader))
             write_durably(self._file, codec.dumps(binding))
 
     def _bound(self) -> Binding | None:
@@ -95,9 +95,9 @@ def verify(folder: Path, deployment: Deployment, trust: Trust | None = None) -> 
     found = Manifest(files=files).digest()
     if found != deployment.manifest:
         raise DigestMismatchError(
-            f"digest mismatch: the manifest of {deployment.name} is {short(deployment.manifest)}",
+            f"digest mismatch: the manifest of {deployment.name} is {short_digest(deployment.manifest)}",
             where=str(folder),
-            why=f"the files there have {short(found)}",
+            why=f"the files there have {short_digest(found)}",
             remedy="Fetch the version again; its files were changed after they were registered.",
         )
     for library in deployment.custom_ops:

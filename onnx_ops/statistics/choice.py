@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict, combine
+from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import Choice
 
-LATENCY = Policy()
+LATENCY = TargetObjective()
 
 ERROR_LEVEL = 0.05
 """Chance that one variant exactly at the limit passes."""
@@ -44,7 +44,7 @@ class _Contender:
         return standing.size_bytes if standing and standing.size_bytes else math.inf
 
 
-def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
+def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """The variant to serve on one target: of those that pass, the best by what is preferred.
 
     Where latency or cost is preferred, a passing fp32 stands unless a variant beats it with confidence. Variants whose
@@ -65,7 +65,7 @@ def choose(decisions: Sequence[Decision], policy: Policy = LATENCY) -> Choice:
     together, unsure = _as_family(decisions)
     passing = [d for d in together if d.verdict is Verdict.PASS]
     if not passing:
-        verdict = Verdict.INCONCLUSIVE if unsure else combine(d.verdict for d in decisions)
+        verdict = Verdict.INCONCLUSIVE if unsure else combine_verdicts(d.verdict for d in decisions)
         refused = [d for d in decisions if d.variant not in unsure]
         reason = "; ".join(text for text in (_unsure(unsure), _blame(refused)) if text)
         return Choice(target=target, variant=None, verdict=verdict, reason=reason, prefer=policy.prefer)
@@ -155,7 +155,7 @@ def _unsure(unsure: Mapping[str, float]) -> str:
     )
 
 
-def _key(decision: Decision, policy: Policy, *, loaded: bool) -> Interval | None:
+def _key(decision: Decision, policy: TargetObjective, *, loaded: bool) -> Interval | None:
     standing = decision.standing
     match policy.prefer:
         case "size":
@@ -198,7 +198,7 @@ def _blame(decisions: Sequence[Decision]) -> str:
     return "; ".join(f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items())
 
 
-def _praise(chosen: _Contender, export: _Contender | None, policy: Policy, *, loaded: bool) -> str:
+def _praise(chosen: _Contender, export: _Contender | None, policy: TargetObjective, *, loaded: bool) -> str:
     name, standing = chosen.decision.variant, chosen.decision.standing
     alone = "" if export else f"; {EXPORT} does not pass"
     if chosen.key is None:
@@ -223,7 +223,7 @@ def _faster(chosen: _Contender) -> str:
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
 
 
-def _cost(chosen: _Contender, policy: Policy, *, loaded: bool) -> str:
+def _cost(chosen: _Contender, policy: TargetObjective, *, loaded: bool) -> str:
     standing = chosen.decision.standing
     seconds = None if standing is None else standing.load.estimate if loaded and standing.load else standing.seconds
     if seconds is None or policy.price is None:

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from onnx_ops.domain.decision import Decision, GateResult, Standing, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, RankingMetrics, Verdict
 from onnx_ops.domain.evidence import (
     ActivationMeasurement,
+    ColdStartMeasurement,
     Evidence,
     Interval,
     LatencyComparison,
     PairedRatios,
     ParityMeasurement,
-    Starts,
-    Throughput,
+    ThroughputMeasurement,
     WeightMeasurement,
-    gate_of,
-    throughput_figure,
+    find_gate_kind,
+    throughput_metric_name,
 )
 from onnx_ops.domain.gate import (
     ACCURACY,
@@ -138,9 +138,9 @@ def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
         yield _error("latency", "a quantile is not a number", "quantiles")
     for r in sorted((r for r in evidence.ratios if not _compared(r)), key=lambda r: (r.figure, r.against)):
-        yield _error(gate_of(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
+        yield _error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
     for t in (t for t in evidence.throughput if not _counted(t)):
-        yield _error("throughput", "a rate is not a positive number", throughput_figure(t.concurrency))
+        yield _error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
     if evidence.starts and not _started(evidence.starts):
         yield _error("cold_start", "a figure of a fresh process is not a positive number", "processes")
 
@@ -149,11 +149,11 @@ def _measured(m: ParityMeasurement) -> bool:
     return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
 
 
-def _counted(t: Throughput) -> bool:
+def _counted(t: ThroughputMeasurement) -> bool:
     return all(0 < rate < math.inf for rate in t.per_second)
 
 
-def _started(s: Starts) -> bool:
+def _started(s: ColdStartMeasurement) -> bool:
     return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
 
 
@@ -173,7 +173,7 @@ def _error(gate: str, reason: str, metric: str = "") -> GateResult:
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.ERROR, reason=reason)
 
 
-def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Standing:
+def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> RankingMetrics:
     """What stands in sound evidence; figures that were not measured are None.
 
     The task metric is that of the first metric gate, else accuracy.
@@ -183,7 +183,7 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Standi
     lower = gate is not None and False in (gate.higher_is_better, gate.definition().higher_is_better)
     own = evidence.variant == EXPORT
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
-    return Standing(
+    return RankingMetrics(
         size_bytes=evidence.size_bytes,
         ratio=_EQUAL if own else _ratio(evidence),
         metric=metric,

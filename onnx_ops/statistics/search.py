@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onnx_ops.domain.quantization import Bought, Budget, Recipe, Role, Sensitivity, Slot, Trial
+from onnx_ops.domain.quantization import Budget, FrontierSlot, NodeContribution, Recipe, Role, Sensitivity, Trial
 
 SLACK = 1e-9
 """Rounding of a drop that equals the budget."""
@@ -233,7 +233,7 @@ def _given_back(known: SearchState, current: Trial, without: Trial) -> bool:
     return keeps_metric(without, known.budget) and not faster_in_float
 
 
-def list_node_contributions(known: SearchState) -> tuple[Bought, ...]:
+def list_node_contributions(known: SearchState) -> tuple[NodeContribution, ...]:
     """What each node that was tried in float bought, by comparing two trials that differ in it alone."""
     found = []
     for recipe in known.recipes:
@@ -250,8 +250,8 @@ def list_node_contributions(known: SearchState) -> tuple[Bought, ...]:
     return tuple(found)
 
 
-def _bought(current: Trial, without: Trial, node: str, *, kept: bool) -> Bought:
-    return Bought(
+def _bought(current: Trial, without: Trial, node: str, *, kept: bool) -> NodeContribution:
+    return NodeContribution(
         recipe=current.recipe,
         node=node,
         metric=(without.drop or 0.0) - (current.drop or 0.0),
@@ -286,7 +286,9 @@ def _beats(m: int, other: tuple[float, ...], n: int, point: tuple[float, ...]) -
     return all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or m < n)
 
 
-def assign_roles(known: SearchState, name: str, roles: Sequence[Role], *, unfinished: str = "") -> tuple[Slot, ...]:
+def assign_roles(
+    known: SearchState, name: str, roles: Sequence[Role], *, unfinished: str = ""
+) -> tuple[FrontierSlot, ...]:
     """Which trial of the front each role gets; a role that another one's variant fills too stays empty.
 
     `unfinished` says why the search ended before everything was tried.
@@ -294,7 +296,7 @@ def assign_roles(known: SearchState, name: str, roles: Sequence[Role], *, unfini
     trials, places = known.trials, compute_pareto_front(known)
     if not places:
         reason = f"{_nothing(known)}; not everything was tried: {unfinished}" if unfinished else _nothing(known)
-        return tuple(Slot(role=role, reason=reason) for role in roles)
+        return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
     taken: dict[Role, int] = {}
     slots = []
@@ -305,7 +307,7 @@ def assign_roles(known: SearchState, name: str, roles: Sequence[Role], *, unfini
             place, why = None, f"{name}-{other} is the best for this too"
         if place is not None:
             taken[role] = place
-        slots.append(Slot(role=role, trial=place, reason=why))
+        slots.append(FrontierSlot(role=role, trial=place, reason=why))
     return tuple(slots)
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, gives_all_to
+from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit, serves_only
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports.release import EndpointProvider
 from onnx_ops.testing.registries import linear_model
@@ -120,7 +120,7 @@ class EndpointProviderSuite:
         """The endpoint, whose traffic this deployment has, and which answers `y`."""
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None
-        assert gives_all_to(observed, one)
+        assert serves_only(observed, one)
         assert address is not None
         assert self.scale(address) == y
         return observed
@@ -140,7 +140,7 @@ class EndpointProviderSuite:
         provider.apply(config, applied, generation=4)
         observed = provider.observe(config)
         assert observed is not None
-        assert observed.same_as(applied)
+        assert observed.is_equivalent(applied)
         assert observed.generation == 4
         assert sum(observed.split.weights.values()) == 100
         address = provider.address(config)
@@ -182,7 +182,7 @@ class EndpointProviderSuite:
         )
         for generation, (state, scale) in enumerate(steps, start=1):
             provider.apply(config, state, generation=generation)
-            assert self.serves(provider, config, state.leader(), scale).same_as(state)
+            assert self.serves(provider, config, state.leader(), scale).is_equivalent(state)
 
     def test_a_rollback_needs_no_files_and_loads_nothing(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]
@@ -232,12 +232,12 @@ class EndpointProviderSuite:
                 provider.roll_back(config, back, generation=2 * turn + 2)
                 done = True
             seen = provider.observe(config)
-            back_again = seen is not None and gives_all_to(seen, blue)
-            assert back_again or (not done and (seen is None or seen.same_as(bad)))
+            back_again = seen is not None and serves_only(seen, blue)
+            assert back_again or (not done and (seen is None or seen.is_equivalent(bad)))
             provider.roll_back(config, back, generation=2 * turn + 2)
             self.serves(provider, config, blue, 2.0)
         provider.apply(config, state_of(blue, blue=100), generation=2 * len(asked) + 3)
-        assert self.serves(provider, config, blue, 2.0).same_as(state_of(blue, blue=100))
+        assert self.serves(provider, config, blue, 2.0).is_equivalent(state_of(blue, blue=100))
 
     def test_users_stay_where_they_are(
         self, provider: EndpointProvider, config: EndpointConfig, deployments: tuple[Deployment, Deployment]

@@ -20,30 +20,36 @@ from typing import Any, ClassVar
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import Envelope, Signature
+from onnx_ops.domain.attestation import Envelope, EnvelopeSignature
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
-    Abandoned,
-    Body,
-    Configured,
-    Frozen,
-    Held,
+    ActionOutcome,
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EntryBody,
     Intent,
+    LeaseRenewed,
     LedgerEntry,
-    Mirrored,
-    Notified,
-    Observed,
-    Outcome,
-    Override,
-    RefusedVersion,
-    Renewed,
+    MetricsRecorded,
+    NotificationSent,
+    OperatorCommandSent,
+    OverrideRecorded,
+    RequestWithdrawn,
     RollbackRequested,
-    Spoken,
-    Withdrawn,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
     fold,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, WaitKind, Word, split_state
-from onnx_ops.domain.rollout_observations import Quantiles, Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, WaitKind, build_split_state
+from onnx_ops.domain.rollout_observations import (
+    LatencyQuantiles,
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+)
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ledger
@@ -57,15 +63,15 @@ PATIENCE_S = 60.0
 ENDPOINT = "digits"
 
 
-def entry(sequence: int, body: Body, *, endpoint: str = ENDPOINT, actor: str = "tester") -> LedgerEntry:
+def entry(sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: str = "tester") -> LedgerEntry:
     return LedgerEntry(endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body)
 
 
 def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
-    return entry(sequence, Spoken(word=Word.ADVANCE, reason=reason), actor=actor)
+    return entry(sequence, OperatorCommandSent(word=OperatorCommand.ADVANCE, reason=reason), actor=actor)
 
 
-def one_of_each() -> tuple[Body, ...]:
+def one_of_each() -> tuple[EntryBody, ...]:
     """Every kind of entry."""
     digest = digest_bytes(b"content")
     served = Deployment(
@@ -82,38 +88,41 @@ def one_of_each() -> tuple[Body, ...]:
     )
     action = Action(
         kind=ActionKind.FIRST,
-        state=split_state(None, served, 100),
+        state=build_split_state(None, served, 100),
         roles=Roles(stable=served),
         why="first deployment",
         aliases={"champion-cpu": "1", "challenger-cpu": None},
         reject=(digest,),
     )
-    reading = Reading(
+    reading = MetricsReading(
         origin="server 7",
         at=60.5,
-        tallies={"v1": Tally(requests=900, errors=9), "v2": Tally(requests=100, over_p50=51, over_p99=2, timed=98)},
-        shadow=ShadowTally(compared=10, differing=1),
-        quantiles={"v1": Quantiles(p50_s=0.002, p99_s=0.008)},
+        tallies={
+            "v1": RequestCounts(requests=900, errors=9),
+            "v2": RequestCounts(requests=100, over_p50=51, over_p99=2, timed=98),
+        },
+        shadow=ShadowCounts(compared=10, differing=1),
+        quantiles={"v1": LatencyQuantiles(p50_s=0.002, p99_s=0.008)},
     )
     envelope = Envelope(
-        payload="e30=", payloadType="application/json", signatures=(Signature(keyid=digest, sig="c2ln"),)
+        payload="e30=", payloadType="application/json", signatures=(EnvelopeSignature(keyid=digest, sig="c2ln"),)
     )
     return (
-        Configured(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
+        EndpointBound(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
         Intent(action=action, holder="h", expires_at=120.25),
-        Outcome(of=2, ok=True),
-        Spoken(word=Word.PAUSE, reason="«lunch»\n"),
-        Mirrored(aliases={"champion-cpu": "1", "challenger-cpu": None}),
-        RefusedVersion(alias="champion-cpu", version="2", reason="no", restored_to=None),
-        Override(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
-        Frozen(candidate=digest, thresholds=Thresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
-        Observed(reading=reading),
-        Held(wait=WaitKind.WORD, step=1, why="held"),
-        Notified(notifier="github:acme/models", of=9),
-        Renewed(of=2, expires_at=180.5),
+        ActionOutcome(of=2, ok=True),
+        OperatorCommandSent(word=OperatorCommand.PAUSE, reason="«lunch»\n"),
+        AliasesWritten(aliases={"champion-cpu": "1", "challenger-cpu": None}),
+        VersionRefused(alias="champion-cpu", version="2", reason="no", restored_to=None),
+        OverrideRecorded(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
+        ThresholdsFixed(candidate=digest, thresholds=LatencyThresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
+        MetricsRecorded(reading=reading),
+        RolloutPaused(wait=WaitKind.WORD, step=1, why="held"),
+        NotificationSent(notifier="github:acme/models", of=9),
+        LeaseRenewed(of=2, expires_at=180.5),
         RollbackRequested(action=action, by_hand=True),
-        Withdrawn(reason="wrong endpoint"),
-        Abandoned(reason="it moved", place="region a"),
+        RequestWithdrawn(reason="wrong endpoint"),
+        EndpointAbandoned(reason="it moved", place="region a"),
     )
 
 
@@ -193,11 +202,11 @@ class LedgerSuite:
 
     def test_endpoints_do_not_see_each_other(self, ledger: Ledger) -> None:
         for name in ("digits", "faces", "model@target"):
-            ledger.append(entry(1, Spoken(word=Word.PAUSE, reason=name), endpoint=name))
+            ledger.append(entry(1, OperatorCommandSent(word=OperatorCommand.PAUSE, reason=name), endpoint=name))
         assert set(ledger.endpoints()) == {"digits", "faces", "model@target"}
         for name in ledger.endpoints():
             (one,) = ledger.read(name)
-            assert isinstance(one.body, Spoken)
+            assert isinstance(one.body, OperatorCommandSent)
             assert one.body.reason == name
 
     def test_of_several_processes_exactly_one_wins_each_entry(self, opener: Opener) -> None:
@@ -229,7 +238,9 @@ class LedgerSuite:
             writer.join(PATIENCE_S)
             entries = opener().read(ENDPOINT)
             assert [one.sequence for one in entries] == list(range(1, len(entries) + 1))
-            assert all(one.body == Spoken(word=Word.ADVANCE, reason="x" * 20_000) for one in entries)
+            assert all(
+                one.body == OperatorCommandSent(word=OperatorCommand.ADVANCE, reason="x" * 20_000) for one in entries
+            )
         opener().append(spoken(len(opener().read(ENDPOINT)) + 1))
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 from onnx_ops.adapters import exchange
-from onnx_ops.domain.notification import Notification, Severity, What
+from onnx_ops.domain.notification import Notification, NotificationKind, Severity
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Notifier
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
@@ -27,7 +27,7 @@ ROLLED_BACK = Notification(
     sequence=12,
     at=1_700_000_000.0,
     actor="reconciler@host",
-    what=What.ROLLED_BACK,
+    what=NotificationKind.ROLLED_BACK,
     severity=Severity.CRITICAL,
     headline="v3 was rolled back, v2 has all traffic",
     why="errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
@@ -91,7 +91,7 @@ def _record(folder: Path, lineage: Lineage, model: str, variant: str, target: st
         decided_at="2026-01-01T00:00:00Z",
         sequence=1 + judged.verdict.rank,
     )
-    signed = sign(record, FakeSigner())
+    signed = sign_record(record, FakeSigner())
     return VariantRecord(
         variant=variant,
         files={"model.onnx": onnx_file},

@@ -11,7 +11,7 @@ import pytest
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, Runtime, StartSchedule
+from onnx_ops.ports.runtime import LoadSchedule, PairedBenchmarkSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 
 ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, heats=1, windows=1)
@@ -61,7 +61,7 @@ class RuntimeSuite:
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_races_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
-        schedule = RaceSchedule(heats=2, blocks=3, runs=4, warmup=1, seed=5)
+        schedule = PairedBenchmarkSchedule(heats=2, blocks=3, runs=4, warmup=1, seed=5)
         samples = runtime.race((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
         assert samples.probe is None or samples.probe.shape == (2, 3, 3, 4)
@@ -90,7 +90,7 @@ class RuntimeSuite:
             lambda: runtime.facts(file, elsewhere),
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
-            lambda: runtime.race((file, file), elsewhere, rows(1), RaceSchedule(heats=1)),
+            lambda: runtime.race((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(heats=1)),
             lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
             lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(heats=1)),
         ):
@@ -112,7 +112,7 @@ class RuntimeSuite:
         with pytest.raises(MeasurementError):
             runtime.facts(broken, target)
         with pytest.raises(MeasurementError):
-            runtime.race((file, broken), target, rows(1), RaceSchedule(heats=1))
+            runtime.race((file, broken), target, rows(1), PairedBenchmarkSchedule(heats=1))
         with pytest.raises(MeasurementError):
             runtime.under_load((file, file), target, wrong, ONE_WINDOW)
         with pytest.raises(MeasurementError):

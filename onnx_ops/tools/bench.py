@@ -12,8 +12,23 @@ import numpy as np
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Advice, Evidence, LatencyComparison, PairedRatios, RuntimeFacts, throughput_figure
-from onnx_ops.domain.gate import Asked, ColdStartGate, Gate, LatencyGate, MemoryGate, ThroughputGate, asked_by
+from onnx_ops.domain.evidence import (
+    Advice,
+    Evidence,
+    LatencyComparison,
+    PairedRatios,
+    RuntimeFacts,
+    throughput_metric_name,
+)
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    Gate,
+    LatencyGate,
+    MeasurementRequest,
+    MemoryGate,
+    ThroughputGate,
+    derive_measurement_request,
+)
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import inspect_execution, require_hardware
@@ -79,7 +94,7 @@ def benchmark(
     *,
     runs: int,
     conditions: Conditions,
-    asked: Asked | None = None,
+    asked: MeasurementRequest | None = None,
     seed: int = 0,
     tell: Tell = lambda _: None,
 ) -> SingleModelResult:
@@ -90,14 +105,14 @@ def benchmark(
         MeasurementError: the model does not run there.
     """
     facts = read_runtime_facts(runtime, target, model)
-    asked = asked or Asked()
+    asked = asked or MeasurementRequest()
     tell(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
     figures = {name: _quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
     for level in asked.throughput:
         tell(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
-        figures[throughput_figure(level)] = _median(throughput.per_second, PER_SECOND)
+        figures[throughput_metric_name(level)] = _median(throughput.per_second, PER_SECOND)
     if asked.starts:
         tell(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
@@ -203,7 +218,7 @@ def benchmark_pair(
     shared_inputs(a, b)
     _check_provider(read_runtime_facts(runtime, target, a), a)
     facts = read_runtime_facts(runtime, target, b)
-    asked = asked_by(gates)
+    asked = derive_measurement_request(gates)
     race = PairedBenchmark(
         runtime=runtime,
         target=target,

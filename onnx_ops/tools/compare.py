@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.domain.decision import Verdict, combine
+from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Advice, Int8Coverage, ParityMeasurement, TreeStructure
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate
@@ -93,7 +93,7 @@ class ParityResult:
 
     @property
     def verdict(self) -> Verdict:
-        return combine(d.verdict for d in self.differences)
+        return combine_verdicts(d.verdict for d in self.differences)
 
     @property
     def worst(self) -> OutputDifference:

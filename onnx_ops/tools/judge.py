@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from onnx_ops.domain.artifact import Digest, digest_file
-from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
@@ -135,7 +135,7 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        return combine(one.decision.verdict for one in self.targets)
+        return combine_verdicts(one.decision.verdict for one in self.targets)
 
 
 def judge_candidate(request: JudgeRequest) -> Judgement:

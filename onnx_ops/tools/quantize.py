@@ -13,7 +13,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, digest_file, digest_json
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, arithmetic
+from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution
@@ -22,7 +22,15 @@ from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.onnx_graph.compatibility import ceiling, full_check
 from onnx_ops.onnx_graph.files import copy_model, parse, refuse_ort, tensors
 from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.ports import ConfiguredOptimizer, Dataset, OptimizeRequest, Ports, RaceSchedule, Runtime, Tensors
+from onnx_ops.ports import (
+    ConfiguredOptimizer,
+    Dataset,
+    OptimizeRequest,
+    PairedBenchmarkSchedule,
+    Ports,
+    Runtime,
+    Tensors,
+)
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.latency import ALPHA, LOOKS, session_interval
 from onnx_ops.tools.probing import generate_samples, shared_inputs
@@ -47,7 +55,7 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
     """A few fresh session pairs on one made-up row."""
     try:
         feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
-        samples = runtime.race((source, variant), target, feed, RaceSchedule(heats=LOOKS[0]))
+        samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(heats=LOOKS[0]))
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)
@@ -126,7 +134,7 @@ def check_paths(source: Path, path: Path) -> None:
 
 def list_machines(ports: Ports, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
     """The kinds of machine of the targets, each once."""
-    return tuple(dict.fromkeys(arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets))
+    return tuple(dict.fromkeys(detect_arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets))
 
 
 def deliver(

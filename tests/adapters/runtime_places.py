@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.domain.target import Target
-from onnx_ops.ports import LoadSchedule, RaceSchedule, Runtime
+from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule, Runtime
 from onnx_ops.testing.models import rows
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
@@ -51,7 +51,7 @@ def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, 
         timer.start()
         many = 10_000_000
         if do == "race":
-            runtime.race((file, file), target, rows(1), RaceSchedule(heats=1, blocks=10, runs=many))
+            runtime.race((file, file), target, rows(1), PairedBenchmarkSchedule(heats=1, blocks=10, runs=many))
         elif do == "sample":
             runtime.sample(file, target, rows(1), runs=many, warmup=1)
         else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from tests.adapters.azureml_parts import POLICY, enter, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call, Fault
@@ -33,12 +33,12 @@ def failing_once(at: int, fault: Fault) -> Callable[[int, Call], Trouble | None]
     return lambda number, _: Trouble(fault=fault) if number == at else None
 
 
-def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Finding]:
+def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Diagnosis]:
     found = AzureEndpoints(folder, policy=POLICY).diagnose({"digits": {**cloud.settings, **settings}})
     return {finding.check: finding for finding in found}
 
 
-def broken(findings: Mapping[str, Finding]) -> tuple[str, ...]:
+def broken(findings: Mapping[str, Diagnosis]) -> tuple[str, ...]:
     bad = [finding for finding in findings.values() if not finding.ok]
     assert all(finding.remedy for finding in bad)
     return tuple(finding.check for finding in bad)

@@ -132,7 +132,7 @@ def test_reads_that_are_behind_are_waited_for(world: World) -> None:
     world.provider.apply(world.config, state, generation=2)
     observed = world.provider.observe(world.config)
     assert observed is not None
-    assert observed.same_as(state)
+    assert observed.is_equivalent(state)
     assert observed.generation == 2
     assert all(sum(split.values()) == 100 for split in world.cloud.routes("scaling")[1:])
 
@@ -169,7 +169,7 @@ def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
     assert world.scale() == 2.0
     observed = world.provider.observe(world.config)
     assert observed is not None
-    assert observed.same_as(state)
+    assert observed.is_equivalent(state)
 
 
 def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: World) -> None:

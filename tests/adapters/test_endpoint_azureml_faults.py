@@ -107,7 +107,7 @@ def finished(world: World, stage: int) -> None:
     world.provider.apply(world.config, state, generation=stage + 1)
     observed = world.provider.observe(world.config)
     assert observed is not None
-    assert observed.same_as(state)
+    assert observed.is_equivalent(state)
     assert observed.generation == stage + 1
     names = {world.name(d) for d in state.deployments}
     assert {name for _, name in world.cloud.control.nodes} == names
@@ -183,7 +183,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
         world.cloud.trouble = lambda *_: None
         observed = other.provider.observe(other.config)
         assert observed is not None
-        assert observed.same_as(back)
+        assert observed.is_equivalent(back)
         left = other.provider.leftovers(other.config, frozenset({world.blue.manifest}))
         assert {one.kind for one in left} == {"deployment"}
 

@@ -90,7 +90,7 @@ def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(
     provider.roll_back(CONFIG, state_of(blue, green, blue=100, green=0), generation=2)
     observed = provider.observe(CONFIG)
     assert observed is not None
-    assert observed.same_as(state_of(blue, blue=100))
+    assert observed.is_equivalent(state_of(blue, blue=100))
     assert not set(server_process.list_workers(folder)) & set(workers)
     address = provider.address(CONFIG)
     assert address is not None
@@ -132,7 +132,7 @@ def test_the_server_outlives_the_process_that_started_it(
     subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=60)
     observed = provider.observe(CONFIG)
     assert observed is not None
-    assert observed.same_as(state)
+    assert observed.is_equivalent(state)
 
 
 def test_the_folder_and_the_token_are_private(provider: LocalEndpoints, folder: Path, blue: Deployment) -> None:

@@ -11,8 +11,8 @@ import pytest
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout_observations import ShadowTally, Tally, Thresholds, UnitSums, interval
-from onnx_ops.domain.rollout_policy import PLACES, QUANTILES
+from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, UnitSums, diff_readings
+from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, UserCountsRequest
 from onnx_ops.serving import shared as slab
@@ -49,14 +49,16 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
     server.answer(1, 200, 0.02, 9)
     for status, times in ((500, 3), (429, 2), (504, 1), (418, 1), (422, 1), (400, 4), (499, 1), (200, 12)):
         server.answer(2, status, 0.001, times)
-    limits = Thresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
+    limits = LatencyThresholds(p50_s=BOUNDS_S[108], p99_s=BOUNDS_S[140], requests=500)
     assert BOUNDS_S[108] > 0.001
     reading = server.source.read(CONFIG, {"v1": limits, "v2": limits})
     assert reading.tallies == {
-        "v1": Tally(requests=99, over_p50=9, over_p99=9, timed=99),
-        "v2": Tally(requests=25, errors=8, refused=4, over_p50=0, over_p99=0, timed=25),
+        "v1": RequestCounts(requests=99, over_p50=9, over_p99=9, timed=99),
+        "v2": RequestCounts(requests=25, errors=8, refused=4, over_p50=0, over_p99=0, timed=25),
     }
-    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {"v1": Tally(requests=99, timed=99)}
+    assert server.source.read(CONFIG, {"v1": None, "unknown": None}).tallies == {
+        "v1": RequestCounts(requests=99, timed=99)
+    }
 
 
 def test_copies_and_outcomes() -> None:
@@ -66,8 +68,8 @@ def test_copies_and_outcomes() -> None:
         row[column] = number
     row[slab.OUTCOMES], row[slab.SUCCESSES] = 7, 5
     reading = server.source.read(CONFIG, {"v2": None, "v1": None})
-    assert reading.shadow == ShadowTally(compared=9, differing=2, failed=1)
-    assert reading.tallies["v2"] == Tally(outcomes=7, successes=5, timed=0)
+    assert reading.shadow == ShadowCounts(compared=9, differing=2, failed=1)
+    assert reading.tallies["v2"] == RequestCounts(outcomes=7, successes=5, timed=0)
 
 
 def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
@@ -94,7 +96,9 @@ def test_thresholds_come_from_the_histogram_and_are_found_in_it_again() -> None:
 def test_a_latency_that_is_no_bound_cannot_be_told() -> None:
     server = Server()
     server.answer(1, 200, 0.001)
-    (tally,) = server.source.read(CONFIG, {"v1": Thresholds(p50_s=0.0011, p99_s=5e9, requests=1)}).tallies.values()
+    (tally,) = server.source.read(
+        CONFIG, {"v1": LatencyThresholds(p50_s=0.0011, p99_s=5e9, requests=1)}
+    ).tallies.values()
     assert (tally.over_p50, tally.over_p99) == (None, None)
 
 
@@ -107,10 +111,10 @@ def test_a_restart_makes_no_interval() -> None:
     server.shared = Shared(2)
     server.answer(1, 200, 0.001, 50)
     third = server.source.read(CONFIG, {"v1": None})
-    found = interval(first, second, step=0, stable="v1", candidate="v2")
+    found = diff_readings(first, second, step=0, stable="v1", candidate="v2")
     assert found is not None
-    assert found.stable == Tally(requests=2, errors=2, timed=2)
-    assert interval(second, third, step=0, stable="v1", candidate="v2") is None
+    assert found.stable == RequestCounts(requests=2, errors=2, timed=2)
+    assert diff_readings(second, third, step=0, stable="v1", candidate="v2") is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-6, 0.0003, 29.0, 400.0])
@@ -125,7 +129,7 @@ def test_every_request_is_in_one_bucket(seconds: float) -> None:
 def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     server = Server()
     workers = [UserCounts(server.shared, number) for number in range(2)]
-    slow = Thresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
+    slow = LatencyThresholds(p50_s=BOUNDS_S[100], p99_s=BOUNDS_S[150], requests=500)
     limits = {
         "v1": replace(slow, p90_s=BOUNDS_S[110]),
         "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120], p95_s=BOUNDS_S[121]),
@@ -161,20 +165,24 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
         server.answer(1, 200, 0.001 * 1.002**number)
     found = server.source.latencies(CONFIG, "v1")
     assert found is not None
-    limits, slower = fix_thresholds(*found, {**dict.fromkeys(QUANTILES, 0.3), **dict.fromkeys(PLACES, 0.1)})
+    limits, slower = fix_thresholds(
+        *found, {**dict.fromkeys(LATENCY_QUANTILES, 0.3), **dict.fromkeys(LATENCY_PLACES, 0.1)}
+    )
     assert limits is not None
     assert slower is not None
     assert list(limits.places_s) == sorted(limits.places_s)
-    assert len(set(limits.places_s)) == len(PLACES)
+    assert len(set(limits.places_s)) == len(LATENCY_PLACES)
     reading = server.source.read(CONFIG, {"v1": limits, "v2": slower})
     over = reading.tallies["v1"].over()
-    assert [over[place] / 1000 for place in PLACES] == pytest.approx([1 - q for q in PLACES.values()], abs=0.02)
+    assert [over[place] / 1000 for place in LATENCY_PLACES] == pytest.approx(
+        [1 - q for q in LATENCY_PLACES.values()], abs=0.02
+    )
     worker = UserCounts(server.shared, 0)
     for seconds in (limits.places_s[0], *limits.places_s):
         worker.observe(1, 3, 200, seconds)
     worker.observe(2, 4, 200, 30.0)
     counted = server.source.read(CONFIG, {"v1": limits, "v2": slower}).units
-    for place, exceeded in zip(PLACES, range(19, -1, -1), strict=True):
+    for place, exceeded in zip(LATENCY_PLACES, range(19, -1, -1), strict=True):
         assert counted[place] == sums((21, exceeded), (1, 1)), place
     assert "latency@p50" not in server.source.read(CONFIG, {"v1": limits, "v2": None}).units
 

@@ -22,7 +22,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name, record_of, record_tags
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
-from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
@@ -125,7 +125,7 @@ def test_only_a_library_that_the_decision_names_may_be_loaded(
         by="alice",
         at="2026-01-01T00:00:00Z",
     )
-    deployment = replace(doubling, authority=sign(override, signer).envelope)
+    deployment = replace(doubling, authority=sign_record(override, signer).envelope)
     trust = Trust(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
     with (
         contextlib.nullcontext() if declared else pytest.raises(RefusedError, match="not one that target cpu declares")
@@ -214,7 +214,7 @@ def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(d
     assert "custom_ops" not in codec.dumps(plain).decode()
     assert codec.loads(codec.dumps(plain), Deployment) == plain
     assert azure_name(plain) != azure_name(doubling)
-    assert not state_of(plain, v1=100).same_as(state_of(doubling, v1=100))
+    assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 
 def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path, library: CustomOps) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.errors import ConflictError, DigestMismatchError, NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
@@ -45,7 +45,7 @@ class TestSageMakerEndpoints(EndpointProviderSuite):
 
     @pytest.fixture
     def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
-        return config_of(f"suite-{hex_of(digest_bytes(request.node.name.encode()))[:8]}")
+        return config_of(f"suite-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}")
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
@@ -73,7 +73,7 @@ class TestSlowReads(TestSageMakerEndpoints):
 
     @pytest.fixture
     def config(self, request: pytest.FixtureRequest) -> EndpointConfig:
-        return config_of(f"lag-{hex_of(digest_bytes(request.node.name.encode()))[:8]}")
+        return config_of(f"lag-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}")
 
 
 def test_traffic_follows_the_weights_and_a_new_split_makes_nothing_new(
@@ -200,7 +200,7 @@ def test_everything_is_tagged_and_the_archive_has_its_checksum(
     tags = {tag["Key"]: tag["Value"] for tag in sagemaker.list_tags(ResourceArn=arn)["Tags"]}
     assert tags == {"team": "vision", "cost centre": "42", "onnx-ops.endpoint": "tagged"}
     (key,) = [o["Key"] for o in s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/tagged/archives")["Contents"]]
-    assert hex_of(pair[0].manifest) in key
+    assert hex_digits(pair[0].manifest) in key
     found = s3.get_object(Bucket=BUCKET, Key=key, ChecksumMode="ENABLED")
     body = found["Body"].read()
     assert found["ChecksumSHA256"] == base64.b64encode(hashlib.sha256(body).digest()).decode()
@@ -270,7 +270,7 @@ def test_guarded_and_serverless_endpoints_have_one_variant(
     provider.apply(config, kept, generation=2)
     observed = provider.observe(config)
     assert observed is not None
-    assert observed.same_as(kept)
+    assert observed.is_equivalent(kept)
     assert invoke(fake, name) == ("main", 3.0)
     provider.apply(config, state_of(blue, green, blue=100, green=0), generation=3)
     assert invoke(fake, name) == ("main", 2.0)

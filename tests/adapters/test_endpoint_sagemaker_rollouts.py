@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.rollout import Action, Roles, Wait, Word, next_action, rollback
+from onnx_ops.domain.rollout import Action, OperatorCommand, Roles, Wait, choose_next_action, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
@@ -24,7 +24,7 @@ AT_ONCE = RolloutPolicy()
 
 @dataclass
 class Driver:
-    """Does what `next_action` says until nothing is left to do."""
+    """Does what `choose_next_action` says until nothing is left to do."""
 
     config: EndpointConfig
     policy: RolloutPolicy
@@ -36,13 +36,13 @@ class Driver:
         """Names of the actions that it took."""
         did: list[str] = []
         while len(did) < 10:
-            action = next_action(
+            action = choose_next_action(
                 wanted=wanted,
                 actual=self.provider.observe(self.config),
                 roles=self.roles,
                 policy=self.policy,
                 target="cpu",
-                word=Word.ADVANCE,
+                word=OperatorCommand.ADVANCE,
                 now=now,
             )
             if isinstance(action, Wait):
@@ -53,7 +53,7 @@ class Driver:
 
     def perform(self, action: Action) -> None:
         self.generation += 1
-        effect = self.provider.roll_back if action.gives_back else self.provider.apply
+        effect = self.provider.roll_back if action.is_rollback else self.provider.apply
         effect(self.config, action.state, generation=self.generation)
         self.roles = action.roles
 
@@ -80,7 +80,7 @@ def test_first_next_back_and_retired(
     assert driver.toward(two, now=1.0) == (["start", "advance", "finish"] if stepwise else ["finish"])
     assert invoke(fake, name)[1] == 3.0
     fake.fault()
-    driver.perform(rollback(driver.roles, one, "cpu", why="it is bad"))
+    driver.perform(plan_rollback(driver.roles, one, "cpu", why="it is bad"))
     made, updated = ([call for call in fake.calls() if verb in call] for verb in (".Create", ".Update"))
     assert updated == [f"SageMaker.UpdateEndpoint{'WeightsAndCapacities' if stepwise else ''}"]
     assert bool(made) != stepwise

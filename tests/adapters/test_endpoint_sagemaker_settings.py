@@ -25,7 +25,7 @@ from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settin
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import Envelope, Signature
+from onnx_ops.domain.attestation import Envelope, EnvelopeSignature
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import UserError
@@ -139,7 +139,7 @@ def test_weights_change_no_layout_and_another_image_does(first: int, second: int
 
 def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
-    signature = Signature(keyid=digest_bytes(b"key"), sig="s" * 96)
+    signature = EnvelopeSignature(keyid=digest_bytes(b"key"), sig="s" * 96)
     signed = replace(plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,)))
     variables = deployment_variables(signed)
     assert max(map(len, variables.values())) <= 1024

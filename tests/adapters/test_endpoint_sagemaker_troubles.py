@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, OnnxOpsError
 from onnx_ops.testing.endpoints import state_of
@@ -45,7 +45,7 @@ def test_an_update_that_was_taken_back_silently_is_told(
         provider.apply(config, state_of(green, green=100), generation=2)
     observed = provider.observe(config)
     assert observed is not None
-    assert observed.same_as(before)
+    assert observed.is_equivalent(before)
     assert invoke(fake, config.endpoint) == ("blue", 2.0)
 
 
@@ -63,7 +63,7 @@ def alarmed(
     """A guarded endpoint on which blue serves, and whose alarm is quiet."""
     client(fake, "cloudwatch").put_metric_alarm(AlarmName="failing", **FIGURES)
     alarm_is(fake, "OK")
-    name = f"alarmed-{hex_of(digest_bytes(request.node.name.encode()))[:8]}"
+    name = f"alarmed-{hex_digits(digest_bytes(request.node.name.encode()))[:8]}"
     config = config_of(name, strategy="guarded", alarms=["failing"], canary_percent=10)
     provider.apply(config, state_of(pair[0], blue=100), generation=1)
     return config

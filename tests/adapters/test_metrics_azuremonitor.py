@@ -11,7 +11,7 @@ import pytest
 
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
-from onnx_ops.domain.rollout_observations import Quantiles
+from onnx_ops.domain.rollout_observations import LatencyQuantiles
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.adapters.azureml_parts import config_of, inside
@@ -62,7 +62,7 @@ def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, 
     assert (tally.requests, tally.errors, tally.refused) == (6, 2, 1)
     assert (tally.over_p50, tally.over_p99) == (None, None)
     assert reading.tallies["v2"].requests == 0
-    assert reading.quantiles == {"v1": Quantiles(p50_s=0.010, p99_s=0.050)}
+    assert reading.quantiles == {"v1": LatencyQuantiles(p50_s=0.010, p99_s=0.050)}
     clock.at = NOON + 40 * 60
     later = source.read(config, {"v1": None})
     assert later.origin == reading.origin

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops import plugins
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
-from onnx_ops.domain.rollout_observations import interval
+from onnx_ops.domain.rollout_observations import diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.sagemaker_cloud import cloud, config_of, fake, invoke
@@ -59,7 +59,7 @@ def test_requests_errors_and_percentiles_are_told_once_a_minute_is_over(fake: Fa
     assert {name: tally.requests for name, tally in second.tallies.items()} == {"blue": 40, "green": 11}
     assert (second.tallies["green"].refused, second.tallies["green"].errors) == (1, 0)
     assert second.tallies["green"].over_p50 is None
-    between = interval(first, second, step=0, stable="blue", candidate="green")
+    between = diff_readings(first, second, step=0, stable="blue", candidate="green")
     assert between is not None
     assert (between.stable.requests, between.canary.requests) == (40, 11)
     provider.apply(config, state_of(blue, green, blue=50, green=50), generation=2)

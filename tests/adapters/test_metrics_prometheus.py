@@ -12,7 +12,7 @@ from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import ShadowTally, Tally, Thresholds, interval
+from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import shared as slab
 from onnx_ops.serving.metrics import Metrics
@@ -25,7 +25,7 @@ CONFIG = EndpointConfig(
 )
 SHOWN = BOUNDS_S[:: STEPS // 2]
 FAST, SLOW = SHOWN[10], SHOWN[20]
-THRESHOLDS = Thresholds(p50_s=SHOWN[12], p99_s=SHOWN[18], requests=1000)
+THRESHOLDS = LatencyThresholds(p50_s=SHOWN[12], p99_s=SHOWN[18], requests=1000)
 SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -108,8 +108,8 @@ def test_requests_errors_and_exceedances(scraped: Scraped, source: PrometheusMet
     scraped.answer(2, 200, SLOW, 7)
     reading = source.read(CONFIG, {"v1": THRESHOLDS, "v2": THRESHOLDS})
     assert reading.tallies == {
-        "v1": Tally(requests=100, errors=4, refused=1, over_p50=5, over_p99=5, timed=100),
-        "v2": Tally(requests=7, errors=0, over_p50=7, over_p99=7, timed=7),
+        "v1": RequestCounts(requests=100, errors=4, refused=1, over_p50=5, over_p99=5, timed=100),
+        "v2": RequestCounts(requests=7, errors=0, over_p50=7, over_p99=7, timed=7),
     }
     assert reading.at == scraped.at, "when it was scraped, not when it was asked"
 
@@ -137,7 +137,7 @@ def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics
     ):
         shared.row(0, 2)[column] += count
     reading = source.read(CONFIG, {"v1": None, "v2": None})
-    assert reading.shadow == ShadowTally(compared=30, differing=4, failed=2)
+    assert reading.shadow == ShadowCounts(compared=30, differing=4, failed=2)
     assert (reading.tallies["v2"].outcomes, reading.tallies["v2"].successes) == (20, 15)
     assert source.capabilities() == {"exceedances", "shadow", "outcomes"}
 
@@ -152,13 +152,13 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
         assert before.tallies["v1"].requests == 30
         scraped.answer(1, 500, FAST, 4, instance=1)
         again = source.read(CONFIG, {"v1": THRESHOLDS})
-        found = interval(before, again, step=0, stable="v1", candidate="v2")
+        found = diff_readings(before, again, step=0, stable="v1", candidate="v2")
         assert found is not None
-        assert found.stable == Tally(requests=4, errors=4, over_p50=0, over_p99=0, timed=4)
+        assert found.stable == RequestCounts(requests=4, errors=4, over_p50=0, over_p99=0, timed=4)
         scraped.instances["host-0:8000"] = scraped.start()
         after = source.read(CONFIG, {"v1": THRESHOLDS})
         assert after.origin != before.origin
-        assert interval(again, after, step=0, stable="v1", candidate="v2") is None
+        assert diff_readings(again, after, step=0, stable="v1", candidate="v2") is None
         del scraped.instances["host-0:8000"]
         assert source.read(CONFIG, {"v1": THRESHOLDS}).origin not in (before.origin, after.origin)
 
@@ -188,7 +188,7 @@ def test_thresholds_are_frozen_from_the_histogram(scraped: Scraped, source: Prom
 
 def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.answer(1, 200, FAST)
-    between = Thresholds(p50_s=SHOWN[12] * 1.1, p99_s=SHOWN[18], requests=1000)
+    between = LatencyThresholds(p50_s=SHOWN[12] * 1.1, p99_s=SHOWN[18], requests=1000)
     tally = source.read(CONFIG, {"v1": between}).tallies["v1"]
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
@@ -204,7 +204,7 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> Non
         "select": {"job": "serving", "namespace": '"prod\\'},
     }
     reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
-    assert reading.tallies["v1"] == Tally(requests=3, errors=3, timed=3)
+    assert reading.tallies["v1"] == RequestCounts(requests=3, errors=3, timed=3)
     assert 'onnx_ops_counts{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
 
 
@@ -234,9 +234,9 @@ def test_another_servers_series(inbox: Inbox) -> None:
             "select": {"job": "triton"},
         }
     )
-    reading = source.read(CONFIG, {"v1": Thresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
+    reading = source.read(CONFIG, {"v1": LatencyThresholds(p50_s=0.1, p99_s=0.1, requests=1000)})
     assert reading.at == 100.5
-    assert reading.tallies == {"v1": Tally(requests=1007, errors=7, over_p50=107, over_p99=107, timed=1007)}
+    assert reading.tallies == {"v1": RequestCounts(requests=1007, errors=7, over_p50=107, over_p99=107, timed=1007)}
     assert source.capabilities() == {"exceedances"}
 
 

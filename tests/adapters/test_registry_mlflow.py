@@ -20,13 +20,13 @@ from onnx_ops.adapters.registries import mlflow as mlflow_registry
 from onnx_ops.adapters.registries import mlflow_folder, mlflow_tags
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_connection import Connection
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.ledger import Body, Configured, Intent, LedgerEntry, Mirrored, Outcome
+from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, EndpointBound, EntryBody, Intent, LedgerEntry
 from onnx_ops.domain.release import Publication, VersionRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import (
     DigestMismatchError,
@@ -505,7 +505,7 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
     record = release.variants[0]
     signed = record.signed["cpu-1t"]
     verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
-    longer = sign(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
+    longer = sign_record(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
     with pytest.raises(UserError, match="too long for a tag"):
         mlflow_tags.judgement(dataclasses.replace(record, signed={"cpu-1t": longer}))
 
@@ -713,13 +713,13 @@ def _entries() -> tuple[LedgerEntry, ...]:
         endpoint="digits", provider="local", model="digits", target="cpu-1t", target_digest=digest, pipeline="digits"
     )
     action = Action(
-        kind=ActionKind.FIRST, state=split_state(None, new, 100), roles=Roles(stable=new), why="first deployment"
+        kind=ActionKind.FIRST, state=build_split_state(None, new, 100), roles=Roles(stable=new), why="first deployment"
     )
-    bodies: tuple[Body, ...] = (
-        Configured(config=config, policy=RolloutPolicy()),
+    bodies: tuple[EntryBody, ...] = (
+        EndpointBound(config=config, policy=RolloutPolicy()),
         Intent(action=action, holder="host:1", expires_at=1_800_000_060.0),
-        Outcome(of=2, ok=False, detail="the port is taken"),
-        Mirrored(aliases={"champion-cpu-1t": "2", "challenger-cpu-1t": None}),
+        ActionOutcome(of=2, ok=False, detail="the port is taken"),
+        AliasesWritten(aliases={"champion-cpu-1t": "2", "challenger-cpu-1t": None}),
     )
     return tuple(
         LedgerEntry(endpoint="digits", sequence=n, at=1_800_000_000.0 + n, actor="ada", body=body)

@@ -18,7 +18,7 @@ from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
-from onnx_ops.ports import HousedRuntime, RewritingRuntime
+from onnx_ops.ports import EnvironmentRuntime, RewritingRuntime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle
@@ -103,7 +103,7 @@ def test_a_target_must_say_which_build_it_measures(runtime: IsolatedRuntime, req
 
 def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
     runtime = TargetedRuntime().housed(tmp_path)
-    assert isinstance(runtime, HousedRuntime)
+    assert isinstance(runtime, EnvironmentRuntime)
     here = replace(APART, env=None)
     assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)
     assert runtime.fingerprint(APART).runtime_version == "1.31.1 (onnxruntime)"

@@ -22,7 +22,7 @@ from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.ports import RaceSchedule, RewritingRuntime, Runtime
+from onnx_ops.ports import PairedBenchmarkSchedule, RewritingRuntime, Runtime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, environments, require
@@ -197,7 +197,7 @@ def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file
 def test_clocks_are_told_and_coarse_ones_time_several_calls(
     node: NodeRuntime, browser: BrowserRuntime, file: Path
 ) -> None:
-    schedule = RaceSchedule(heats=1, blocks=2, runs=3)
+    schedule = PairedBenchmarkSchedule(heats=1, blocks=2, runs=3)
     fine, coarse = node.facts(file, NODE).clock_resolution_ns, browser.facts(file, WASM).clock_resolution_ns
     assert fine
     assert coarse

@@ -21,7 +21,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.ports import RaceSchedule
+from onnx_ops.ports import PairedBenchmarkSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.support.external import write_external
@@ -148,7 +148,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     orders = []
     for seed in (1, 1, 2):
         built.clear()
-        schedule = RaceSchedule(heats=4, blocks=1, runs=1, warmup=0, seed=seed)
+        schedule = PairedBenchmarkSchedule(heats=4, blocks=1, runs=1, warmup=0, seed=seed)
         OnnxRuntime().race((file, other), CPU, rows(1), schedule)
         assert sorted(built) == ["model.onnx"] * 4 + ["other.onnx"] * 4
         assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 8, 2))
@@ -169,7 +169,10 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(adapter, "new_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
     samples = OnnxRuntime().race(
-        (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"), CPU, rows(1), RaceSchedule(heats=3, seed=4)
+        (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
+        CPU,
+        rows(1),
+        PairedBenchmarkSchedule(heats=3, seed=4),
     )
     assert (samples.nanoseconds[:, :, 0] == 10).all()
     assert (samples.nanoseconds[:, :, 1] == 20).all()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.errors import InfrastructureError, InvalidSignatureError, NotFoundError, RefusedError, UserError
 from onnx_ops.ports.store import Signer, Verifier
 
@@ -56,7 +56,7 @@ def test_a_changed_record_is_refused(tmp_path_factory: pytest.TempPathFactory, p
     signer = create_key(path)
     changed = bytearray(RECORD)
     changed[position] ^= 1 << bit
-    with pytest.raises(InvalidSignatureError, match=short(signer.key)):
+    with pytest.raises(InvalidSignatureError, match=short_digest(signer.key)):
         TrustedKeys(path.parent).verify(bytes(changed), signer.sign(RECORD), signer.key)
 
 
@@ -68,7 +68,7 @@ def test_a_malformed_signature_is_refused(signer: EcdsaSigner, trusted: TrustedK
 
 def test_a_signature_for_another_key_is_refused(signer: EcdsaSigner, trusted: TrustedKeys, tmp_path: Path) -> None:
     other = create_key(tmp_path / "other" / "signing.pem")
-    with pytest.raises(InvalidSignatureError, match=f"key {short(other.key)} is not trusted"):
+    with pytest.raises(InvalidSignatureError, match=f"key {short_digest(other.key)} is not trusted"):
         trusted.verify(RECORD, other.sign(RECORD), other.key)
     with pytest.raises(InvalidSignatureError, match="does not fit"):
         trusted.verify(RECORD, other.sign(RECORD), signer.key)

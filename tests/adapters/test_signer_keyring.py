@@ -10,7 +10,7 @@ import pytest
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
 from onnx_ops.adapters.signers.keyring import Keyring
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import hex_of
+from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.errors import InvalidSignatureError, NotFoundError, RefusedError, UserError
 
 RECORD = b'{"verdict":"pass"}'
@@ -100,14 +100,14 @@ def test_a_rotation_that_is_killed_anywhere_is_finished_by_the_next(
 def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyring, places: tuple[Path, Path]) -> None:
     old = EcdsaSigner(places[0])
     keyring.rotate()
-    kept = keyring.retire(keyring.find(hex_of(old.key)[:8]))
+    kept = keyring.retire(keyring.find(hex_digits(old.key)[:8]))
     assert kept
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
         TrustedKeys(places[1]).verify(RECORD, old.sign(RECORD), old.key)
     assert [(one.signs, one.trusted) for one in keyring.known()] == [(True, True), (False, False)]
     with pytest.raises(NotFoundError, match="no trusted key begins with"):
-        keyring.find(hex_of(old.key))
+        keyring.find(hex_digits(old.key))
 
 
 def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
@@ -126,7 +126,7 @@ def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
         assert keyring.find(one.key) == one
     for _ in range(20):
         keyring.rotate()
-    first = [hex_of(one.key)[0] for one in keyring.known()]
+    first = [hex_digits(one.key)[0] for one in keyring.known()]
     repeated = next(digit for digit in first if first.count(digit) > 1)
     with pytest.raises(UserError, match="several keys begin with"):
         keyring.find(repeated)

@@ -22,7 +22,7 @@ import pytest
 from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders, manifest_of
-from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_bytes, hex_of
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_bytes, hex_digits
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, RefusedError, StorageError
 from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
@@ -31,11 +31,11 @@ from tests.support.faults import Faults
 
 
 def blob(digest: Digest) -> str:
-    return f"blobs/{hex_of(digest)[:2]}/{hex_of(digest)}"
+    return f"blobs/{hex_digits(digest)[:2]}/{hex_digits(digest)}"
 
 
 def record(key: Digest) -> str:
-    return f"records/{hex_of(key)[:2]}/{hex_of(key)}.json"
+    return f"records/{hex_digits(key)[:2]}/{hex_digits(key)}.json"
 
 
 class TestLocalStore(StoreSuite):
@@ -180,7 +180,7 @@ def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put
     """One thread collects whatever is old, all the time; the other puts content that is there and old already."""
     ours, theirs = (ContentStore(LocalObjects(tmp_path), tmp_path) for _ in range(2))
     ended = threading.Event()
-    removed: list[Stored] = []
+    removed: list[StoredObject] = []
 
     def collect() -> None:
         while not ended.is_set():
@@ -278,7 +278,7 @@ def test_model_folders_are_admitted_and_found_again(tmp_path: Path, model: Path)
     place = folders.admit(model, manifest)
     assert folders.location(manifest.digest()) == place == folders.admit(model, manifest)
     assert manifest_of(Path(place)) == manifest
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_of(manifest.digest())]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [hex_digits(manifest.digest())]
 
 
 def test_model_folders_of_killed_processes_are_removed(tmp_path: Path, model: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.app.memory import remember
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -64,7 +64,7 @@ class Throne:
                 evidence={},
                 metrics={},
                 decisions={},
-                signed={TARGET: sign(decided, self.world.signer)},
+                signed={TARGET: sign_record(decided, self.world.signer)},
                 description="",
             )
             lineage = Lineage(pipeline="p", release=digest_bytes(b"a"))

@@ -10,8 +10,8 @@ import pytest
 
 from onnx_ops.app.champions import measure_again, reigns
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
-from onnx_ops.domain.decision import Drift, Verdict, exit_code
-from onnx_ops.domain.notification import What, event_of, notice_of
+from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
+from onnx_ops.domain.notification import NotificationKind, build_drift_notification, build_event
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, Throne
@@ -109,15 +109,21 @@ def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_exit_codes(verdicts: tuple[Verdict, ...], code: int) -> None:
-    assert exit_code([Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts]) == code
+    assert (
+        compute_drift_exit_code([Drift(model="m", version="1", target="t", verdict=v, why="") for v in verdicts])
+        == code
+    )
 
 
 def test_what_people_and_programs_are_told_of_drift(tmp_path: Path) -> None:
     found = looked(Throne(tmp_path, now=(SLOWER,)).remembered())
-    notice = notice_of(found, at=5.0, actor="me")
-    assert (notice.what, notice.title) == (What.DRIFTED, f"{MODEL}@{TARGET}: champion v1 (int8) has drifted")
+    notice = build_drift_notification(found, at=5.0, actor="me")
+    assert (notice.what, notice.title) == (
+        NotificationKind.DRIFTED,
+        f"{MODEL}@{TARGET}: champion v1 (int8) has drifted",
+    )
     assert "changed since: runtime" in notice.why
     assert notice.commands["Measure again"] == "onnx-ops champions p"
-    event = event_of(notice)
+    event = build_event(notice)
     assert (event.event, event.resource) == ("onnx-ops.champion.drifted", f"onnx-ops.model.{MODEL}")
     assert event.key is None, "each night it is found is a night of its own"

@@ -12,18 +12,18 @@ from onnx_ops import codec
 from onnx_ops.app.handler import StageHandler, binding
 from onnx_ops.app.project import Prepared, Project, execute
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import Intent, Outcome
+from onnx_ops.domain.ledger import ActionOutcome, Intent
 from onnx_ops.domain.pipeline import Benchmark, Deploy, Export, Pipeline, Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice, Lineage, Publication, Registration, VariantRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeWorld
 
 KEY = digest_bytes(b"key")
@@ -32,7 +32,7 @@ REGISTER = Stage(id="register", kind=StageKind.REGISTER, settings={})
 
 def registered(ports: Ports, run: Digest) -> Manifest:
     """Register a release of one variant, whose evidence names the run."""
-    document = ports.root / f"{short(run)}.json"
+    document = ports.root / f"{short_digest(run)}.json"
     document.write_text(run)
     (ports.root / "model.onnx").write_text("model")
     record = VariantRecord(
@@ -91,13 +91,15 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
     world = FakeWorld()
     ports = world.ports(root=tmp_path)
     config, section = binding(deploy())
-    configure(ports, config, section.rollout)
+    bind_endpoint(ports, config, section.rollout)
     release, manifest = digest_bytes(b"release"), digest_bytes(b"files")
     served = Deployment(
         name="v1", model="m", version="1", variant="fp32", release=release, manifest=manifest, location=str(tmp_path)
     )
-    action = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
-    for body in (Intent(action=action, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
+    action = Action(
+        kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
+    )
+    for body in (Intent(action=action, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
         Journal.open(ports, "e").append(body)
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))

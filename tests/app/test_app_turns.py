@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.app.turns import Quiet, claimed
-from onnx_ops.domain.artifact import digest_bytes, hex_of
+from onnx_ops.domain.artifact import digest_bytes, hex_digits
 
 PATIENCE_S = 30.0
 KEY = digest_bytes(b"key")
@@ -123,7 +123,7 @@ def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Pa
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "mine\n"
-        assert (tmp_path / f"{hex_of(KEY)}.lock").exists()
+        assert (tmp_path / f"{hex_digits(KEY)}.lock").exists()
         waiting = threading.Thread(target=claim)
         waiting.start()
         assert not mine.wait(0.3)

@@ -22,16 +22,16 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Intent, Observed, ReleaseState, fold
+from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.ports import Ports
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
-from onnx_ops.release.status import status
+from onnx_ops.release.status import read_status
 from onnx_ops.serving.run_time import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
@@ -172,7 +172,7 @@ class Site:
         lineage = Lineage(pipeline="p", release=digest_bytes(seed.encode()))
         published = self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))
         promote(self.ports, MODEL, published["fp32"], TARGET, override=True, reason="its gates are not what is tried")
-        settle(self.ports, ENDPOINT)
+        reconcile_until_stable(self.ports, ENDPOINT)
         return f"v{published['fp32']}"
 
     def load(self, connections: int = 1) -> LoadProcess:
@@ -190,8 +190,8 @@ class Site:
         """Reconcile until no rollout is in progress; why the last move was made."""
         deadline = time.monotonic() + PATIENCE_S
         while self.state().roles.candidate is not None:
-            assert time.monotonic() < deadline, settle(self.ports, ENDPOINT)[-1]
-            settle(self.ports, ENDPOINT)
+            assert time.monotonic() < deadline, reconcile_until_stable(self.ports, ENDPOINT)[-1]
+            reconcile_until_stable(self.ports, ENDPOINT)
             time.sleep(0.2)
         actions = [e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)]
         return [action.why for action in actions if action.kind is not ActionKind.CLEAN_UP][-1]
@@ -221,7 +221,7 @@ def rolled_out(
     **other: float,
 ) -> tuple[str, Records]:
     """How the rollout of a candidate, in which some things are other than in `stable`, ended, and what clients saw."""
-    configure(site.ports, site.config, policy)
+    bind_endpoint(site.ports, site.config, policy)
     before = dict(stable or {})
     site.release("first", **before)
     with site.load(connections) as load:
@@ -304,18 +304,18 @@ def test_a_candidate_that_answers_wrongly_is_found_before_any_user_sees_it(site:
 
 @pytest.mark.nightly
 def test_a_candidate_that_starts_slowly_never_gets_traffic(site: Site) -> None:
-    configure(site.ports, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
+    bind_endpoint(site.ports, site.config, RolloutPolicy(guardrails=(Guardrail(name="cold_start", max=1e-4),)))
     site.release("first", layers=5)
     site.release("second", layers=5)
     assert site.drive().endswith("at most 0.0001 s; evidence 256:1 (limit 20:1) -> ROLL BACK")
     assert site.traffic() == {"v1": 100}
-    readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, Observed)]
+    readings = [e.body.reading for e in site.world.ledger.read(ENDPOINT) if isinstance(e.body, MetricsRecorded)]
     assert {name: len(loads) for name, loads in readings[-1].cold_s.items()} == {"v1": 8, "v2": 8}
     assert all(0 < seconds < PATIENCE_S for loads in readings[-1].cold_s.values() for seconds in loads)
 
 
 def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
-    configure(site.ports, site.config, RolloutPolicy())
+    bind_endpoint(site.ports, site.config, RolloutPolicy())
     site.release("first")
     site.release("second")
     with site.load() as load:
@@ -331,20 +331,20 @@ def test_a_rollback_under_load_fails_nothing(site: Site) -> None:
 @pytest.mark.nightly
 def test_an_endpoint_that_lost_its_supervisor_is_shown_as_what_it_is_and_gets_another(site: Site) -> None:
     """The workers answer all the time; the reconciler brings the supervisor back under load, and nobody is dropped."""
-    configure(site.ports, site.config, RolloutPolicy())
+    bind_endpoint(site.ports, site.config, RolloutPolicy())
     site.release("first", layers=5)
     record = codec.loads((site.folder / "endpoints" / ENDPOINT / SERVER_FILE).read_bytes(), ServerRecord)
     with site.load() as load:
         time.sleep(1)
         os.kill(record.pid, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE_S
-        while not (seen := status(site.ports, ENDPOINT)).unsupervised:
+        while not (seen := read_status(site.ports, ENDPOINT)).unsupervised:
             assert time.monotonic() < deadline, seen
         assert seen.actual is None
         time.sleep(0.5)
-        reports = settle(site.ports, ENDPOINT)
+        reports = reconcile_until_stable(site.ports, ENDPOINT)
         assert [report.did for report in reports] == ["restore", ""]
-        assert not status(site.ports, ENDPOINT).unsupervised
+        assert not read_status(site.ports, ENDPOINT).unsupervised
         time.sleep(1)
         records = load.stop()
     assert records.failed == 0

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.app.project import open_project
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Signer
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.command import run_command
@@ -62,7 +62,7 @@ def deployment(version: str, signer: Signer) -> Deployment:
         by="t",
         at="",
     )
-    return replace(plain, authority=sign(override, signer).envelope)
+    return replace(plain, authority=sign_record(override, signer).envelope)
 
 
 @pytest.fixture(params=REMEDIES)
@@ -92,13 +92,13 @@ def stranger(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         pipeline="p",
         settings=settings,
     )
-    configure(ports, config, RolloutPolicy())
+    bind_endpoint(ports, config, RolloutPolicy())
     signer = ports.signer()
     assert signer is not None
     one, two = deployment("1", signer), deployment("2", signer)
     for kind, roles in ((ActionKind.FIRST, Roles(stable=one)), (ActionKind.FINISH, Roles(stable=two, previous=one))):
         assert roles.stable is not None
-        state = split_state(None, roles.stable, 100)
+        state = build_split_state(None, roles.stable, 100)
         Journal.open(ports, "digits").perform(Action(kind=kind, state=state, roles=roles, why="test"))
     return str(request.param)
 

@@ -13,7 +13,7 @@ from onnx_ops.cli.diagnosis import CHECKS, diagnose
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.models import rows, write_perceptron
 
 KEPT = """\
@@ -44,7 +44,7 @@ def test_the_doctor_names_endpoints_whose_pipeline_has_no_file(tmp_path: Path, m
             target_digest=digest_bytes(b""),
             pipeline=pipeline,
         )
-        configure(open_project().ports, config, RolloutPolicy())
+        bind_endpoint(open_project().ports, config, RolloutPolicy())
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pipeline of")}
     assert found.keys() == {"pipeline of renamed"}
     assert found["pipeline of renamed"].found.endswith("onnx-ops delete renamed")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.command import run_command
@@ -28,7 +28,7 @@ def test_the_doctor_looks_at_the_endpoints_of_one_provider(tmp_path: Path) -> No
         code, findings = look(tmp_path, "azureml")
         assert code == 0
         assert set(findings) == {"azure packages", "azure credentials", "endpoints of azureml"}
-        configure(open_project(tmp_path).ports, config_of(cloud), RolloutPolicy())
+        bind_endpoint(open_project(tmp_path).ports, config_of(cloud), RolloutPolicy())
         assert look(tmp_path, "azureml")[0] == 0
         cloud.conditions.quota = 1
         code, findings = look(tmp_path, "azureml")

@@ -14,8 +14,8 @@ from onnx_ops.adapters.endpoints import sagemaker_diagnosis
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.cli.main import app
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Finding
-from onnx_ops.ports import Diagnosing
+from onnx_ops.domain.target import Diagnosis
+from onnx_ops.ports import Diagnosable
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 from tests.support.golden import Golden
 
@@ -36,14 +36,14 @@ def account(cloud: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> FakeSageMa
     return cloud
 
 
-def found(**settings: Json) -> dict[str, Finding]:
+def found(**settings: Json) -> dict[str, Diagnosis]:
     return {finding.check: finding for finding in SageMakerEndpoints().diagnose({"digits": {**SETTINGS, **settings}})}
 
 
 def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
     account: FakeSageMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(SageMakerEndpoints(), Diagnosing)
+    assert isinstance(SageMakerEndpoints(), Diagnosable)
     push(account)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", account.environment["AWS_ACCESS_KEY_ID"])
     findings = found()

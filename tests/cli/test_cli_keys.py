@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
 from onnx_ops.app.project import open_project
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.cli.main import app
-from onnx_ops.domain.artifact import short
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.release.promote import promote
 from onnx_ops.testing.registries import publication
 
@@ -49,7 +49,7 @@ def promoted(project: Path) -> str:
     release = publication(project / "files", model="digits", seed="a")
     (variant,) = release.variants
     record = variant.signed[TARGET].record
-    signed = sign(record, signer)
+    signed = sign_record(record, signer)
     ports = open_project().ports
     published = replace(release, variants=(replace(variant, signed={TARGET: signed}),))
     version = ports.registry().publish(published)["fp32"]
@@ -64,10 +64,10 @@ def test_a_key_is_made_listed_and_rotated(project: Path, capfd: pytest.CaptureFi
     assert keys("new").exit_code == 2
     told = keys("rotate")
     assert told.exit_code == 0
-    assert f"decisions by key {short(old)} stay valid" in told.stdout
+    assert f"decisions by key {short_digest(old)} stay valid" in told.stdout
     new = signing_key(project).key
     listed = keys("list").stdout.splitlines()
-    assert [line.split()[:2] for line in listed] == [[short(new), "signs"], [short(old), "trusted"]]
+    assert [line.split()[:2] for line in listed] == [[short_digest(new), "signs"], [short_digest(old), "trusted"]]
     document = printed(capfd, "list", "--json")
     assert [(one["key"], one["signs"], one["trusted"]) for one in document] == [(new, True, True), (old, False, True)]
 
@@ -85,34 +85,34 @@ def test_retiring_says_which_versions_lose_their_decision(project: Path, capfd: 
     keys("new")
     old = signing_key(project).key
     version = promoted(project)
-    assert keys("retire", short(old)).exit_code == 5
+    assert keys("retire", short_digest(old)).exit_code == 5
     keys("rotate")
-    refused = keys("retire", short(old))
+    refused = keys("retire", short_digest(old))
     assert refused.exit_code == 5
     assert f"digits/{version} as champion-{TARGET}" in refused.output
-    foreseen = printed(capfd, "retire", short(old), "--dry-run", "--json")
+    foreseen = printed(capfd, "retire", short_digest(old), "--dry-run", "--json")
     assert foreseen["retired"] is False
     assert foreseen["lost"] == [{"alias": f"champion-{TARGET}", "model": "digits", "version": version}]
-    assert short(old) in keys("list").stdout.replace("retired", "")
-    forced = keys("retire", short(old), "--force")
+    assert short_digest(old) in keys("list").stdout.replace("retired", "")
+    forced = keys("retire", short_digest(old), "--force")
     assert forced.exit_code == 0
     assert f"loses its decision: digits/{version}" in forced.stdout
-    assert f"{short(old)}  retired" in keys("list").stdout
+    assert f"{short_digest(old)}  retired" in keys("list").stdout
 
 
 def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
     keys("rotate")
-    assert keys("retire", short(old)).exit_code == 0
-    assert keys("retire", short(old)).exit_code == 2
+    assert keys("retire", short_digest(old)).exit_code == 0
+    assert keys("retire", short_digest(old)).exit_code == 2
 
 
 def test_the_doctor_tells_which_keys_are_trusted(project: Path) -> None:
     from onnx_ops.cli.diagnosis import diagnose
 
     keys("new")
-    key = short(signing_key(project).key)
+    key = short_digest(signing_key(project).key)
     found = {one.check: one for one in diagnose(open_project())}
     assert found["signatures"].ok
     assert found["trusted keys"].found.startswith(key)

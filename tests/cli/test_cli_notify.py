@@ -14,7 +14,7 @@ from onnx_ops.app.project import Project
 from onnx_ops.cli.main import app
 from onnx_ops.cli.watching import _telling_people
 from onnx_ops.config.settings import load_settings
-from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.inbox import Inbox, Reply
 from tests.release.release_parts import Scene
@@ -95,27 +95,27 @@ PATIENCE_S = 60.0
 def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path: Path) -> None:
     scene = Scene()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
-    told: list[WatchReport] = []
+    told: list[WatchEvent] = []
     heard = threading.Event()
 
-    def hear(report: WatchReport) -> None:
+    def hear(report: WatchEvent) -> None:
         told.append(report)
         heard.set()
 
-    watcher = Watcher(scene.ports, Bell(), every=3600.0, told=hear)
+    watcher = WatchLoop(scene.ports, ReconcileQueue(), every=3600.0, told=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
     with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 3600.0):
         assert heard.wait(PATIENCE_S)
         scene.serve(scene.publish("b"))
     assert [notice.headline for notice in chat.received] == ["first deployment: v1", "v2 has all traffic"]
-    assert [(report.kind, report.did) for report in told] == [(Kind.NOTIFIED, "chat")] * 2
+    assert [(report.kind, report.did) for report in told] == [(WatchEventKind.NOTIFIED, "chat")] * 2
     assert told[-1].why == "digits: v2 has all traffic"
 
 
 def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
-    watcher = Watcher(scene.ports, Bell(), every=1.0, told=lambda _: None)
+    watcher = WatchLoop(scene.ports, ReconcileQueue(), every=1.0, told=lambda _: None)
     before = threading.active_count()
     with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 1.0):
         assert threading.active_count() == before

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.app import connect
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Intent, Outcome, RefusedVersion
+from onnx_ops.domain.ledger import ActionOutcome, Intent, VersionRefused
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.registries import publication
 from tests.support.command import PROGRAM, Result, run_command
 
@@ -51,7 +51,7 @@ class Site:
             target_digest=digest_bytes(TARGET.encode()),
             pipeline="linear",
         )
-        configure(self.ports, config, RolloutPolicy())
+        bind_endpoint(self.ports, config, RolloutPolicy())
 
     def publish(self, seed: str, verdict: Verdict = Verdict.PASS) -> str:
         """A version with a decision that this project's key has signed."""
@@ -59,7 +59,7 @@ class Site:
         (variant,) = release.variants
         record, signer = variant.signed[TARGET].record, self.ports.signer()
         assert signer is not None
-        signed = sign(record, signer)
+        signed = sign_record(record, signer)
         variant = dataclasses.replace(variant, signed={TARGET: signed})
         return self.ports.registry().publish(dataclasses.replace(release, variants=(variant,)))["fp32"]
 
@@ -83,12 +83,12 @@ class Site:
     def done(self) -> list[str]:
         """Kinds of the actions that have ended well, and refusals, in order."""
         entries = self.ports.ledger.read(self.endpoint)
-        ended = {entry.body.of for entry in entries if isinstance(entry.body, Outcome) and entry.body.ok}
+        ended = {entry.body.of for entry in entries if isinstance(entry.body, ActionOutcome) and entry.body.ok}
         told = []
         for entry in entries:
             if entry.sequence in ended and isinstance(entry.body, Intent):
                 told.append(str(entry.body.action.kind.value))
-            elif entry.sequence in ended and isinstance(entry.body, RefusedVersion):
+            elif entry.sequence in ended and isinstance(entry.body, VersionRefused):
                 told.append(f"refused {entry.body.alias} {entry.body.version}")
         return told
 

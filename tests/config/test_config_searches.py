@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config.loader import check_pipeline
-from onnx_ops.domain.decision import Prefer
+from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.quantization import Budget, Tune
 from onnx_ops.errors import ConfigError
@@ -59,7 +59,7 @@ def test_a_search_and_its_budget(root: Path) -> None:
     assert entry.budget == Budget(metric_drop=0.005, size=10_000_000, p99=0.005, max_minutes=5.0)
     assert entry.tune == Tune(data="tune")
     assert pipeline.variants() == ("fp32", "best-fast", "best-small", "best-exact")
-    assert pipeline.prefer == Prefer(default="size")
+    assert pipeline.prefer == Objective(default="size")
 
 
 def test_preferences_of_single_targets(root: Path) -> None:

@@ -20,7 +20,7 @@ from onnx_ops.app.project import open_project
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
-from onnx_ops.release.journal import Journal, bound_endpoints
+from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.inbox import Inbox
 from tests.docs.docs_shell import Shell
@@ -39,7 +39,7 @@ def stop(project: Path) -> None:
 
 def stop_endpoints(project: Path) -> None:
     opened = open_project(project)
-    for endpoint in bound_endpoints(opened.ports):
+    for endpoint in list_bound_endpoints(opened.ports):
         LocalEndpoints(opened.settings.endpoints).stop(Journal.open(opened.ports, endpoint).config)
 
 

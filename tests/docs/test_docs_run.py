@@ -16,7 +16,7 @@ import pytest
 
 from onnx_ops.app.project import open_project
 from onnx_ops.app.scaffold import scaffold
-from onnx_ops.release.journal import bound_endpoints
+from onnx_ops.release.journal import list_bound_endpoints
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, Command, blocks_of, commands_of
 from tests.docs.docs_scenes import broken, stop, there
 from tests.docs.docs_shell import Shell, missing, outcome_of, wait_for
@@ -99,7 +99,7 @@ def test_a_page_that_begins_with_nothing_runs(page: Path, tmp_path: Path) -> Non
     project = tmp_path / "fraud"
     try:
         follow(page, tmp_path, project)
-        assert not bound_endpoints(open_project(project).ports)
+        assert not list_bound_endpoints(open_project(project).ports)
     finally:
         stop(project)
 

@@ -8,21 +8,28 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.ledger import Outcome
-from onnx_ops.domain.notification import NAMES, Notification, Severity, What, event_of, news
-from onnx_ops.domain.rollout import ActionKind, rollback
+from onnx_ops.domain.ledger import ActionOutcome
+from onnx_ops.domain.notification import (
+    EVENT_NAMES,
+    Notification,
+    NotificationKind,
+    Severity,
+    build_event,
+    list_pending_notifications,
+)
+from onnx_ops.domain.rollout import ActionKind, plan_rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, START, intent, log, version
 from tests.domain.test_domain_notification import ALARM, ON_TRIAL, told
 
 
 def followed(*bodies: object) -> list[Notification]:
-    return list(news("digits", log(*bodies), progress=True))  # type: ignore[arg-type]
+    return list(list_pending_notifications("digits", log(*bodies), progress=True))  # type: ignore[arg-type]
 
 
 def test_a_whole_rollout_is_followed_step_by_step() -> None:
     step = replace(START, kind=ActionKind.ADVANCE, roles=replace(START.roles, step=1))
-    bodies = (*ON_TRIAL, intent(step), Outcome(of=6, ok=True), intent(FINISH), Outcome(of=8, ok=True))
-    found = [event_of(notice) for notice in followed(*bodies)]
+    bodies = (*ON_TRIAL, intent(step), ActionOutcome(of=6, ok=True), intent(FINISH), ActionOutcome(of=8, ok=True))
+    found = [build_event(notice) for notice in followed(*bodies)]
     assert [event.event for event in found] == [
         "onnx-ops.rollout.finished",
         "onnx-ops.rollout.started",
@@ -37,27 +44,38 @@ def test_a_whole_rollout_is_followed_step_by_step() -> None:
         ("2", "2"),
     ]
     assert found[2].payload["what"] == "v2 is at step 2"
-    assert [notice.what for notice in told(*bodies)] == [What.FINISHED, What.FINISHED], "people are spared the steps"
+    assert [notice.what for notice in told(*bodies)] == [NotificationKind.FINISHED, NotificationKind.FINISHED], (
+        "people are spared the steps"
+    )
 
 
 def test_what_is_taken_back_says_which_version_and_why() -> None:
-    *_, found = followed(*ON_TRIAL, intent(ALARM), Outcome(of=6, ok=True))
-    event = event_of(found)
+    *_, found = followed(*ON_TRIAL, intent(ALARM), ActionOutcome(of=6, ok=True))
+    event = build_event(found)
     assert event.event == "onnx-ops.rollout.rolled-back"
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
     assert event.payload["why"] == ALARM.why
     assert event.labels == {"onnx-ops.severity": "critical"}
-    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
-    *_, found = followed(CONFIGURED, intent(FINISH), Outcome(of=2, ok=True), intent(back), Outcome(of=4, ok=True))
-    event = event_of(found)
+    back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
+    *_, found = followed(
+        CONFIGURED, intent(FINISH), ActionOutcome(of=2, ok=True), intent(back), ActionOutcome(of=4, ok=True)
+    )
+    event = build_event(found)
     assert event.event == "onnx-ops.rolled-back"
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")
 
 
 def test_a_version_that_finishes_twice_within_the_hour_is_told_twice() -> None:
-    once = (intent(ALARM), Outcome(of=6, ok=True), intent(START), Outcome(of=8, ok=True))
-    bodies = (*ON_TRIAL, *once, intent(ALARM), Outcome(of=10, ok=True), intent(START), Outcome(of=12, ok=True))
-    found = [event_of(notice) for notice in followed(*bodies)]
+    once = (intent(ALARM), ActionOutcome(of=6, ok=True), intent(START), ActionOutcome(of=8, ok=True))
+    bodies = (
+        *ON_TRIAL,
+        *once,
+        intent(ALARM),
+        ActionOutcome(of=10, ok=True),
+        intent(START),
+        ActionOutcome(of=12, ok=True),
+    )
+    found = [build_event(notice) for notice in followed(*bodies)]
     assert [event.event.rpartition(".")[2] for event in found[1:]] == ["started", "rolled-back"] * 2 + ["started"]
     assert len({event.key for event in found}) == len(found)
 
@@ -68,7 +86,7 @@ notices = st.builds(
     sequence=st.integers(0, 9),
     at=st.floats(0, 2e9),
     actor=st.text(),
-    what=st.sampled_from(What),
+    what=st.sampled_from(NotificationKind),
     severity=st.sampled_from(Severity),
     headline=st.text(),
     why=st.text(),
@@ -79,13 +97,13 @@ notices = st.builds(
 
 @given(notices)
 def test_every_notification_is_an_event_that_json_can_hold(notice: Notification) -> None:
-    event = event_of(notice)
-    assert event.event == NAMES[notice.what]
+    event = build_event(notice)
+    assert event.event == EVENT_NAMES[notice.what]
     assert json.loads(json.dumps(event.payload)) == event.payload
-    assert event_of(notice).key == event.key
+    assert build_event(notice).key == event.key
     assert (event.key is None) == (notice.sequence == 0)
 
 
 def test_every_kind_of_news_has_a_name_of_its_own() -> None:
-    assert set(NAMES) == set(What)
-    assert len(set(NAMES.values())) == len(NAMES)
+    assert set(EVENT_NAMES) == set(NotificationKind)
+    assert len(set(EVENT_NAMES.values())) == len(EVENT_NAMES)

@@ -10,20 +10,29 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.ledger import (
-    Body,
-    Configured,
-    Deleted,
+    ActionOutcome,
+    AliasesWritten,
+    EndpointBound,
+    EndpointDeleted,
+    EntryBody,
     Intent,
     LedgerEntry,
-    Mirrored,
-    Outcome,
-    Override,
+    OperatorCommandSent,
+    OverrideRecorded,
     ReleaseState,
-    Spoken,
+    apply_entry,
     fold,
-    follow,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, Word, abort, next_action, rollback
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    Wait,
+    choose_next_action,
+    plan_abort,
+    plan_rollback,
+)
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 POLICY = RolloutPolicy(steps=(0.1, 0.5, 1.0))
@@ -49,14 +58,14 @@ def version(number: int, *, release: str = "") -> Deployment:
     )
 
 
-def log(*bodies: Body) -> list[LedgerEntry]:
+def log(*bodies: EntryBody) -> list[LedgerEntry]:
     return [
         LedgerEntry(endpoint="digits", sequence=n, at=float(n), actor="a", body=body)
         for n, body in enumerate(bodies, start=1)
     ]
 
 
-def folded(*bodies: Body) -> ReleaseState:
+def folded(*bodies: EntryBody) -> ReleaseState:
     return fold("digits", log(*bodies))
 
 
@@ -65,23 +74,23 @@ def intent(action: Action) -> Intent:
 
 
 def planned(
-    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, word: Word | None = None
+    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, word: OperatorCommand | None = None
 ) -> Action:
     """The action for an endpoint that is what its roles say."""
     asked = {"wanted": wanted, "roles": roles, "policy": policy, "target": "cpu", "word": word, "now": 100.0}
-    believed = next_action(**{**asked, "word": None}, actual=None)  # type: ignore[arg-type]
+    believed = choose_next_action(**{**asked, "word": None}, actual=None)  # type: ignore[arg-type]
     actual = believed.state if isinstance(believed, Action) else None
-    action = next_action(**asked, actual=actual)  # type: ignore[arg-type]
+    action = choose_next_action(**asked, actual=actual)  # type: ignore[arg-type]
     assert isinstance(action, Action), action
     return action
 
 
 FIRST = planned(version(1), Roles())
 START = planned(version(2), FIRST.roles)
-ADVANCE = planned(version(2), START.roles, word=Word.ADVANCE)
-FINISH = planned(version(2), ADVANCE.roles, word=Word.ADVANCE)
-CONFIGURED = Configured(config=CONFIG, policy=POLICY)
-SERVING = (CONFIGURED, intent(FIRST), Outcome(of=2, ok=True))
+ADVANCE = planned(version(2), START.roles, word=OperatorCommand.ADVANCE)
+FINISH = planned(version(2), ADVANCE.roles, word=OperatorCommand.ADVANCE)
+CONFIGURED = EndpointBound(config=CONFIG, policy=POLICY)
+SERVING = (CONFIGURED, intent(FIRST), ActionOutcome(of=2, ok=True))
 
 
 def test_the_scenario_is_what_it_says() -> None:
@@ -90,11 +99,13 @@ def test_the_scenario_is_what_it_says() -> None:
 
 
 def test_the_same_entries_give_the_same_state() -> None:
-    entries = log(*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.PAUSE))
+    entries = log(
+        *SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.PAUSE)
+    )
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
     for entry in entries:
-        step_by_step = follow(step_by_step, entry)
+        step_by_step = apply_entry(step_by_step, entry)
     assert step_by_step == fold("digits", entries)
 
 
@@ -115,24 +126,26 @@ def test_an_open_intent_is_a_lease_and_changes_no_role() -> None:
 
 
 def test_an_outcome_closes_only_the_intent_it_names() -> None:
-    overtaken = folded(*SERVING, intent(START), intent(FINISH), Outcome(of=4, ok=True))
+    overtaken = folded(*SERVING, intent(START), intent(FINISH), ActionOutcome(of=4, ok=True))
     assert overtaken.open_intent == intent(FINISH)
     assert overtaken.roles == FIRST.roles
-    closed = folded(*SERVING, intent(START), intent(FINISH), Outcome(of=5, ok=True), Outcome(of=5, ok=False))
+    closed = folded(
+        *SERVING, intent(START), intent(FINISH), ActionOutcome(of=5, ok=True), ActionOutcome(of=5, ok=False)
+    )
     assert closed.open_intent is None
     assert closed.roles == FINISH.roles
 
 
 def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
     before = folded(*SERVING)
-    after = folded(*SERVING, intent(START), Outcome(of=4, ok=False, detail="no memory"))
+    after = folded(*SERVING, intent(START), ActionOutcome(of=4, ok=False, detail="no memory"))
     began = replace(before, arrived=version(2).release, arrived_at=4.0)
     assert after == replace(began, head=5, generation=4, decided_at=4)
 
 
 def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
-    back = abort(START.roles, "cpu", why="bad", reject=True)
-    state = folded(*SERVING, intent(START), intent(back), Outcome(of=5, ok=True))
+    back = plan_abort(START.roles, "cpu", why="bad", reject=True)
+    state = folded(*SERVING, intent(START), intent(back), ActionOutcome(of=5, ok=True))
     assert set(state.known) == {"1", "2"}
     assert set(state.rejected) == {version(2).release}
 
@@ -140,67 +153,69 @@ def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
 def test_aliases_stay_owed_until_they_were_mirrored() -> None:
     state = folded(*SERVING)
     assert state.pending_aliases == {"champion-cpu": "1", "challenger-cpu": None}
-    told = folded(*SERVING, Mirrored(aliases={"champion-cpu": "1"}))
+    told = folded(*SERVING, AliasesWritten(aliases={"champion-cpu": "1"}))
     assert told.pending_aliases == {"challenger-cpu": None}
     assert told.aliases == {"champion-cpu": "1"}
 
 
 def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
-    said = (*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ADVANCE))
-    assert folded(*said).word is Word.ADVANCE
-    assert folded(*said, intent(ADVANCE)).word is Word.ADVANCE
-    assert folded(*said, intent(ADVANCE), Outcome(of=7, ok=False)).word is Word.ADVANCE
-    assert folded(*said, intent(ADVANCE), Outcome(of=7, ok=True)).word is None
+    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.ADVANCE))
+    assert folded(*said).word is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE)).word is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).word is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=True)).word is None
 
 
 def test_a_repair_does_not_spend_a_word() -> None:
     repair = Action(kind=ActionKind.RESTORE, state=START.state, roles=START.roles, why="lost")
-    said = (*SERVING, intent(START), Outcome(of=4, ok=True), Spoken(word=Word.ADVANCE))
-    assert folded(*said, intent(repair), Outcome(of=7, ok=True)).word is Word.ADVANCE
+    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.ADVANCE))
+    assert folded(*said, intent(repair), ActionOutcome(of=7, ok=True)).word is OperatorCommand.ADVANCE
 
 
 def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
     state = folded(
         *SERVING,
         intent(START),
-        Outcome(of=4, ok=True),
-        Spoken(word=Word.ADVANCE),
+        ActionOutcome(of=4, ok=True),
+        OperatorCommandSent(word=OperatorCommand.ADVANCE),
         intent(ADVANCE),
-        Spoken(word=Word.PAUSE),
-        Outcome(of=7, ok=True),
+        OperatorCommandSent(word=OperatorCommand.PAUSE),
+        ActionOutcome(of=7, ok=True),
     )
-    assert state.word is Word.PAUSE
+    assert state.word is OperatorCommand.PAUSE
 
 
 def test_no_word_outlives_the_rollout_it_was_about() -> None:
     state = folded(
         *SERVING,
         intent(START),
-        Outcome(of=4, ok=True),
+        ActionOutcome(of=4, ok=True),
         intent(FINISH),
-        Spoken(word=Word.PAUSE),
-        Outcome(of=6, ok=True),
+        OperatorCommandSent(word=OperatorCommand.PAUSE),
+        ActionOutcome(of=6, ok=True),
     )
     assert state.word is None
 
 
-def given(what: Deployment, reason: str) -> Override:
+def given(what: Deployment, reason: str) -> OverrideRecorded:
     """What a person signed for a version."""
     envelope = Envelope(payload=reason, payloadType="text/plain", signatures=())
-    return Override(release=what.release, manifest=what.manifest, version=what.version, reason=reason, signed=envelope)
+    return OverrideRecorded(
+        release=what.release, manifest=what.manifest, version=what.version, reason=reason, signed=envelope
+    )
 
 
 def test_an_override_stands_beside_what_is_rejected_until_the_next_rollback_and_counts_once() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="slow")
-    rolled = (*SERVING, intent(FINISH), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
+    back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
+    rolled = (*SERVING, intent(FINISH), ActionOutcome(of=4, ok=True), intent(back), ActionOutcome(of=6, ok=True))
     assert folded(*rolled).rejected == {version(2).release: "slow"}
     override = given(version(2), "it was the network")
     assert folded(*rolled, override).rejected == {version(2).release: "slow"}
     assert folded(*rolled, override).overrides == {version(2).manifest: override}
-    again = folded(*rolled, override, intent(back), Outcome(of=9, ok=True))
+    again = folded(*rolled, override, intent(back), ActionOutcome(of=9, ok=True))
     assert again.rejected == {version(2).release: "slow"}
     assert again.overrides == {}
-    replayed = folded(*rolled, override, intent(back), Outcome(of=9, ok=True), override)
+    replayed = folded(*rolled, override, intent(back), ActionOutcome(of=9, ok=True), override)
     assert replayed.overrides == {}
 
 
@@ -208,37 +223,41 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
     good, bad = version(1, release="same"), version(2, release="same")
     started = planned(bad, Roles(stable=good))
     for back in (
-        abort(started.roles, "cpu", why="bad", reject=True),
-        rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad"),
+        plan_abort(started.roles, "cpu", why="bad", reject=True),
+        plan_rollback(Roles(stable=bad, previous=good), good, "cpu", why="bad"),
     ):
-        state = folded(*SERVING, intent(started), Outcome(of=4, ok=True), intent(back), Outcome(of=6, ok=True))
+        state = folded(
+            *SERVING, intent(started), ActionOutcome(of=4, ok=True), intent(back), ActionOutcome(of=6, ok=True)
+        )
         assert state.why_rejected(good) is None
         assert state.why_rejected(bad) == "bad"
 
 
 def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="slow")
-    forth = rollback(back.roles, version(2), "cpu", why="it was the network")
+    back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
+    forth = plan_rollback(back.roles, version(2), "cpu", why="it was the network")
     state = folded(
         *SERVING,
         intent(FINISH),
-        Outcome(of=4, ok=True),
+        ActionOutcome(of=4, ok=True),
         intent(back),
-        Outcome(of=6, ok=True),
+        ActionOutcome(of=6, ok=True),
         intent(forth),
-        Outcome(of=8, ok=True),
+        ActionOutcome(of=8, ok=True),
     )
     assert state.roles.stable == version(2)
     assert state.rejected == {version(1).release: "it was the network"}
 
 
 def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> None:
-    gone = folded(*SERVING, intent(START), Outcome(of=4, ok=True), Deleted(done=False), Deleted(done=True))
+    gone = folded(
+        *SERVING, intent(START), ActionOutcome(of=4, ok=True), EndpointDeleted(done=False), EndpointDeleted(done=True)
+    )
     assert (gone.generation, gone.config, gone.roles) == (4, None, Roles())
 
 
 def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
-    asked = next_action(wanted=None, actual=None, roles=Roles(), policy=POLICY, target="cpu", word=None, now=0.0)
+    asked = choose_next_action(wanted=None, actual=None, roles=Roles(), policy=POLICY, target="cpu", word=None, now=0.0)
     assert isinstance(asked, Wait)
     assert asked.settled
     assert "challenger-cpu" in asked.why

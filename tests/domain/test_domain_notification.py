@@ -6,31 +6,44 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.domain.ledger import Body, Held, Outcome, RefusedVersion, RollbackRequested
-from onnx_ops.domain.notification import QUIET_S, Notification, Severity, What, news, trial
-from onnx_ops.domain.rollout import ActionKind, WaitKind, abort, rollback
+from onnx_ops.domain.ledger import ActionOutcome, EntryBody, RollbackRequested, RolloutPaused, VersionRefused
+from onnx_ops.domain.notification import (
+    REPEAT_INTERVAL_S,
+    Notification,
+    NotificationKind,
+    Severity,
+    build_test_notification,
+    list_pending_notifications,
+)
+from onnx_ops.domain.rollout import ActionKind, WaitKind, plan_abort, plan_rollback
 from tests.domain.test_domain_ledger import CONFIGURED, FINISH, FIRST, START, intent, log, version
 from tests.support.golden import Golden
 
 LINE = "errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) -> ROLL BACK"
-ALARM = abort(START.roles, "cpu", why=LINE, reject=True)
-ON_TRIAL: tuple[Body, ...] = (CONFIGURED, intent(FIRST), Outcome(of=2, ok=True), intent(START), Outcome(of=4, ok=True))
+ALARM = plan_abort(START.roles, "cpu", why=LINE, reject=True)
+ON_TRIAL: tuple[EntryBody, ...] = (
+    CONFIGURED,
+    intent(FIRST),
+    ActionOutcome(of=2, ok=True),
+    intent(START),
+    ActionOutcome(of=4, ok=True),
+)
 """Five entries: version 1 serves, version 2 is on trial."""
 
 
-def told(*bodies: Body, after: int = 0) -> list[Notification]:
-    return list(news("digits", log(*bodies), after=after))
+def told(*bodies: EntryBody, after: int = 0) -> list[Notification]:
+    return list(list_pending_notifications("digits", log(*bodies), after=after))
 
 
-def only(*bodies: Body) -> Notification:
+def only(*bodies: EntryBody) -> Notification:
     """What the bodies after `ON_TRIAL` are news of."""
     (found,) = told(*ON_TRIAL, *bodies, after=len(ON_TRIAL))
     return found
 
 
 def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) -> None:
-    found = only(intent(ALARM), Outcome(of=6, ok=True))
-    assert (found.what, found.severity, found.sequence) == (What.ROLLED_BACK, Severity.CRITICAL, 7)
+    found = only(intent(ALARM), ActionOutcome(of=6, ok=True))
+    assert (found.what, found.severity, found.sequence) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL, 7)
     assert found.why == LINE
     assert found.commands == {"Undo": 'onnx-ops promote digits 2 --target cpu --override --reason "..."'}
     golden("tables", "\n".join([found.title, *found.lines]))
@@ -39,39 +52,41 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
 @pytest.mark.parametrize(
     "bodies",
     [
-        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), Outcome(of=7, ok=True)),
-        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), intent(ALARM), Outcome(of=8, ok=True)),
+        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), ActionOutcome(of=7, ok=True)),
+        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), intent(ALARM), ActionOutcome(of=8, ok=True)),
     ],
     ids=["at once", "finished by a driver"],
 )
-def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[Body, ...]) -> None:
+def test_what_an_operator_took_back_wakes_nobody(bodies: tuple[EntryBody, ...]) -> None:
     found = only(*bodies)
-    assert (found.what, found.severity) == (What.OPERATOR, Severity.WARNING)
+    assert (found.what, found.severity) == (NotificationKind.OPERATOR, Severity.WARNING)
     assert "by an operator" in found.headline
 
 
 def test_an_operators_rollback_says_how_to_undo_it() -> None:
-    back = rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
+    back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
     bodies = (
         CONFIGURED,
         intent(FINISH),
-        Outcome(of=2, ok=True),
+        ActionOutcome(of=2, ok=True),
         RollbackRequested(action=back, by_hand=True),
         intent(back),
     )
-    *_, found = told(*bodies, Outcome(of=5, ok=True))
-    assert found.what is What.OPERATOR
+    *_, found = told(*bodies, ActionOutcome(of=5, ok=True))
+    assert found.what is NotificationKind.OPERATOR
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
 
 def test_a_candidate_that_nobody_wants_any_more() -> None:
-    found = only(intent(abort(START.roles, "cpu", why="no longer wanted", reject=False)), Outcome(of=6, ok=True))
-    assert (found.what, found.severity) == (What.WITHDRAWN, Severity.INFO)
+    found = only(
+        intent(plan_abort(START.roles, "cpu", why="no longer wanted", reject=False)), ActionOutcome(of=6, ok=True)
+    )
+    assert (found.what, found.severity) == (NotificationKind.WITHDRAWN, Severity.INFO)
 
 
 def test_a_rollout_that_ends_well() -> None:
-    found = only(intent(FINISH), Outcome(of=6, ok=True))
-    assert (found.what, found.commands) == (What.FINISHED, {"Undo": "onnx-ops rollback digits"})
+    found = only(intent(FINISH), ActionOutcome(of=6, ok=True))
+    assert (found.what, found.commands) == (NotificationKind.FINISHED, {"Undo": "onnx-ops rollback digits"})
     assert told(*ON_TRIAL)[0].headline == "first deployment: v1"
     assert len(told(*ON_TRIAL)) == 1, "a start is no news"
 
@@ -79,73 +94,73 @@ def test_a_rollout_that_ends_well() -> None:
 @pytest.mark.parametrize(
     ("wait", "what", "text"),
     [
-        (WaitKind.HELD, What.HELD, "v2 is held for a person at step 1"),
-        (WaitKind.PAUSED, What.PAUSED, "v2 is paused at step 1"),
-        (WaitKind.WORD, What.HELD, "v2 waits for an operator's word at step 1"),
+        (WaitKind.HELD, NotificationKind.HELD, "v2 is held for a person at step 1"),
+        (WaitKind.PAUSED, NotificationKind.PAUSED, "v2 is paused at step 1"),
+        (WaitKind.WORD, NotificationKind.HELD, "v2 waits for an operator's word at step 1"),
     ],
 )
-def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: What, text: str) -> None:
-    found = only(Held(wait=wait, step=0, why="no traffic"))
+def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
+    found = only(RolloutPaused(wait=wait, step=0, why="no traffic"))
     assert (found.what, found.headline, found.why) == (what, text, "no traffic")
     assert found.commands["Go on"] == "onnx-ops rollout resume digits"
     assert found.commands["Take it back"] == "onnx-ops rollout abort digits"
 
 
 def test_a_refused_alias(golden: Golden) -> None:
-    found = only(RefusedVersion(alias="champion-cpu", version="9", reason="gate size failed", restored_to="1"))
-    assert (found.what, found.why) == (What.REFUSED, "gate size failed")
+    found = only(VersionRefused(alias="champion-cpu", version="9", reason="gate size failed", restored_to="1"))
+    assert (found.what, found.why) == (NotificationKind.REFUSED, "gate size failed")
     golden("tables", found.headline)
     assert found.commands["See"] == "onnx-ops explain digits/9 --target cpu"
 
 
 def test_a_rollback_that_fails_is_the_worst() -> None:
-    found = only(intent(ALARM), Outcome(of=6, ok=False, detail="cannot be reached"))
-    assert (found.what, found.severity) == (What.TROUBLE, Severity.CRITICAL)
+    found = only(intent(ALARM), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
+    assert (found.what, found.severity) == (NotificationKind.TROUBLE, Severity.CRITICAL)
     assert found.headline == "abort failed and is still owed"
-    found = only(intent(FINISH), Outcome(of=6, ok=False, detail="cannot be reached"))
+    found = only(intent(FINISH), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.severity, found.why) == (Severity.WARNING, "cannot be reached")
 
 
 def test_an_endpoint_that_was_not_what_it_should_be() -> None:
     repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint is not what it should be")
-    assert only(intent(repair), Outcome(of=6, ok=True)).what is What.TROUBLE
+    assert only(intent(repair), ActionOutcome(of=6, ok=True)).what is NotificationKind.TROUBLE
 
 
 def test_an_outcome_of_what_was_overtaken_is_no_news() -> None:
-    assert told(*ON_TRIAL, intent(FINISH), intent(ALARM), Outcome(of=6, ok=True), after=5) == []
+    assert told(*ON_TRIAL, intent(FINISH), intent(ALARM), ActionOutcome(of=6, ok=True), after=5) == []
 
 
 def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> None:
-    failing: list[Body] = []
+    failing: list[EntryBody] = []
     for _ in range(4):
-        failing += [intent(ALARM), Outcome(of=6 + len(failing), ok=False, detail="down")]
+        failing += [intent(ALARM), ActionOutcome(of=6 + len(failing), ok=False, detail="down")]
     assert len(told(*ON_TRIAL, *failing, after=5)) == 1
     entries = log(*ON_TRIAL, *failing)
-    late = [replace(e, at=e.at + (QUIET_S if e.sequence > 9 else 0)) for e in entries]
-    assert [found.sequence for found in news("digits", late, after=5)] == [7, 11]
-    again = (intent(ALARM), Outcome(of=6, ok=True), intent(START), Outcome(of=8, ok=True))
-    assert len(told(*ON_TRIAL, *again, intent(ALARM), Outcome(of=10, ok=True), after=5)) == 2
+    late = [replace(e, at=e.at + (REPEAT_INTERVAL_S if e.sequence > 9 else 0)) for e in entries]
+    assert [found.sequence for found in list_pending_notifications("digits", late, after=5)] == [7, 11]
+    again = (intent(ALARM), ActionOutcome(of=6, ok=True), intent(START), ActionOutcome(of=8, ok=True))
+    assert len(told(*ON_TRIAL, *again, intent(ALARM), ActionOutcome(of=10, ok=True), after=5)) == 2
 
 
 def test_what_was_told_before_counts_too() -> None:
-    body = Held(wait=WaitKind.HELD, step=0, why="no traffic")
+    body = RolloutPaused(wait=WaitKind.HELD, step=0, why="no traffic")
     assert told(*ON_TRIAL, body, body, after=6) == []
 
 
 def test_reasons_are_one_line_and_not_endless() -> None:
-    found = only(Held(wait=WaitKind.HELD, step=0, why="a\n\nb  c " + "word " * 500))
+    found = only(RolloutPaused(wait=WaitKind.HELD, step=0, why="a\n\nb  c " + "word " * 500))
     assert "\n" not in found.why
     assert found.why.startswith("a b c word")
     assert len(found.why) <= 400
 
 
 def test_before_any_configuration_commands_say_what_is_missing() -> None:
-    (found,) = told(RefusedVersion(alias="champion-cpu", version="9", reason="no", restored_to=None))
+    (found,) = told(VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None))
     assert found.commands == {}
     assert found.headline.endswith("the alias was removed")
 
 
 def test_a_test_says_that_it_is_one() -> None:
-    found = trial("onnx-ops", at=1.0, actor="me")
-    assert found.what is What.TEST
+    found = build_test_notification("onnx-ops", at=1.0, actor="me")
+    assert found.what is NotificationKind.TEST
     assert "test" in found.title

@@ -11,10 +11,10 @@ from onnx_ops.domain.quantization import (
     ACTIVATIONS,
     WEIGHTS,
     Arithmetic,
-    arithmetic,
-    reduced,
-    static_recipe,
-    types_problem,
+    choose_reduce_range,
+    choose_static_recipe,
+    detect_arithmetic,
+    find_type_conflict,
 )
 from onnx_ops.domain.target import HardwareFingerprint, Target
 
@@ -70,12 +70,12 @@ def machine(name: str, *flags: str) -> HardwareFingerprint:
 def test_arithmetic_is_read_off_flags_and_provider(
     hardware: HardwareFingerprint, target: Target, expected: Arithmetic
 ) -> None:
-    assert arithmetic(hardware, target) == expected
+    assert detect_arithmetic(hardware, target) == expected
 
 
 @given(options=OPTIONS, machines=MACHINES)
 def test_what_is_asked_for_is_done(options: dict[str, object], machines: list[Arithmetic]) -> None:
-    recipe = static_recipe(options, machines)
+    recipe = choose_static_recipe(options, machines)
     chosen = {name: getattr(recipe, name) for name in ("activations", "weights", "reduce_range", "symmetric")}
     assert chosen | options == chosen
     assert all(note == note.strip() != "" for note in recipe.notes)
@@ -85,7 +85,7 @@ def test_what_is_asked_for_is_done(options: dict[str, object], machines: list[Ar
 def test_products_that_saturate_somewhere_get_seven_bits_or_a_warning(
     options: dict[str, object], machines: list[Arithmetic]
 ) -> None:
-    recipe = static_recipe(options, machines)
+    recipe = choose_static_recipe(options, machines)
     mixed = recipe.activations == "uint8" and recipe.weights == "int8"
     if mixed and any(one.saturates for one in machines):
         assert recipe.reduce_range or "saturate" in recipe.notes[-1]
@@ -96,19 +96,19 @@ def test_products_that_saturate_somewhere_get_seven_bits_or_a_warning(
 
 @given(machines=MACHINES)
 def test_the_order_of_targets_does_not_matter(machines: list[Arithmetic]) -> None:
-    assert static_recipe({}, machines) == static_recipe({}, machines[::-1])
-    assert reduced({}, machines) == reduced({}, machines[::-1])
+    assert choose_static_recipe({}, machines) == choose_static_recipe({}, machines[::-1])
+    assert choose_reduce_range({}, machines) == choose_reduce_range({}, machines[::-1])
 
 
 @given(machines=MACHINES)
 def test_activations_are_signed_only_where_every_target_takes_them_so(machines: list[Arithmetic]) -> None:
     families = {one.family for one in machines}
     signed = bool(machines) and not families & {"x86", "other"}
-    assert (static_recipe({}, machines).activations == "int8") is signed
+    assert (choose_static_recipe({}, machines).activations == "int8") is signed
 
 
 @given(options=OPTIONS)
 def test_combinations_without_a_kernel_are_refused(options: dict[str, object]) -> None:
     no_kernel = options.get("activations") == "int8" and options.get("weights") == "uint8"
     nonsense = options.get("activations") == "uint16" and options.get("reduce_range") is True
-    assert bool(types_problem(options)) is (no_kernel or nonsense)
+    assert bool(find_type_conflict(options)) is (no_kernel or nonsense)

@@ -13,18 +13,28 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.ledger import (
-    Body,
+    ActionOutcome,
+    AliasesWritten,
+    EntryBody,
     Intent,
     LedgerEntry,
-    Mirrored,
-    Outcome,
+    OperatorCommandSent,
     ReleaseState,
+    RequestWithdrawn,
     RollbackRequested,
-    Spoken,
-    Withdrawn,
-    follow,
+    apply_entry,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, Word, abort, next_action, rollback, split_state
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Roles,
+    Wait,
+    build_split_state,
+    choose_next_action,
+    plan_abort,
+    plan_rollback,
+)
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 
 POLICIES = (
@@ -62,15 +72,15 @@ class Rollouts(RuleBasedStateMachine):
         self.now = 1000.0
         self.replaced = False
 
-    def append(self, body: Body) -> None:
+    def append(self, body: EntryBody) -> None:
         entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
-        self.state = follow(self.state, entry)
+        self.state = apply_entry(self.state, entry)
 
     def due(self) -> Action | Wait:
         if self.state.pending_rollback is not None:
             return self.state.pending_rollback.action
         refused = self.wanted is None or self.state.why_rejected(self.wanted) is not None  # as `desired` does
-        return next_action(
+        return choose_next_action(
             wanted=None if refused else self.wanted,
             actual=self.actual,
             roles=self.state.roles,
@@ -87,7 +97,7 @@ class Rollouts(RuleBasedStateMachine):
         self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
         if reaches:
             self.actual = replace(action.state, generation=self.state.generation)
-        self.append(Outcome(of=self.state.generation, ok=ok))
+        self.append(ActionOutcome(of=self.state.generation, ok=ok))
 
     @rule(policy=st.sampled_from(POLICIES))
     def configure(self, policy: RolloutPolicy) -> None:
@@ -111,12 +121,12 @@ class Rollouts(RuleBasedStateMachine):
     @rule(lost=st.booleans())
     def interfere(self, lost: bool) -> None:
         stable = self.state.roles.stable
-        self.actual = None if lost or stable is None else split_state(stable, None, 0)
+        self.actual = None if lost or stable is None else build_split_state(stable, None, 0)
 
     @precondition(lambda self: self.state.roles.candidate is not None)
-    @rule(word=st.sampled_from(Word))
-    def speak(self, word: Word) -> None:
-        self.append(Spoken(word=word))
+    @rule(word=st.sampled_from(OperatorCommand))
+    def speak(self, word: OperatorCommand) -> None:
+        self.append(OperatorCommandSent(word=word))
 
     @rule(reaches=st.booleans())
     def fail(self, reaches: bool) -> None:
@@ -160,7 +170,7 @@ class Rollouts(RuleBasedStateMachine):
     def withdraw_what_is_owed(self) -> None:
         pending = self.state.pending_rollback
         assert pending is not None
-        self.append(Withdrawn(reason="wrong endpoint"))
+        self.append(RequestWithdrawn(reason="wrong endpoint"))
         assert self.state.rejected == pending.rejected_before
         self.wanted = self.state.roles.stable
 
@@ -170,12 +180,12 @@ class Rollouts(RuleBasedStateMachine):
         roles = self.state.roles
         assert roles.stable is not None
         if roles.candidate is not None:
-            action, goal = abort(roles, "cpu", why="bad", reject=True), roles.stable
+            action, goal = plan_abort(roles, "cpu", why="bad", reject=True), roles.stable
         else:
             goal = data.draw(st.sampled_from(list(self.state.known.values())))
             if goal.manifest == roles.stable.manifest:
                 return
-            action = rollback(roles, goal, "cpu", why="bad")
+            action = plan_rollback(roles, goal, "cpu", why="bad")
             assert action.aliases["champion-cpu"] == goal.version
             self.replaced = False
         self.perform(action)
@@ -189,7 +199,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @rule()
     def mirror(self) -> None:
-        self.append(Mirrored(aliases=dict(self.state.pending_aliases)))
+        self.append(AliasesWritten(aliases=dict(self.state.pending_aliases)))
         assert not self.state.pending_aliases
 
     @invariant()
@@ -233,12 +243,16 @@ TestRollouts.settings = settings(
 
 
 def at_rest(
-    roles: Roles, policy: RolloutPolicy, wanted: Deployment | None, *, now: float, word: Word | None = None
+    roles: Roles, policy: RolloutPolicy, wanted: Deployment | None, *, now: float, word: OperatorCommand | None = None
 ) -> Any:
     """What is due at an endpoint that is what its roles say."""
-    restored = next_action(wanted=wanted, actual=None, roles=roles, policy=policy, target="cpu", word=None, now=now)
+    restored = choose_next_action(
+        wanted=wanted, actual=None, roles=roles, policy=policy, target="cpu", word=None, now=now
+    )
     actual = restored.state if isinstance(restored, Action) else None
-    return next_action(wanted=wanted, actual=actual, roles=roles, policy=policy, target="cpu", word=word, now=now)
+    return choose_next_action(
+        wanted=wanted, actual=actual, roles=roles, policy=policy, target="cpu", word=word, now=now
+    )
 
 
 def test_a_first_deployment_goes_straight_to_100() -> None:
@@ -250,7 +264,7 @@ def test_a_first_deployment_goes_straight_to_100() -> None:
 def test_steps_wait_for_words_and_end_at_100() -> None:
     roles, seen = Roles(stable=VERSIONS[0]), []
     while roles.stable != VERSIONS[2]:
-        action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, word=Word.ADVANCE)
+        action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, word=OperatorCommand.ADVANCE)
         seen.append((action.kind, action.state.split.weights["v2"]))
         roles = action.roles
         if roles.candidate is not None:
@@ -283,4 +297,4 @@ def test_a_trial_that_was_aborted_does_not_lose_the_way_back() -> None:
 
 def test_there_is_nothing_to_abort_without_a_rollout() -> None:
     with pytest.raises(ValueError, match="no rollout"):
-        abort(Roles(stable=VERSIONS[0]), "cpu", why="", reject=True)
+        plan_abort(Roles(stable=VERSIONS[0]), "cpu", why="", reject=True)

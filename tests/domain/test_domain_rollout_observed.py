@@ -10,16 +10,25 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import Body, Frozen, Intent, LedgerEntry, Observed, Outcome, ReleaseState, fold
-from onnx_ops.domain.rollout import Action, ActionKind, Guard, Roles, split_state
+from onnx_ops.domain.ledger import (
+    ActionOutcome,
+    EntryBody,
+    Intent,
+    LedgerEntry,
+    MetricsRecorded,
+    ReleaseState,
+    ThresholdsFixed,
+    fold,
+)
+from onnx_ops.domain.rollout import Action, ActionKind, GuardrailResult, Roles, build_split_state
 from onnx_ops.domain.rollout_observations import (
-    Interval,
+    LatencyThresholds,
+    MetricsReading,
+    ObservationInterval,
     Observations,
-    Reading,
-    ShadowTally,
-    Tally,
-    Thresholds,
-    interval,
+    RequestCounts,
+    ShadowCounts,
+    diff_readings,
 )
 from tests.support.golden import Golden
 
@@ -37,21 +46,23 @@ def version(number: int) -> Deployment:
 
 
 V1, V2, V3 = version(1), version(2), version(3)
-LIMITS = Thresholds(p50_s=0.001, p99_s=0.01, requests=500)
+LIMITS = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)
 
 
-def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 1e6, errors: int = 0) -> Reading:
-    tallies = {"v2": Tally(requests=mine, errors=errors), "v1": Tally(requests=theirs)}
-    return Reading(origin=origin, at=at, tallies=tallies)
+def reading(mine: int, theirs: int, *, origin: str = "a", at: float = 1e6, errors: int = 0) -> MetricsReading:
+    tallies = {"v2": RequestCounts(requests=mine, errors=errors), "v1": RequestCounts(requests=theirs)}
+    return MetricsReading(origin=origin, at=at, tallies=tallies)
 
 
-def between(before: Reading | None, now: Reading) -> Interval | None:
-    return interval(before, now, step=0, stable="v1", candidate="v2")
+def between(before: MetricsReading | None, now: MetricsReading) -> ObservationInterval | None:
+    return diff_readings(before, now, step=0, stable="v1", candidate="v2")
 
 
 def test_an_interval_is_the_difference_of_two_readings() -> None:
     found = between(reading(10, 90), reading(30, 270, errors=2))
-    assert found == Interval(step=0, canary=Tally(requests=20, errors=2), stable=Tally(requests=180))
+    assert found == ObservationInterval(
+        step=0, canary=RequestCounts(requests=20, errors=2), stable=RequestCounts(requests=180)
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,38 +77,42 @@ def test_an_interval_is_the_difference_of_two_readings() -> None:
     ],
     ids=["first", "restarted", "back in time", "fewer", "more errors than requests", "fewer errors"],
 )
-def test_readings_that_do_not_follow_each_other_make_no_interval(before: Reading | None, now: Reading) -> None:
+def test_readings_that_do_not_follow_each_other_make_no_interval(
+    before: MetricsReading | None, now: MetricsReading
+) -> None:
     assert between(before, now) is None
 
 
 def test_shadow_counts_must_grow_too() -> None:
-    more, fewer = (replace(reading(0, 10), shadow=ShadowTally(compared=n)) for n in (20, 10))
+    more, fewer = (replace(reading(0, 10), shadow=ShadowCounts(compared=n)) for n in (20, 10))
     assert between(more, fewer) is None
     found = between(fewer, more)
     assert found is not None
-    assert found.shadow == ShadowTally(compared=10)
+    assert found.shadow == ShadowCounts(compared=10)
 
 
 def test_requests_that_were_timed_are_counted_apart() -> None:
-    before = Tally(requests=100, over_p50=20, over_p99=1, timed=40)
-    now = Tally(requests=150, over_p50=30, over_p99=1, timed=50)
-    assert now.minus(before) == Tally(requests=50, over_p50=10, over_p99=0, timed=10)
-    assert (now.measured, Tally(requests=7).measured) == (50, 7)
+    before = RequestCounts(requests=100, over_p50=20, over_p99=1, timed=40)
+    now = RequestCounts(requests=150, over_p50=30, over_p99=1, timed=50)
+    assert now.minus(before) == RequestCounts(requests=50, over_p50=10, over_p99=0, timed=10)
+    assert (now.measured, RequestCounts(requests=7).measured) == (50, 7)
     assert replace(now, timed=45).minus(before) is None, "ten of five"
     assert replace(now, timed=None).minus(before) is None
     assert now.minus(replace(before, timed=None)) is None
 
 
 def test_a_deployment_that_appears_began_at_nothing() -> None:
-    later = Reading(origin="a", at=1.0, tallies={"v2": Tally(requests=5, over_p50=2), "v1": Tally(requests=9)})
-    found = between(Reading(origin="a", at=0.0, tallies={"v1": Tally(requests=4)}), later)
+    later = MetricsReading(
+        origin="a", at=1.0, tallies={"v2": RequestCounts(requests=5, over_p50=2), "v1": RequestCounts(requests=9)}
+    )
+    found = between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), later)
     assert found is not None
-    assert found.canary == Tally(requests=5, over_p50=2)
-    assert found.stable == Tally(requests=5)
-    timed = replace(later, tallies={**later.tallies, "v2": Tally(requests=5, over_p50=2, timed=3)})
-    found = between(Reading(origin="a", at=0.0, tallies={"v1": Tally(requests=4)}), timed)
+    assert found.canary == RequestCounts(requests=5, over_p50=2)
+    assert found.stable == RequestCounts(requests=5)
+    timed = replace(later, tallies={**later.tallies, "v2": RequestCounts(requests=5, over_p50=2, timed=3)})
+    found = between(MetricsReading(origin="a", at=0.0, tallies={"v1": RequestCounts(requests=4)}), timed)
     assert found is not None
-    assert found.canary == Tally(requests=5, over_p50=2, timed=3)
+    assert found.canary == RequestCounts(requests=5, over_p50=2, timed=3)
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
@@ -114,20 +129,20 @@ def test_intervals_add_up_to_what_was_counted(steps: list[tuple[int, int]]) -> N
 
 def action(kind: ActionKind, candidate: Deployment | None, percent: int, step: int = 0) -> Action:
     roles = Roles(stable=V1, candidate=candidate, step=step)
-    return Action(kind=kind, state=split_state(V1, candidate, percent), roles=roles, why="")
+    return Action(kind=kind, state=build_split_state(V1, candidate, percent), roles=roles, why="")
 
 
 START, ADVANCE = action(ActionKind.START, V2, 10), action(ActionKind.ADVANCE, V2, 50, 1)
 ABORT, NEXT = action(ActionKind.ABORT, None, 0), action(ActionKind.START, V3, 10)
 
 
-def folded(*bodies: Body | Action) -> ReleaseState:
+def folded(*bodies: EntryBody | Action) -> ReleaseState:
     """Actions stand for an intent and its good outcome; entry n is written at n."""
-    flat: list[Body] = []
+    flat: list[EntryBody] = []
     for body in bodies:
         if isinstance(body, Action):
             flat.append(Intent(action=body, holder="h", expires_at=1e9))
-            flat.append(Outcome(of=len(flat), ok=True))
+            flat.append(ActionOutcome(of=len(flat), ok=True))
         else:
             flat.append(body)
     entries = [
@@ -136,7 +151,7 @@ def folded(*bodies: Body | Action) -> ReleaseState:
     return fold("e", entries)
 
 
-FROZEN = Frozen(candidate=V2.manifest, thresholds=LIMITS)
+FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 
 
 def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
@@ -151,31 +166,38 @@ def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
 
 
 def test_thresholds_do_not_change_under_a_rollout() -> None:
-    later = Frozen(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
-    trial = folded(FROZEN, START, later, Observed(reading=reading(1, 9)), ADVANCE).trial
+    later = ThresholdsFixed(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
+    trial = folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).trial
     assert trial is not None
     assert trial.thresholds == LIMITS
 
 
 def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval() -> None:
-    first, second = Observed(reading=reading(0, 0)), Observed(reading=reading(20, 180))
+    first, second = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     state = folded(START, first, second, ADVANCE)
     assert state.trial is not None
     assert (state.trial.step, state.trial.began, state.trial.reading) == (1, 6.0, None)
     assert [one.canary.requests for one in state.trial.intervals] == [20]
-    on = folded(START, first, second, ADVANCE, Observed(reading=reading(30, 190)), Observed(reading=reading(80, 240)))
+    on = folded(
+        START,
+        first,
+        second,
+        ADVANCE,
+        MetricsRecorded(reading=reading(30, 190)),
+        MetricsRecorded(reading=reading(80, 240)),
+    )
     assert on.trial is not None
     assert [(one.step, one.canary.requests) for one in on.trial.intervals] == [(0, 20), (1, 50)]
 
 
 def test_no_interval_spans_an_effect() -> None:
-    first, late = Observed(reading=reading(0, 0)), Observed(reading=reading(20, 180))
+    first, late = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     intent = Intent(action=ADVANCE, holder="h", expires_at=1e9)
     during = folded(START, first, intent, late).trial
     assert during is not None
     assert during.intervals == ()
     assert during.reading is None
-    failed = folded(START, first, intent, Outcome(of=4, ok=False), late).trial
+    failed = folded(START, first, intent, ActionOutcome(of=4, ok=False), late).trial
     assert failed is not None
     assert failed.intervals == ()
     assert (failed.step, failed.began) == (0, 2.0)
@@ -184,24 +206,24 @@ def test_no_interval_spans_an_effect() -> None:
 def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
     """A monitor tells late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
-    trial = folded(START, *(Observed(reading=one) for one in (early, first, later))).trial
+    trial = folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).trial
     assert trial is not None
     assert [one.canary.requests for one in trial.intervals] == [10]
-    assert folded(START, Observed(reading=early)).trial == folded(START).trial
+    assert folded(START, MetricsRecorded(reading=early)).trial == folded(START).trial
 
 
 def test_counts_end_with_the_rollout() -> None:
-    first = Observed(reading=reading(0, 0))
+    first = MetricsRecorded(reading=reading(0, 0))
     assert folded(START, first, ABORT).trial is None
     assert folded(START, first, ABORT, first).trial is None
     assert folded(first).trial is None
-    new = folded(START, first, Observed(reading=reading(9, 9)), NEXT).trial
+    new = folded(START, first, MetricsRecorded(reading=reading(9, 9)), NEXT).trial
     assert new is not None
     assert (new.candidate, new.intervals) == (V3.manifest, ())
 
 
 def test_the_line_for_a_person(golden: Golden) -> None:
-    guard = Guard(
+    guard = GuardrailResult(
         name="errors", canary=(28, 800), stable=(67, 7200), evidence=5.3, limit=1.7782, low=1.65, high=8.19, seen=800
     )
     assert guard.fired

@@ -18,11 +18,11 @@ from onnx_ops.domain.artifact import (
     digest_bytes,
     digest_file,
     digest_json,
-    hex_of,
+    hex_digits,
     is_digest,
-    short,
+    short_digest,
 )
-from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import HardwareFingerprint, Target
@@ -60,23 +60,23 @@ def test_exit_codes_of_verdicts() -> None:
 
 
 def test_nothing_combines_to_inconclusive() -> None:
-    assert combine([]) is Verdict.INCONCLUSIVE
+    assert combine_verdicts([]) is Verdict.INCONCLUSIVE
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
 def test_combining_takes_the_worst_and_more_never_improves_it(some: list[Verdict], another: Verdict) -> None:
-    worst = combine(some)
+    worst = combine_verdicts(some)
     assert worst in some
     assert not any(worst < verdict for verdict in some)
-    assert not combine([*some, another]) < worst
-    assert combine(reversed(some)) is worst
+    assert not combine_verdicts([*some, another]) < worst
+    assert combine_verdicts(reversed(some)) is worst
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
 def test_advisory_results_never_enter_a_decision(binding: list[Verdict], advisory: Verdict) -> None:
     results = (*(result(v) for v in binding), result(advisory, gate="latency", advisory=True))
     decision = Decision(variant="fp32", target="cpu", results=results)
-    assert decision.verdict is combine(binding)
+    assert decision.verdict is combine_verdicts(binding)
     assert "latency" not in decision.reason
 
 
@@ -111,25 +111,25 @@ def test_states_are_compared_by_content_not_by_generation_or_order() -> None:
     one, two = deployment("v1"), deployment("v2")
     left = EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 100}), generation=3)
     right = EndpointState(deployments=(two, one), split=TrafficSplit(weights={"v1": 100, "v2": 0}), generation=4)
-    assert left.same_as(right)
-    assert not left.same_as(EndpointState(deployments=(one,), split=TrafficSplit(weights={"v1": 100})))
-    assert not left.same_as(
+    assert left.is_equivalent(right)
+    assert not left.is_equivalent(EndpointState(deployments=(one,), split=TrafficSplit(weights={"v1": 100})))
+    assert not left.is_equivalent(
         EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 90, "v2": 10}), generation=3)
     )
     ten, five = (
         EndpointState(deployments=(one, two), split=TrafficSplit(weights={"v1": 100}, shadow={"v2": percent}))
         for percent in (10, 5)
     )
-    assert not left.same_as(ten)
-    assert not ten.same_as(five)
+    assert not left.is_equivalent(ten)
+    assert not ten.is_equivalent(five)
 
 
 @given(st.binary(max_size=200))
 def test_digests_are_sha256_with_a_prefix(data: bytes) -> None:
     digest = digest_bytes(data)
     assert is_digest(digest)
-    assert hex_of(digest) == hashlib.sha256(data).hexdigest()
-    assert hex_of(digest).startswith(short(digest))
+    assert hex_digits(digest) == hashlib.sha256(data).hexdigest()
+    assert hex_digits(digest).startswith(short_digest(digest))
 
 
 @pytest.mark.parametrize(

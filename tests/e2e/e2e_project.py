@@ -80,9 +80,9 @@ class Project:
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
         from onnx_ops.app.project import open_project
-        from onnx_ops.release.reconcile import settle
+        from onnx_ops.release.reconcile import reconcile_until_stable
 
-        settle(open_project(self.root).ports, "digits", actor="tester")
+        reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
         from onnx_ops.adapters.endpoints.server_process import ServerProcess

@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
-from onnx_ops.domain.ledger import Intent, Outcome, fold
+from onnx_ops.domain.ledger import ActionOutcome, Intent, fold
 from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.support.suite import Sweep
 
@@ -39,7 +39,7 @@ def check_ledger(root: Path) -> None:
     ledger = ObjectLedger(LocalObjects(root / ".onnx-ops" / "ledger"))
     entries = ledger.read("digits")
     assert fold("digits", entries).open_intent is None
-    done = {e.body.of for e in entries if isinstance(e.body, Outcome) and e.body.ok}
+    done = {e.body.of for e in entries if isinstance(e.body, ActionOutcome) and e.body.ok}
     intents = [e for e in entries if isinstance(e.body, Intent) and e.sequence in done]
     kinds = [e.body.action.kind.value for e in intents if isinstance(e.body, Intent)]
     assert kinds.count("first-deployment") == 1

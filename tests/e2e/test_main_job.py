@@ -57,7 +57,7 @@ def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> No
 
 def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, project: Project) -> None:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-    from onnx_ops.attestation import TrustedKeys, verified
+    from onnx_ops.attestation import TrustedKeys, verify_envelope
     from onnx_ops.domain.decision import DecisionRecord
 
     registration = first["registration"]
@@ -68,7 +68,7 @@ def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, p
     assert registry.aliases("digits-mlp") == {"champion-cpu-1t": chosen}
     record = registry.version("digits-mlp", chosen)
     signed = record.decisions["cpu-1t"]
-    assert verified(signed.envelope, DecisionRecord, TrustedKeys(state / "keys")) == signed.record
+    assert verify_envelope(signed.envelope, DecisionRecord, TrustedKeys(state / "keys")) == signed.record
     assert signed.record.manifest == record.manifest
     assert signed.record.batchable is (record.variant != "int8-dynamic")
     evidence = json.loads(registry.document(record, "evidence/cpu-1t.json"))

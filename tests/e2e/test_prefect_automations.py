@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.domain.notification import GATE_FAILED, Event, model_id
+from onnx_ops.domain.notification import GATE_FAILED, ReleaseEvent, format_model_id
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.orchestration.events import post
 from onnx_ops.testing.inbox import Inbox
@@ -101,9 +101,9 @@ def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
 @pytest.mark.nightly
 def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, dict[str, Any]], inbox: Inbox) -> None:
     for served_by, variant in (("yes", "int8"), ("no", "fp32")):
-        event = Event(
+        event = ReleaseEvent(
             event=GATE_FAILED,
-            resource=model_id("digits-mlp"),
+            resource=format_model_id("digits-mlp"),
             name="digits-mlp",
             at=CLOCK.now(),
             labels={"onnx-ops.target": "cpu-1t", "onnx-ops.served": served_by},
@@ -135,6 +135,6 @@ def test_a_run_that_falls_silent_is_crashed_and_one_that_ended_is_not(
     assert "its process and its worker are gone" in (state.message or "")
 
 
-def beat(run: str) -> Event:
+def beat(run: str) -> ReleaseEvent:
     name = "prefect.flow-run.heartbeat"
-    return Event(event=name, resource=f"prefect.flow-run.{run}", name="beating", at=CLOCK.now(), payload={})
+    return ReleaseEvent(event=name, resource=f"prefect.flow-run.{run}", name="beating", at=CLOCK.now(), payload={})

@@ -20,11 +20,11 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import Intent, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import ActionKind, alias
+from onnx_ops.domain.rollout import ActionKind, format_alias
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.e2e.cloud_sites import (
     LATE_S,
     AzureMl,
@@ -113,7 +113,7 @@ class World:
 
     def settle_all(self, *configs: EndpointConfig) -> str:
         """What is due at each of them, in this order; why nothing more is at the last one."""
-        return [settle(self.ports, config.endpoint)[-1].why for config in configs][-1]
+        return [reconcile_until_stable(self.ports, config.endpoint)[-1].why for config in configs][-1]
 
     def answers(self, *configs: EndpointConfig) -> list[tuple[str, float]]:
         """Who answers a request at each endpoint, and with which factor."""
@@ -129,7 +129,7 @@ class World:
         """Reconcile until no rollout is in progress; why the last move was made."""
         why = ""
         for _ in range(LOOKS):
-            why = settle(self.ports, config.endpoint)[-1].why
+            why = reconcile_until_stable(self.ports, config.endpoint)[-1].why
             if self.state(config).roles.candidate is None:
                 break
             clients.more(BURST)
@@ -182,9 +182,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, provider: str) -> None:
     model = f"alone-{provider}"
     config = world.config(provider, model=model)
-    configure(world.ports, config, JUDGED)
+    bind_endpoint(world.ports, config, JUDGED)
     first = world.release(model, "first", scale=1.0)
-    settle(world.ports, config.endpoint)
+    reconcile_until_stable(world.ports, config.endpoint)
     assert world.traffic(config) == {first: 100}
     with Clients(world.sites[provider], config, odd_percent=ODD_PERCENT) as clients:
         clients.more(50)
@@ -216,9 +216,9 @@ def test_deploy_canary_automatic_rollback_and_an_operators_one(world: World, pro
 def test_one_release_over_all_providers_in_order_and_back_with_one_command(world: World) -> None:
     model = "everywhere"
     near, region, far = (world.config(provider, model=model) for provider in PROVIDERS)
-    configure(world.ports, near, RolloutPolicy())
-    configure(world.ports, region, RolloutPolicy(after=(near.endpoint,)))
-    configure(world.ports, far, RolloutPolicy(after=(near.endpoint, region.endpoint), soak=LATE_S))
+    bind_endpoint(world.ports, near, RolloutPolicy())
+    bind_endpoint(world.ports, region, RolloutPolicy(after=(near.endpoint,)))
+    bind_endpoint(world.ports, far, RolloutPolicy(after=(near.endpoint, region.endpoint), soak=LATE_S))
     first = world.release(model, "first", scale=1.0)
     world.settle_all(near, region)
     world.wind()
@@ -233,10 +233,10 @@ def test_one_release_over_all_providers_in_order_and_back_with_one_command(world
     world.wind()
     world.settle_all(far, near, region)
     assert world.answers(near, region, far) == [(second, 2.0)] * 3
-    assert world.ports.registry().aliases(model)[alias("champion", TARGET)] == second.removeprefix("v")
+    assert world.ports.registry().aliases(model)[format_alias("champion", TARGET)] == second.removeprefix("v")
     world.project.document("rollback", "--all", "--model", model, "--reason", "wrong everywhere", "--wait")
     assert world.answers(near, region, far) == [(first, 1.0)] * 3
-    assert world.ports.registry().aliases(model)[alias("champion", TARGET)] == first.removeprefix("v")
+    assert world.ports.registry().aliases(model)[format_alias("champion", TARGET)] == first.removeprefix("v")
     for config in (near, region, far):
         assert world.traffic(config) == {first: 100}
         assert world.history(config)[-1]["actor"] == "tester"

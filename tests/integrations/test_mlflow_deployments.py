@@ -13,12 +13,12 @@ import pytest
 
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.app.project import Project, open_project
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import Publication
-from onnx_ops.release.journal import Journal, bound_endpoints
+from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.registries import publication
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def signed(project: Project, release: Publication, verdict: Verdict) -> Publicat
     variants = []
     for variant in release.variants:
         record = replace(variant.signed[TARGET].record, target_digest=target, verdict=verdict)
-        decision = sign(record, signer)
+        decision = sign_record(record, signer)
         variants.append(replace(variant, signed={TARGET: decision}))
     return replace(release, variants=tuple(variants))
 
@@ -56,7 +56,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     other = publication(root / "files", model="another", seed="a", target=TARGET)
     project.ports.registry().publish(signed(project, other, Verdict.PASS))
     yield project
-    for name in bound_endpoints(project.ports):
+    for name in list_bound_endpoints(project.ports):
         provider = project.ports.provider("local")
         assert isinstance(provider, LocalEndpoints)
         provider.stop(Journal.open(project.ports, name).config)

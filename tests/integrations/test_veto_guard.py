@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.attestation import TrustedKeys, read, sign
+from onnx_ops.attestation import TrustedKeys, read_envelope, sign_record
 from onnx_ops.domain.attestation import Envelope, OverrideRecord
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
 from onnx_ops.integrations.mlflow_app.guard import folded, guarded
-from onnx_ops.release.decision_policy import standing_override
+from onnx_ops.release.decision_policy import read_override
 from tests.integrations.veto_parts import (
     CHALLENGER,
     CHAMPION,
@@ -124,8 +124,8 @@ def test_a_key_that_was_taken_away_counts_no_more(plain: Guarded) -> None:
 
 def test_a_copy_of_a_version_does_not_escape_its_later_decision(plain: Guarded) -> None:
     early, late = decision_record("c"), decision_record("c", Verdict.FAIL, sequence=11)
-    plain.versions.put("4", tags_of(sign(late, plain.signer)))
-    plain.versions.put("5", tags_of(sign(early, plain.signer)))
+    plain.versions.put("4", tags_of(sign_record(late, plain.signer)))
+    plain.versions.put("5", tags_of(sign_record(early, plain.signer)))
     with pytest.raises(RefusedError, match="ended fail"):
         plain.set_alias(CHAMPION, "5")
 
@@ -142,12 +142,12 @@ class TestDecisionTags:
     KEY = f"{DECISION}{TARGET}"
 
     def test_a_later_decision_replaces_an_earlier_one(self, plain: Guarded) -> None:
-        later = sign(decision_record("b", sequence=11), plain.signer)
+        later = sign_record(decision_record("b", sequence=11), plain.signer)
         plain.set_tag("2", self.KEY, codec.dumps(later.envelope).decode())
         plain.set_alias(CHAMPION, "2")
 
     def test_an_earlier_one_does_not_come_back(self, plain: Guarded) -> None:
-        earlier = sign(decision_record("b", sequence=9), plain.signer)
+        earlier = sign_record(decision_record("b", sequence=9), plain.signer)
         with pytest.raises(RefusedError, match="a later decision stands there"):
             plain.set_tag("2", self.KEY, codec.dumps(earlier.envelope).decode())
 
@@ -160,7 +160,7 @@ class TestDecisionTags:
 
     @pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.PASS])
     def test_only_a_pass_may_be_deleted(self, plain: Guarded, verdict: Verdict) -> None:
-        plain.versions.put("2", tags_of(sign(decision_record("b", verdict), plain.signer)))
+        plain.versions.put("2", tags_of(sign_record(decision_record("b", verdict), plain.signer)))
         with pytest.raises(RefusedError):
             plain.guard.delete_tag("", MODEL, "2", self.KEY)
 
@@ -173,7 +173,7 @@ class TestDecisionTags:
 
     def test_a_forged_one_may_be_replaced(self, plain: Guarded) -> None:
         plain.versions.change("2", **{self.KEY: "{}"})
-        plain.set_tag("2", self.KEY, codec.dumps(sign(decision_record("b"), plain.signer).envelope).decode())
+        plain.set_tag("2", self.KEY, codec.dumps(sign_record(decision_record("b"), plain.signer).envelope).decode())
 
     @pytest.mark.parametrize("key", [DIGEST, RELEASE, VARIANT])
     def test_a_version_stays_what_it_is(self, plain: Guarded, key: str) -> None:
@@ -237,7 +237,7 @@ class TestOverride:
         ruled.set_tag("2", self.KEY, "the old one is worse", user="alice")
         ruled.set_alias(CHAMPION, "2", user="alice")
         ruled.set_alias(CHAMPION, "2", user="release-bot")
-        signed = read(ruled.versions.kept[MODEL, "2"].tags[f"{self.KEY}.by"].encode(), OverrideRecord)
+        signed = read_envelope(ruled.versions.kept[MODEL, "2"].tags[f"{self.KEY}.by"].encode(), OverrideRecord)
         assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
         assert signed.record.at == "2023-11-14T22:13:20.000+00:00"
 
@@ -333,5 +333,5 @@ def test_the_rule_for_overrides_is_the_reconcilers_too(ruled: Guarded) -> None:
     ruled.set_tag("2", "override.cpu-1t", "sure", user="alice")
     record = read_record(MODEL, "2", ruled.versions.kept[MODEL, "2"].tags)
     assert record is not None
-    assert standing_override(record, TARGET, TrustedKeys(ruled.folder / "keys")) is not None
-    assert standing_override(record, "cuda", TrustedKeys(ruled.folder / "keys")) is None
+    assert read_override(record, TARGET, TrustedKeys(ruled.folder / "keys")) is not None
+    assert read_override(record, "cuda", TrustedKeys(ruled.folder / "keys")) is None

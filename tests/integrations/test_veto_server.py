@@ -18,11 +18,11 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST
-from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import RefusedError
-from onnx_ops.release.decision_policy import standing_override
+from onnx_ops.release.decision_policy import read_override
 from onnx_ops.testing.registries import publication
 from tests.integrations.veto_parts import CHALLENGER, CHAMPION, SLOW, TARGET, judged
 from tests.integrations.veto_process import PASSWORD, GuardedServer, server_command, server_environment
@@ -141,7 +141,10 @@ def test_a_copy_registered_by_hand_keeps_its_later_decision(
 ) -> None:
     _, failed = versions
     earlier = replace(failed.decisions[TARGET].record, verdict=Verdict.PASS, verdicts={}, sequence=1)
-    tags = {**failed.tags, f"{DECISION}{TARGET}": codec.dumps(sign(earlier, veto_server.signer).envelope).decode()}
+    tags = {
+        **failed.tags,
+        f"{DECISION}{TARGET}": codec.dumps(sign_record(earlier, veto_server.signer).envelope).decode(),
+    }
     source = str(registry("alice")._version(failed.model, failed.version).source)
     asked = {
         "name": failed.model,
@@ -202,7 +205,7 @@ def test_an_override_is_given_by_who_may_and_signed_by_the_server(
     assert veto_server.call("alice", "POST", SET_TAG.replace("/api", UI), reason) == (200, {})
     assert veto_server.call("bob", "POST", ALIAS, alias(failed, CHALLENGER)) == (200, {})
     read = registry("release-bot").version(failed.model, failed.version)
-    signed = standing_override(read, TARGET, TrustedKeys(veto_server.home / "keys"))
+    signed = read_override(read, TARGET, TrustedKeys(veto_server.home / "keys"))
     assert signed is not None
     assert (signed.record.by, signed.record.reason) == ("alice", "the old one is worse")
 

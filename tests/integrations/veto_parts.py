@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions
 from onnx_ops.adapters.signers.ecdsa import create_key
-from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.config.policy import load_policy
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
@@ -77,7 +77,7 @@ def judged(release: Publication, signer: Signer, verdict: Verdict, *, sequence: 
             replace(
                 variant,
                 decisions={TARGET: decision},
-                signed={TARGET: sign(about, signer)},
+                signed={TARGET: sign_record(about, signer)},
                 description=version_description(variant.variant, {TARGET: decision}, release.lineage),
             )
         )
@@ -130,8 +130,8 @@ class Guarded:
         self.signer = create_key(self.folder / "keys" / "signing.pem")
         self.clock = FakeClock()
         self.versions = MemoryVersions()
-        self.versions.put("1", tags_of(sign(decision_record("a"), self.signer)))
-        self.versions.put("2", tags_of(sign(decision_record("b", Verdict.FAIL), self.signer)))
+        self.versions.put("1", tags_of(sign_record(decision_record("a"), self.signer)))
+        self.versions.put("2", tags_of(sign_record(decision_record("b", Verdict.FAIL), self.signer)))
         self.versions.put("3", {})
         located = None
         if self.policy:

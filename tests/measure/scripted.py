@@ -13,8 +13,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -35,12 +35,14 @@ class Scripted(OnnxRuntime):
     def sample(self, model: Path, target: Any, feed: Any, *, runs: int, warmup: int) -> RunSamples:
         return RunSamples(nanoseconds=np.full(runs, 1_000_000), preempted=np.zeros(runs, dtype=bool))
 
-    def race(self, models: Sequence[Path], target: Any, feed: Any, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Any, feed: Any, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
         cost = np.array([self._cost[model] for model in models])[:, np.newaxis]
         session = np.exp(self._noise * self._draw.standard_normal((schedule.heats, 1, len(models), 1)))
         times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
-        return RaceSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
+        return PairedBenchmarkSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
 
     def under_load(self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule) -> LoadSamples:
         times = self._drawn(models, (schedule.heats, schedule.windows, len(models)))

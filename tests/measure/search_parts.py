@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.search import SearchContext
-from onnx_ops.ports import Dataset, Ports, RaceSamples, RaceSchedule, RunSamples, Tensors
+from onnx_ops.ports import Dataset, PairedBenchmarkSamples, PairedBenchmarkSchedule, Ports, RunSamples, Tensors
 
 LAYERS = ("first", "second", "third", "head")
 WIDTH, CLASSES = 32, 4
@@ -103,11 +103,13 @@ class Steady:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         del feed
         times = np.empty((schedule.heats, schedule.blocks, len(models), schedule.runs))
         times[:] = np.array([_time(model, target) for model in models])[:, np.newaxis]
-        return RaceSamples(nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool))
+        return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool))
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         del feed, warmup

@@ -11,7 +11,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from onnx_ops.domain.gate import Asked, ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate, asked_by
+from onnx_ops.domain.gate import (
+    ColdStartGate,
+    LatencyGate,
+    MeasurementRequest,
+    MemoryGate,
+    SizeGate,
+    ThroughputGate,
+    derive_measurement_request,
+)
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.speed import (
@@ -29,8 +37,8 @@ from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_late
 from onnx_ops.ports import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     Runtime,
     StartSamples,
@@ -58,10 +66,12 @@ class Scripted:
             nanoseconds=np.full(runs, self.typical_ns * float(model.read_text())), preempted=np.zeros(runs, dtype=bool)
         )
 
-    def race(self, models: Sequence[Path], target: Target, feed: Any, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Any, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
         times = self._costs(models, schedule)[:, np.newaxis] * self._jitter(shape)
-        return RaceSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
+        return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Any, schedule: LoadSchedule) -> LoadSamples:
         times = self._costs(models, schedule) * self._jitter((schedule.heats, schedule.windows, len(models)))
@@ -93,7 +103,7 @@ def models(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in costs}
 
 
-def measured(runtime: Scripted, models: dict[str, Path], asked: Asked, *rivals: str) -> SpeedMeasurements:
+def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *rivals: str) -> SpeedMeasurements:
     contest = ComparisonSpec(
         runtime=cast("Runtime", runtime),
         target=CPU,
@@ -105,7 +115,7 @@ def measured(runtime: Scripted, models: dict[str, Path], asked: Asked, *rivals: 
     return measure_speed(contest, asked)
 
 
-EVERYTHING = Asked(throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)})
+EVERYTHING = MeasurementRequest(throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)})
 
 
 def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
@@ -114,9 +124,9 @@ def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
 
 def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) -> None:
     runtime = Scripted()
-    found = measured(runtime, models, Asked(), "fp32")
+    found = measured(runtime, models, MeasurementRequest(), "fp32")
     assert (found.throughput, found.starts, found.ratios) == ((), None, ())
-    assert {type(schedule) for schedule in runtime.asked} == {RaceSchedule}
+    assert {type(schedule) for schedule in runtime.asked} == {PairedBenchmarkSchedule}
     assert found.latency.batch == 2
 
 
@@ -156,21 +166,21 @@ def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models
 
 
 def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path]) -> None:
-    def pairs(runtime: Scripted, asked: Asked) -> int:
+    def pairs(runtime: Scripted, asked: MeasurementRequest) -> int:
         found = measured(runtime, models, asked, "fp32")
         return len(next(r for r in found.ratios if r.figure == "concurrency 4").log_ratios)
 
-    decided = Asked(throughput=(4,), tolerances={"throughput": (0.05,)})
+    decided = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.05,)})
     assert pairs(Scripted(), decided) == LOOKS[0]
     assert pairs(Scripted(noise=2.0), decided) == LOOKS[-1]
-    assert pairs(Scripted(noise=0.5), Asked(throughput=(4,))) == LOOKS[0], "no limit, nothing to decide"
-    at_the_limit = Asked(throughput=(4,), tolerances={"throughput": (0.2,)})
+    assert pairs(Scripted(noise=0.5), MeasurementRequest(throughput=(4,))) == LOOKS[0], "no limit, nothing to decide"
+    at_the_limit = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.2,)})
     assert pairs(Scripted(noise=0.01), at_the_limit) > LOOKS[0]
 
 
 def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict[str, Path]) -> None:
     runtime = Scripted(peak=False)
-    asked = Asked(starts=True, tolerances={"cold_start": (0.5,), "memory": (0.01,)})
+    asked = MeasurementRequest(starts=True, tolerances={"cold_start": (0.5,), "memory": (0.01,)})
     found = measured(runtime, models, asked, "fp32")
     assert [r.figure for r in found.ratios] == ["load", "first"]
     assert len(found.ratios[0].log_ratios) == LOOKS[0]
@@ -213,8 +223,8 @@ def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_wer
 
 
 def test_gates_say_what_is_measured_and_limits_how_long() -> None:
-    assert asked_by([SizeGate(max=1), LatencyGate(p99=0.1)]) == Asked()
-    found = asked_by(
+    assert derive_measurement_request([SizeGate(max=1), LatencyGate(p99=0.1)]) == MeasurementRequest()
+    found = derive_measurement_request(
         [
             LatencyGate(max_regression=0.05, faster_than="fp32", min_speedup=0.25),
             ThroughputGate(concurrency=8, min=1.0),
@@ -223,12 +233,12 @@ def test_gates_say_what_is_measured_and_limits_how_long() -> None:
         ]
     )
     speedup: Any = pytest.approx(-0.2)
-    assert found == Asked(
+    assert found == MeasurementRequest(
         throughput=(2, 8),
         starts=True,
         tolerances={"latency": (0.05,), "speedup": (speedup,), "throughput": (0.1,)},
     )
-    assert asked_by([ColdStartGate(load=1.0)]).starts
+    assert derive_measurement_request([ColdStartGate(load=1.0)]).starts
 
 
 def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
@@ -241,6 +251,6 @@ def test_slow_models_have_fewer_rounds_and_then_shorter_blocks() -> None:
 def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
     monkeypatch.setattr("onnx_ops.measure.timing.time.monotonic", lambda: float(next(clock)))
-    asked = Asked(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
+    asked = MeasurementRequest(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
     found = measured(Scripted(noise=2.0), models, asked, "fp32")
     assert len(found.ratios[0].log_ratios) == LOOKS[1]

@@ -17,7 +17,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.domain.quantization import Arithmetic, arithmetic
+from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage
@@ -119,7 +119,7 @@ def test_the_recipe_keeps_sums_right_on_this_machine(tmp_path: Path) -> None:
     source, path = tmp_path / "ends.onnx", tmp_path / "int8.onnx"
     write_model(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), source)
     data = {"x": np.ones((4, 64), np.float32)}
-    machine = arithmetic(OnnxRuntime().fingerprint(TARGET), TARGET)
+    machine = detect_arithmetic(OnnxRuntime().fingerprint(TARGET), TARGET)
     section = Quantize(name="v", method="static", calibrate=Calibrate())
     request = OptimizeRequest(section=section, source=source, path=path, calibration=data, machines=(machine,))
     for optimizer in (StaticQuantizer(), DynamicQuantizer()):

@@ -14,7 +14,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from onnx_ops.app.project import check
-from onnx_ops.domain.notification import trial
+from onnx_ops.domain.notification import build_test_notification
 from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME
 
@@ -260,4 +260,4 @@ def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> 
 
 
 def test_a_trial_is_about_no_ledger_entry() -> None:
-    assert trial("onnx-ops", at=1.0, actor="me").lines[-1] == "By me"
+    assert build_test_notification("onnx-ops", at=1.0, actor="me").lines[-1] == "By me"

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 import yaml
 
-from onnx_ops.domain.notification import What
+from onnx_ops.domain.notification import NotificationKind
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
 from tests.app.champion_parts import SLOWER, Throne
 from tests.orchestration.test_orchestration_rollouts import run_of, task_runs
@@ -48,7 +48,7 @@ def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tm
     state = watched(throne)
     assert (state.type.value, state.name) == ("FAILED", "Drifted")
     assert "digits v1 @ cpu: drifted. latency: " in (state.message or "")
-    assert [notice.what for notice in chat.received] == [What.DRIFTED]
+    assert [notice.what for notice in chat.received] == [NotificationKind.DRIFTED]
     (row,) = table(state)
     assert (row["pipeline"], row["version"], row["verdict"]) == ("p", "1", "drifted")
     assert row["changed"] == "runtime onnxruntime 2, was onnxruntime 1"

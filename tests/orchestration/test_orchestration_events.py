@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.domain.notification import Notification, What, trial
+from onnx_ops.domain.notification import Notification, NotificationKind, build_test_notification
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, with_events
-from onnx_ops.ports import Following, Notifier
-from onnx_ops.release.notify import notify_due, notify_each, notify_test
+from onnx_ops.ports import Notifier
+from onnx_ops.ports.notify import StepNotifier
+from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
 from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.orchestration.test_orchestration_flows import SERVED, UNSERVED, summary
@@ -67,11 +68,11 @@ def test_a_rollout_is_told_in_order_and_once(prefect_server: None) -> None:
     scene = rolled_out("told")
     ports = with_events(scene.ports)
     for _ in range(3):
-        assert all(not told.trouble for told in notify_each(ports, ("told",)))
+        assert all(not told.trouble for told in send_pending_each(ports, ("told",)))
     roll_back(scene.ports, "told", reason="wrong on sevens")
     scene.restart()
-    notify_each(with_events(scene.ports), ("told",))
-    found = events("onnx-ops.endpoint.told", sequel=trial("told", at=1.0, actor="me"))
+    send_pending_each(with_events(scene.ports), ("told",))
+    found = events("onnx-ops.endpoint.told", sequel=build_test_notification("told", at=1.0, actor="me"))
     assert [event["event"] for event in found if not event["event"].endswith("held")] == [
         "onnx-ops.rollout.finished",
         "onnx-ops.rollout.started",
@@ -94,10 +95,10 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
             kept.append(notification)
             super().send(notification)
 
-    notify_due(replace(scene.ports, notifiers=lambda: {NAME: Copying()}), "twice")
+    send_pending(replace(scene.ports, notifiers=lambda: {NAME: Copying()}), "twice")
     for notice in kept:
         PrefectEvents().send(notice)
-    found = events("onnx-ops.endpoint.twice", sequel=trial("twice", at=1.0, actor="me"))
+    found = events("onnx-ops.endpoint.twice", sequel=build_test_notification("twice", at=1.0, actor="me"))
     assert len(found) == len(kept) > 3
 
 
@@ -108,7 +109,7 @@ def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
     def story() -> str:
         from prefect import runtime
 
-        notify_test(replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()}))
+        send_test_message(replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()}))
         return str(runtime.flow_run.id)
 
     run = story()
@@ -160,13 +161,15 @@ def test_a_server_that_is_down_fails_nothing_and_gets_it_later(prefect_server: N
     scene, chat = rolled_out("late"), FakeNotifier()
     ports = replace(scene.ports, notifiers=lambda: {NAME: PrefectEvents(), "chat": chat})
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        told = {one.notifier: one for one in notify_each(ports, ("late",))}
+        told = {one.notifier: one for one in send_pending_each(ports, ("late",))}
         assert "takes no events" in told[NAME].trouble
-        assert [notice.what for notice in chat.received if notice.what is not What.HELD] == [What.FINISHED] * 2
+        assert [notice.what for notice in chat.received if notice.what is not NotificationKind.HELD] == [
+            NotificationKind.FINISHED
+        ] * 2
         tell_run(scene.ports, PIPE, summary(UNSERVED, 1, outcomes=DONE))
         with pytest.raises(ServiceUnavailableError, match=r"127\.0\.0\.1:9"):
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
-    later = {one.notifier: one for one in notify_each(ports, ("late",))}
+    later = {one.notifier: one for one in send_pending_each(ports, ("late",))}
     assert not later["chat"].sent
     assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
 
@@ -181,9 +184,9 @@ def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
 
 def test_it_is_a_notifier_without_a_place(prefect_server: None) -> None:
     notifier: Notifier = PrefectEvents()
-    assert isinstance(notifier, Following)
+    assert isinstance(notifier, StepNotifier)
     assert notifier.follows
-    assert not isinstance(FakeNotifier(), Following)
+    assert not isinstance(FakeNotifier(), StepNotifier)
     assert notifier.check().startswith("as events, to Prefect's server at http")
     with pytest.raises(UserError, match="takes no place"):
         PrefectEvents("ops")

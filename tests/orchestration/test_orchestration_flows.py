@@ -18,15 +18,15 @@ from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
-from onnx_ops.domain.ledger import Intent, Outcome
+from onnx_ops.domain.ledger import ActionOutcome, Intent
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import Choice, Registration
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, split_state
+from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure
-from onnx_ops.release.reconcile import Glance, ask
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.reconcile import DryRun, read_registry
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
 from tests.release.release_parts import Scene
 
@@ -199,12 +199,14 @@ def test_an_endpoint_stays_behind_only_with_a_reason(prefect_server: None, repos
     config = EndpointConfig(
         endpoint="old", provider="local", model="m", target="cpu-1t", target_digest=KEY, pipeline="brought"
     )
-    configure(ports, config, RolloutPolicy())
+    bind_endpoint(ports, config, RolloutPolicy())
     served = Deployment(
         name="v1", model="m", version="1", variant="fp32", release=KEY, manifest=KEY, location=str(repository)
     )
-    first = Action(kind=ActionKind.FIRST, state=split_state(None, served, 100), roles=Roles(stable=served), why="new")
-    for body in (Intent(action=first, holder="h", expires_at=0.0), Outcome(of=2, ok=True)):
+    first = Action(
+        kind=ActionKind.FIRST, state=build_split_state(None, served, 100), roles=Roles(stable=served), why="new"
+    )
+    for body in (Intent(action=first, holder="h", expires_at=0.0), ActionOutcome(of=2, ok=True)):
         Journal.open(ports, "old").append(body)
     (repository / "configs" / "pipelines" / "brought.yaml").write_text(f"{BROUGHT}register: {{model: m}}\n")
     np.savez(repository / "rows.npz", x=np.zeros((4, FEATURES), np.float32))
@@ -267,7 +269,7 @@ def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool) ->
     scene.bind()
     scene.serve(scene.publish("a"))
     scene.world.registry.down = down
-    state = _settled(Glance(scene.ports, lambda: ask(scene.ports)), "digits", "a flow run")
+    state = _settled(DryRun(scene.ports, lambda: read_registry(scene.ports)), "digits", "a flow run")
     assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 
 

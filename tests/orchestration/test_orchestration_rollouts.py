@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
@@ -96,7 +96,7 @@ def page_of(state: State[Any]) -> str:
 def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = promoted()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
-    meanwhile(monkeypatch, *[lambda: scene.say(Word.ADVANCE)] * 2)
+    meanwhile(monkeypatch, *[lambda: scene.say(OperatorCommand.ADVANCE)] * 2)
     state = driven(scene)
     assert state.is_completed()
     assert scene.traffic()["v2"] == 100
@@ -148,7 +148,7 @@ def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch
     def back() -> None:
         provider.down = False
 
-    meanwhile(monkeypatch, lambda: None, back, *[lambda: scene.say(Word.ADVANCE)] * 2)
+    meanwhile(monkeypatch, lambda: None, back, *[lambda: scene.say(OperatorCommand.ADVANCE)] * 2)
     state = driven(scene)
     assert state.is_completed()
     assert task_runs(state, "digits: trouble").count("digits: trouble") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.attestation import read
+from onnx_ops.attestation import read_envelope
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.decision import DecisionRecord
 from onnx_ops.domain.evidence import BatchInvariance, Evidence, ScoreComparison
@@ -50,7 +50,7 @@ def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> Dec
     ports = world.ports(root=root)
     measured = Manifest(files={"evidence.json": put_document(ports.store, evidence_of(*invariance))})
     result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, ports)
-    return read(ports.store.read(result["signed.json"]), DecisionRecord).record
+    return read_envelope(ports.store.read(result["signed.json"]), DecisionRecord).record
 
 
 @pytest.mark.parametrize(

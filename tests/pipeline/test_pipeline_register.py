@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from onnx_ops.reporting.metrics import plain_figures
-
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.decision import Decision, GateResult, Policy, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import (
+    ColdStartMeasurement,
     Evidence,
     Interval,
     LatencySamples,
     PairedCounts,
     ScoreComparison,
-    Starts,
-    Throughput,
+    ThroughputMeasurement,
 )
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -26,6 +24,7 @@ from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.measure.files import put_document
 from onnx_ops.measure.reference_outputs import put_reference
 from onnx_ops.pipeline.stages.register import choose_variants, execute
+from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
 
 RELEASE = digest_bytes(b"release")
@@ -118,7 +117,7 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
 
 
 def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None:
-    found = choose_variants({"cpu-1t": Policy(), "gpu": Policy()}, (decision_of("fp32"),))
+    found = choose_variants({"cpu-1t": TargetObjective(), "gpu": TargetObjective()}, (decision_of("fp32"),))
     assert [(c.target, c.variant, c.verdict) for c in found] == [
         ("cpu-1t", "fp32", Verdict.PASS),
         ("gpu", None, Verdict.ERROR),
@@ -128,8 +127,8 @@ def test_a_target_without_measurements_is_an_error_and_no_failed_model() -> None
 def test_quantiles_and_medians_become_metrics_of_the_version() -> None:
     evidence = replace(
         evidence_of("fp32"),
-        throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
-        starts=Starts(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
+        throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(210.0, 190.0, 205.0)),),
+        starts=ColdStartMeasurement(batch=1, requests=2, load_s=(0.5, 0.25, 1.0), first_s=(0.5,) * 3, peak_bytes=()),
         latency=LatencySamples(batch=1, runs=200, preempted=0, quantiles_ns={"p50": 2.5e6, "p99": 4e6}),
     )
     assert plain_figures("cpu", evidence) == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onnx_ops.domain.decision import Prefer
+from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import Calibrate, Pipeline, Plan, Quantize, StageKind
 from onnx_ops.domain.quantization import Budget, Tune
@@ -70,7 +70,7 @@ def test_what_changes_the_search() -> None:
 
 
 def test_what_is_preferred_changes_only_the_release() -> None:
-    preferring = planned(replace(PIPELINE, prefer=Prefer(default="size", targets={"edge": "accuracy"})))
+    preferring = planned(replace(PIPELINE, prefer=Objective(default="size", targets={"edge": "accuracy"})))
     assert changed(planned(PIPELINE), preferring) == {
         "register",
         "promote@cpu",

@@ -14,13 +14,13 @@ from unittest.mock import patch
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import summarise
 from onnx_ops.domain.artifact import Manifest, digest_bytes
-from onnx_ops.domain.ledger import Deleted
+from onnx_ops.domain.ledger import EndpointDeleted
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.rollout_policy import DAY
-from onnx_ops.release.journal import bound_endpoints
-from onnx_ops.release.promote import delete
+from onnx_ops.release.journal import list_bound_endpoints
+from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.prune import plan_pruning, prune
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.reconcile import reconcile_until_stable
 from tests.release.effect_sweep import OF_CALLS, OF_FILES, Operation, comparable_end
 from tests.release.release_parts import MODEL, Scene
 from tests.release.release_scenes import serving
@@ -100,15 +100,15 @@ def end_of_run(scene: Scene) -> Mapping[str, Any]:
 
 
 def settle_bound(scene: Scene) -> None:
-    for name in bound_endpoints(scene.ports):
-        settle(scene.ports, name)
+    for name in list_bound_endpoints(scene.ports):
+        reconcile_until_stable(scene.ports, name)
 
 
 def end_of_deletion(scene: Scene) -> Mapping[str, Any]:
     bodies = [entry.body for entry in scene.world.ledger.read("digits")]
-    ended = sum(isinstance(body, Deleted) and body.done for body in bodies)
+    ended = sum(isinstance(body, EndpointDeleted) and body.done for body in bodies)
     return {
-        "bound": bound_endpoints(scene.ports),
+        "bound": list_bound_endpoints(scene.ports),
         "traffic": scene.traffic(),
         "ended": ended,
         "aliases": scene.aliases(),
@@ -152,7 +152,7 @@ OPERATIONS: Mapping[str, Operation] = {
     **{name: Operation(one.setup, one.act, one.done) for name, one in SCENARIOS.items()},
     "delete": Operation(
         setup=lambda: serving("a", "b"),
-        act=lambda scene: delete(scene.ports, "digits", reason="over"),
+        act=lambda scene: delete_endpoint(scene.ports, "digits", reason="over"),
         done=lambda scene: scene.state().config is None,
         follow=settle_bound,
         end=end_of_deletion,

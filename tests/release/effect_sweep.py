@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from onnx_ops.domain.ledger import LedgerEntry, Mirrored, Notified, Observed, Renewed
+from onnx_ops.domain.ledger import AliasesWritten, LeaseRenewed, LedgerEntry, MetricsRecorded, NotificationSent
 from onnx_ops.domain.rollout import Roles
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, StillPendingError
-from onnx_ops.release.journal import LEASE_SECONDS
+from onnx_ops.release.journal import LEASE_S
 from tests.release.disk_scenes import damage, disk_copies_of
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import end_of
@@ -47,9 +47,9 @@ def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
     """The entries before the last note of each endpoint that the registry says what the ledger says."""
     for name in scene.world.ledger.endpoints():
         entries = scene.world.ledger.read(name)
-        last = max((entry.sequence for entry in entries if isinstance(entry.body, Mirrored)), default=0)
+        last = max((entry.sequence for entry in entries if isinstance(entry.body, AliasesWritten)), default=0)
         for entry in entries[: last - 1] if last else ():
-            if not isinstance(entry.body, Observed | Notified | Renewed):
+            if not isinstance(entry.body, MetricsRecorded | NotificationSent | LeaseRenewed):
                 yield entry
 
 
@@ -132,7 +132,7 @@ def _try(operation: Operation, scene: Scene, root: Path, point: Point, expected:
         return [f"a traceback: {error!r}"]
     scene.faults = None
     if trouble == "EACCES":
-        scene.world.clock.advance(LEASE_SECONDS + 1)
+        scene.world.clock.advance(LEASE_S + 1)
     else:
         scene.restart()
     try:

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.attestation import OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, Verdict
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Execution, SessionSettings
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Outcome, ReleaseState, fold
+from onnx_ops.domain.ledger import ActionOutcome, Intent, LedgerEntry, ReleaseState, fold
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import Promotion, configure, promote
-from onnx_ops.release.reconcile import StepReport, settle
-from onnx_ops.release.rollback import Rolled, roll_back, say
+from onnx_ops.release.promote import PromotionResult, bind_endpoint, promote
+from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
+from onnx_ops.release.rollback import RollbackResult, roll_back, send_command
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld
 from tests.support.faults import Faults
 
@@ -111,7 +111,7 @@ class Scene:
                 evidence={},
                 metrics={},
                 decisions={},
-                signed={TARGET: sign(decided, self.world.signer)},
+                signed={TARGET: sign_record(decided, self.world.signer)},
                 description="",
             )
             lineage = Lineage(pipeline="p", release=release)
@@ -127,19 +127,19 @@ class Scene:
         return self.world.registry.version(MODEL, version)
 
     def bind(self, endpoint: str = "digits", policy: RolloutPolicy = AT_ONCE) -> None:
-        configure(self.ports, config_of(endpoint), policy)
+        bind_endpoint(self.ports, config_of(endpoint), policy)
 
-    def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> Promotion:
+    def promote(self, version: str, *, override: bool = False, reason: str = "", actor: str = "") -> PromotionResult:
         return promote(self.ports, MODEL, version, TARGET, override=override, reason=reason, actor=actor)
 
     def settle(self, endpoint: str = "digits") -> list[StepReport]:
-        reports = settle(self.ports, endpoint)
+        reports = reconcile_until_stable(self.ports, endpoint)
         assert reports[-1].settled, reports
         return reports
 
     def settle_some(self, endpoint: str = "digits") -> None:
         """As far as it goes without a word of an operator."""
-        settle(self.ports, endpoint)
+        reconcile_until_stable(self.ports, endpoint)
 
     def settle_all(self) -> None:
         """Twice around, since an endpoint may owe aliases until the others have followed."""
@@ -152,18 +152,18 @@ class Scene:
         self.promote(version)
         self.settle(endpoint)
         while self.state(endpoint).roles.candidate is not None:
-            self.say(Word.ADVANCE, endpoint)
+            self.say(OperatorCommand.ADVANCE, endpoint)
             self.settle(endpoint)
         assert self.traffic(endpoint)[f"v{version}"] == 100
 
-    def say(self, word: Word, endpoint: str = "digits") -> None:
-        say(self.ports, endpoint, word)
+    def say(self, word: OperatorCommand, endpoint: str = "digits") -> None:
+        send_command(self.ports, endpoint, word)
 
-    def abort(self, endpoint: str = "digits") -> Rolled:
+    def abort(self, endpoint: str = "digits") -> RollbackResult:
         """What an operator does who takes a candidate back."""
         return roll_back(self.ports, endpoint, reason="aborted by an operator", candidate_only=True)
 
-    def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> Rolled:
+    def roll_back(self, endpoint: str = "digits", *, to: str | None = None, force: bool = False) -> RollbackResult:
         return roll_back(self.ports, endpoint, to=to, reason="it is slow", force=force)
 
     def give_override(self, version: str, reason: str, *, by: str = "alice", signer: FakeSigner | None = None) -> None:
@@ -180,8 +180,8 @@ class Scene:
             by=by,
             at="2026-01-01T00:00:00+00:00",
         )
-        signed = sign(about, signer)
-        tags = {reason_tag(TARGET): reason, record_tag(TARGET): codec.dumps(signed.envelope).decode()}
+        signed = sign_record(about, signer)
+        tags = {override_reason_tag(TARGET): reason, override_record_tag(TARGET): codec.dumps(signed.envelope).decode()}
         self.world.registry.annotate(MODEL, version, tags)
 
     def set_alias(self, alias: str, version: str) -> None:
@@ -208,7 +208,7 @@ def effects(entries: tuple[LedgerEntry, ...]) -> list[str]:
     for entry in entries:
         if isinstance(entry.body, Intent):
             intents[entry.sequence], last = entry.body.action.kind.value, entry.sequence
-        elif isinstance(entry.body, Outcome) and entry.body.ok and entry.body.of == last:
+        elif isinstance(entry.body, ActionOutcome) and entry.body.ok and entry.body.of == last:
             done.append(intents[last])
             last = 0
     return done

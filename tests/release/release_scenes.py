@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
 from onnx_ops.testing.endpoints import scaling_deployment
 from tests.release.release_parts import (
@@ -66,7 +66,7 @@ def serving(*seeds: str) -> Scene:
     return scene
 
 
-def on_trial(*words: Word) -> Scene:
+def on_trial(*words: OperatorCommand) -> Scene:
     """Version 2 in the place of 1, and version 3 on trial."""
     scene = serving("a", "b")
     scene.bind(policy=CANARY)
@@ -190,7 +190,7 @@ def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
         evidence={},
         metrics={},
         decisions={},
-        signed={TARGET: sign(decision_record(release, "fp32", manifest.digest()), scene.world.signer)},
+        signed={TARGET: sign_record(decision_record(release, "fp32", manifest.digest()), scene.world.signer)},
         description="",
     )
     lineage = Lineage(pipeline="p", release=release)

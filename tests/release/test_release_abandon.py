@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import Abandoned
+from onnx_ops.domain.ledger import EndpointAbandoned
 from onnx_ops.errors import ConflictError, RefusedError, UserError
-from onnx_ops.release.journal import bound_endpoints
-from onnx_ops.release.promote import configure, leave_dropped, refuse_orphans
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.status import Wanted, history
+from onnx_ops.release.journal import list_bound_endpoints
+from onnx_ops.release.promote import abandon_dropped, bind_endpoint, require_no_orphans
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.status import HistoryFilter, read_history
 from tests.release.release_parts import AT_ONCE, Scene, config_of
 from tests.support.golden import Golden
 
@@ -24,7 +24,7 @@ def here(**settings: str | int) -> EndpointConfig:
 @pytest.fixture
 def scene() -> Scene:
     scene = Scene()
-    configure(scene.ports, here(), AT_ONCE)
+    bind_endpoint(scene.ports, here(), AT_ONCE)
     for seed in ("a", "b"):
         scene.serve(scene.publish(seed))
     return scene
@@ -36,21 +36,21 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]
     with pytest.raises(RefusedError) as told:
-        configure(scene.ports, config, AT_ONCE)
+        bind_endpoint(scene.ports, config, AT_ONCE)
     golden("errors", str(told.value))
     assert scene.world.ledger.read("digits") == before
     scene.roll_back()
     scene.settle()
     rejected = scene.state().rejected
     assert rejected
-    assert configure(scene.ports, config, AT_ONCE, abandon="the contract ended")
+    assert bind_endpoint(scene.ports, config, AT_ONCE, abandon="the contract ended")
     entry, _ = scene.world.ledger.read("digits")[-2:]
-    assert entry.body == Abandoned(reason="the contract ended", place="digits in a")
+    assert entry.body == EndpointAbandoned(reason="the contract ended", place="digits in a")
     assert scene.state().config == config
     assert [report.did for report in scene.settle()] == ["first-deployment", "wrote aliases", ""]
     assert scene.traffic() == {"v1": 100}
     assert scene.state().rejected == rejected
-    lines, _ = history(scene.ports, Wanted(endpoints=("digits",)))
+    lines, _ = read_history(scene.ports, HistoryFilter(endpoints=("digits",)))
     assert "left behind: digits in a" in [line.what for line in lines]
 
 
@@ -58,28 +58,28 @@ def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_re
     configs = [replace(here(), endpoint="numbers")]
     pipeline = here().pipeline
     with pytest.raises(RefusedError, match="digits would be left behind"):
-        refuse_orphans(scene.ports, pipeline, configs)
-    refuse_orphans(scene.ports, "another", configs)
-    refuse_orphans(scene.ports, pipeline, [*configs, here()])
-    refuse_orphans(scene.ports, pipeline, configs, abandon="renamed")
-    assert leave_dropped(scene.ports, pipeline, configs, reason="renamed") == ("digits",)
-    assert bound_endpoints(scene.ports) == ()
+        require_no_orphans(scene.ports, pipeline, configs)
+    require_no_orphans(scene.ports, "another", configs)
+    require_no_orphans(scene.ports, pipeline, [*configs, here()])
+    require_no_orphans(scene.ports, pipeline, configs, abandon="renamed")
+    assert abandon_dropped(scene.ports, pipeline, configs, reason="renamed") == ("digits",)
+    assert list_bound_endpoints(scene.ports) == ()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    refuse_orphans(scene.ports, pipeline, configs)
+    require_no_orphans(scene.ports, pipeline, configs)
 
 
 def test_what_serves_nothing_yet_or_is_being_deleted_is_no_orphan(scene: Scene) -> None:
-    configure(scene.ports, replace(here(), endpoint="empty"), AT_ONCE)
-    assert configure(scene.ports, replace(here(region="b"), endpoint="empty"), AT_ONCE)
-    refuse_orphans(scene.ports, here().pipeline, [here()])
+    bind_endpoint(scene.ports, replace(here(), endpoint="empty"), AT_ONCE)
+    assert bind_endpoint(scene.ports, replace(here(region="b"), endpoint="empty"), AT_ONCE)
+    require_no_orphans(scene.ports, here().pipeline, [here()])
 
 
 def test_setting_that_an_existing_endpoint_keeps_is_refused_whatever_may_be_left_behind(scene: Scene) -> None:
     with pytest.raises(UserError, match="auth"):
-        configure(scene.ports, here(auth="token"), AT_ONCE, abandon="never mind")
+        bind_endpoint(scene.ports, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):
-        refuse_orphans(scene.ports, here().pipeline, [here(auth="token")])
-    assert configure(scene.ports, here(instance_count=2), AT_ONCE)
+        require_no_orphans(scene.ports, here().pipeline, [here(auth="token")])
+    assert bind_endpoint(scene.ports, here(instance_count=2), AT_ONCE)
 
 
 def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
@@ -87,13 +87,13 @@ def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
 
     def interrupted(*_: object, **__: object) -> None:
         with pytest.raises(ConflictError, match="changing this endpoint"):
-            configure(scene.world.ports("process-2"), here(region="b"), AT_ONCE, abandon="it moves")
+            bind_endpoint(scene.world.ports("process-2"), here(region="b"), AT_ONCE, abandon="it moves")
         raise KeyboardInterrupt
 
     scene.promote(scene.publish("c"))
     scene.world.provider.apply = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        settle(scene.ports, "digits")
+        reconcile_until_stable(scene.ports, "digits")
     scene.world.provider.apply = apply  # type: ignore[method-assign]
     scene.restart()
-    assert configure(scene.ports, here(region="b"), AT_ONCE, abandon="it moves")
+    assert bind_endpoint(scene.ports, here(region="b"), AT_ONCE, abandon="it moves")

@@ -22,29 +22,29 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.models import ModelFolders
-from onnx_ops.attestation import TrustedKeys, sign
+from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
-from onnx_ops.domain.attestation import Envelope, OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import (
-    Body,
-    Configured,
+    ActionOutcome,
+    EndpointBound,
+    EntryBody,
     Intent,
     LedgerEntry,
-    Outcome,
-    Override,
+    OperatorCommandSent,
+    OverrideRecorded,
     ReleaseState,
     RollbackRequested,
-    Spoken,
 )
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, Word, rollback
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
 from onnx_ops.serving.verified import Trust, verify
 from onnx_ops.testing.endpoints import scaling_deployment
@@ -104,15 +104,15 @@ class Site:
             pem = f"-----BEGIN PUBLIC KEY-----\n{der}\n-----END PUBLIC KEY-----\n"
             (keys / "signing.pub.pem").write_text(pem)
         self.publish(1)
-        configure(self.ports, self.config, RolloutPolicy())
+        bind_endpoint(self.ports, self.config, RolloutPolicy())
         promote(self.ports, MODEL, "1", TARGET)
-        settle(self.ports, ENDPOINT)
+        reconcile_until_stable(self.ports, ENDPOINT)
         self.before = len(self.ledger().read(ENDPOINT))
         self.publish(2, Verdict.FAIL)
         promote(self.ports, MODEL, "2", TARGET, override=True, reason="sure")
-        settle(self.ports, ENDPOINT)
+        reconcile_until_stable(self.ports, ENDPOINT)
         roll_back(self.ports, ENDPOINT, reason="it is slow")
-        settle(self.ports, ENDPOINT)
+        reconcile_until_stable(self.ports, ENDPOINT)
         self.publish(3, Verdict.FAIL)
         self.publish(4, target=GPU)
         self.publish(1, model=OTHER, scale=9.0)
@@ -166,7 +166,7 @@ class Site:
             evidence={},
             metrics={},
             decisions={},
-            signed={target: sign(decided, self.world.signer)},
+            signed={target: sign_record(decided, self.world.signer)},
             description="",
         )
         lineage = Lineage(pipeline="p", release=release)
@@ -186,7 +186,7 @@ class Site:
         self.world.registry.set_alias(MODEL, CHALLENGER, version)
         self.world.registry.set_alias(MODEL, CHAMPION, version)
 
-    def append(self, *bodies: Body) -> None:
+    def append(self, *bodies: EntryBody) -> None:
         """The ledger's storage gets further entries."""
         ledger = self.ledger()
         for body in bodies:
@@ -209,11 +209,11 @@ class Site:
     def drive(self) -> None:
         """Everything that somebody who suspects nothing does next."""
         for act in (
-            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
             lambda: promote(self.ports, MODEL, "3", TARGET),
-            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
             lambda: roll_back(self.ports, ENDPOINT, reason="what is this?"),
-            lambda: self.told.extend(r.why for r in settle(self.ports, ENDPOINT)),
+            lambda: self.told.extend(r.why for r in reconcile_until_stable(self.ports, ENDPOINT)),
         ):
             try:
                 act()
@@ -250,7 +250,7 @@ def decision_of(site: Site, version: str = "1", target: str = TARGET, model: str
 def stolen(site: Site, version: str) -> SignedDecision:
     """A passing decision about the version that a stranger has signed."""
     record = replace(decision_of(site, version).record, verdict=Verdict.PASS)
-    return sign(record, THIEF)
+    return sign_record(record, THIEF)
 
 
 def override_of(site: Site, version: str, **changes: Any) -> Envelope:
@@ -266,11 +266,11 @@ def override_of(site: Site, version: str, **changes: Any) -> Envelope:
         by="alice",
         at="2030-01-01T00:00:00+00:00",
     )
-    return sign(replace(about, **changes), THIEF).envelope
+    return sign_record(replace(about, **changes), THIEF).envelope
 
 
-def past_override(site: Site) -> Override:
-    (given,) = [e.body for e in site.ledger().read(ENDPOINT) if isinstance(e.body, Override)]
+def past_override(site: Site) -> OverrideRecorded:
+    (given,) = [e.body for e in site.ledger().read(ENDPOINT) if isinstance(e.body, OverrideRecorded)]
     return given
 
 
@@ -315,7 +315,7 @@ def release_of_the_overridden(site: Site) -> None:
 
 def tags_of_the_overridden(site: Site) -> None:
     two = site.record("2")
-    site.forge("3", tags={tag: two.tags[tag] for tag in (reason_tag(TARGET), record_tag(TARGET))})
+    site.forge("3", tags={tag: two.tags[tag] for tag in (override_reason_tag(TARGET), override_record_tag(TARGET))})
     site.ask_for("3")
 
 
@@ -329,14 +329,14 @@ def identity_of_the_approved(site: Site) -> None:
 
 def replaced_artifact(site: Site) -> None:
     site.world.registry.tamper(site.record("4"), "model.onnx")
-    decision = sign(replace(decision_of(site, "4", GPU).record, target=TARGET), site.world.signer)
+    decision = sign_record(replace(decision_of(site, "4", GPU).record, target=TARGET), site.world.signer)
     site.forge("4", decisions={TARGET: decision})
     site.ask_for("4")
 
 
 def self_signed_override(site: Site) -> None:
     envelope = codec.dumps(override_of(site, "3")).decode()
-    site.forge("3", tags={reason_tag(TARGET): "sure", record_tag(TARGET): envelope})
+    site.forge("3", tags={override_reason_tag(TARGET): "sure", override_record_tag(TARGET): envelope})
     site.ask_for("3")
 
 
@@ -373,7 +373,7 @@ def added_library(site: Site) -> None:
 def finished_rollout(site: Site) -> None:
     """The ledger says that version 3 serves, so the endpoint is not what it should be."""
     head = site.state().head
-    site.append(begun(bringing(site.deployment("3"))), Outcome(of=head + 1, ok=True))
+    site.append(begun(bringing(site.deployment("3"))), ActionOutcome(of=head + 1, ok=True))
 
 
 def begun_canary(site: Site) -> None:
@@ -385,7 +385,7 @@ def begun_canary(site: Site) -> None:
 
 def way_back_to_other_files(site: Site) -> None:
     one = site.state().known["1"]
-    back = rollback(Roles(stable=one), site.deployment("3"), TARGET, why="back")
+    back = plan_rollback(Roles(stable=one), site.deployment("3"), TARGET, why="back")
     site.append(RollbackRequested(action=back))
 
 
@@ -394,12 +394,12 @@ def previous_version_replaced(site: Site) -> None:
     head, one = site.state().head, site.state().known["1"]
     roles = Roles(stable=one, previous=site.deployment("3"), finished_at=1.0)
     keeping = Action(kind=ActionKind.CLEAN_UP, state=all_to(one), roles=roles, why="kept")
-    site.append(begun(keeping), Outcome(of=head + 1, ok=True))
+    site.append(begun(keeping), ActionOutcome(of=head + 1, ok=True))
 
 
 def forged_override_in_the_ledger(site: Site) -> None:
     record = site.record("3")
-    given = Override(
+    given = OverrideRecorded(
         release=record.release, manifest=record.manifest, version="3", reason="sure", signed=override_of(site, "3")
     )
     site.append(given)
@@ -431,7 +431,7 @@ def snapshot_with_other_files(site: Site) -> None:
     """The snapshot says that version 3 serves and that nothing was ever rejected."""
     three = codec.to_json(site.deployment("3"))
     while site.state().head % SNAPSHOT_EVERY:
-        site.append(Spoken(word=Word.ADVANCE))
+        site.append(OperatorCommandSent(word=OperatorCommand.ADVANCE))
     folder = site.root / "ledger" / ENDPOINT
     snapshot = json.loads((folder / "snapshot.json").read_text())
     state = snapshot["state"]
@@ -444,12 +444,12 @@ def bound_to_another_target(site: Site) -> None:
     config = replace(site.config, target=GPU)
     one = site.deployment("4", authority=decision_of(site, "4", GPU).envelope)
     one = replace(one, evidence=decision_of(site, "4", GPU).record.evidence)
-    site.append(Configured(config=config, policy=RolloutPolicy()), begun(bringing(one)))
+    site.append(EndpointBound(config=config, policy=RolloutPolicy()), begun(bringing(one)))
 
 
 def bound_to_trust_nobody(site: Site) -> None:
     config = replace(site.config, settings={"trusted_keys": ""})
-    site.append(Configured(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3"))))
+    site.append(EndpointBound(config=config, policy=RolloutPolicy()), begun(bringing(site.deployment("3"))))
 
 
 def everything_rewritten(site: Site) -> None:
@@ -543,5 +543,5 @@ def test_an_entry_of_the_ledger_that_nobody_approved_never_reaches_the_provider(
     )
     scene.world.ledger.append(entry)
     with pytest.raises(RefusedError, match="no signed decision names its files"):
-        settle(scene.ports, ENDPOINT)
+        reconcile_until_stable(scene.ports, ENDPOINT)
     assert scene.traffic() == {"v1": 100}

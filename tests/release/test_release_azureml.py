@@ -13,10 +13,10 @@ import pytest
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import configure
-from onnx_ops.release.prune import discard, survey
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.prune import delete_orphans, find_orphans
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.adapters.azureml_parts import POLICY, inside
 from tests.release.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene
@@ -42,7 +42,7 @@ class Azure(Scene):
             pipeline="p",
             settings=cloud.settings,
         )
-        configure(self.ports, self.config, CANARY)
+        bind_endpoint(self.ports, self.config, CANARY)
 
     @property
     def ports(self) -> Ports:
@@ -87,10 +87,10 @@ def test_from_an_empty_workspace_to_a_canary_and_back(scene: Azure) -> None:
     scene.promote(second)
     scene.settle()
     assert scene.answers() == {2.0: 90, 3.0: 10}
-    scene.say(Word.ADVANCE)
+    scene.say(OperatorCommand.ADVANCE)
     scene.settle()
     assert scene.answers() == {2.0: 50, 3.0: 50}
-    scene.say(Word.ADVANCE)
+    scene.say(OperatorCommand.ADVANCE)
     scene.settle()
     assert scene.answers(10) == {3.0: 10}
     assert scene.aliases()[f"champion-{TARGET}"] == second
@@ -119,9 +119,9 @@ def test_orphans_of_a_driver_that_died_are_found_and_removed(scene: Azure) -> No
     other.apply(scene.config, state_of(*served.deployments, stray, v1=100, stray=0), generation=generation + 1)
     scene.promote(second)
     scene.settle()
-    found = survey(scene.ports, ["digits"])
+    found = find_orphans(scene.ports, ["digits"])
     assert found.silent == ()
     assert [one.leftover.kind for one in found.orphans] == ["model"]
-    discard(scene.ports, found.orphans)
-    assert survey(scene.ports, ["digits"]).orphans == ()
+    delete_orphans(scene.ports, found.orphans)
+    assert find_orphans(scene.ports, ["digits"]).orphans == ()
     assert scene.answers() == {2.0: 90, 3.0: 10}

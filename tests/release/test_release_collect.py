@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.attestation import sign
-from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_of
-from onnx_ops.domain.ledger import Frozen, LedgerEntry
+from onnx_ops.attestation import sign_record
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_bytes, hex_digits
+from onnx_ops.domain.ledger import LedgerEntry, ThresholdsFixed
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.prune import collect, digests_in, plan_pruning, prune, reachable, unneeded
+from onnx_ops.release.prune import (
+    delete_unreferenced,
+    find_digests,
+    find_reachable,
+    find_unreferenced,
+    plan_pruning,
+    prune,
+)
 from tests.release.release_parts import MODEL, TARGET, Scene, decision_record
 
 MONTH = 30 * DAY
@@ -43,11 +50,11 @@ def test_what_nothing_names_goes_and_only_when_it_is_told_to(world: tuple[Scene,
     key = digest_bytes(b"key")
     ports.store.record(key, Manifest(files={"file": used}))
     scene.world.clock.advance(MONTH + 60)
-    found = unneeded(ports, older_than_s=MONTH)
+    found = find_unreferenced(ports, older_than_s=MONTH)
     assert [one.digest for one in found] == [unused]
     assert ports.store.read(unused) == b"unused"
-    assert collect(ports, found) == found
-    assert unneeded(ports, older_than_s=MONTH) == ()
+    assert delete_unreferenced(ports, found) == found
+    assert find_unreferenced(ports, older_than_s=MONTH) == ()
     assert ports.store.lookup(key) == Manifest(files={"file": used})
 
 
@@ -56,10 +63,10 @@ def test_what_is_young_stays_whatever_is_asked_for(world: tuple[Scene, Ports]) -
     scene, ports = world
     ports.store.put_bytes(b"of a run")
     scene.world.clock.advance(DAY - 3600)
-    assert unneeded(ports, older_than_s=0) == ()
+    assert find_unreferenced(ports, older_than_s=0) == ()
     scene.world.clock.advance(2 * 3600)
-    assert len(unneeded(ports, older_than_s=0)) == 1
-    assert unneeded(ports, older_than_s=MONTH) == ()
+    assert len(find_unreferenced(ports, older_than_s=0)) == 1
+    assert find_unreferenced(ports, older_than_s=MONTH) == ()
 
 
 def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Ports]) -> None:
@@ -71,7 +78,7 @@ def test_what_is_named_by_what_is_needed_stays(world: tuple[Scene, Ports]) -> No
     ports.store.record(digest_bytes(b"key"), Manifest(files={"request.json": request}))
     gone = put(canonical_json({"raw": samples}) + b" ")
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in unneeded(ports, older_than_s=MONTH)] == [gone]
+    assert [one.digest for one in find_unreferenced(ports, older_than_s=MONTH)] == [gone]
 
 
 def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[Scene, Ports]) -> None:
@@ -79,13 +86,13 @@ def test_what_the_ledger_and_a_decision_behind_an_alias_name_stays(world: tuple[
     put = ports.store.put_bytes
     by_ledger, by_decision, by_nobody = put(b"in the ledger"), put(b"evidence"), put(b"nobody's")
     head = len(scene.world.ledger.read("digits"))
-    body = Frozen(candidate=by_ledger, thresholds=None)
+    body = ThresholdsFixed(candidate=by_ledger, thresholds=None)
     scene.world.ledger.append(LedgerEntry(endpoint="digits", sequence=head + 1, at=1.0, actor="a", body=body))
     record = scene.record("1")
     decided = replace(decision_record(record.release, record.variant, record.manifest), evidence=by_decision)
-    scene.forge("1", decisions={TARGET: sign(decided, scene.world.signer)})
+    scene.forge("1", decisions={TARGET: sign_record(decided, scene.world.signer)})
     scene.world.clock.advance(MONTH + 60)
-    assert [one.digest for one in unneeded(ports, older_than_s=MONTH)] == [by_nobody]
+    assert [one.digest for one in find_unreferenced(ports, older_than_s=MONTH)] == [by_nobody]
 
 
 def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Ports]) -> None:
@@ -94,7 +101,7 @@ def test_while_the_registry_is_down_nothing_is_collected(world: tuple[Scene, Por
     scene.world.clock.advance(MONTH)
     scene.world.registry.down = True
     with pytest.raises(ServiceUnavailableError):
-        unneeded(ports, older_than_s=DAY)
+        find_unreferenced(ports, older_than_s=DAY)
 
 
 def test_pruning_collects(world: tuple[Scene, Ports]) -> None:
@@ -115,11 +122,11 @@ def test_a_digest_of_damaged_content_is_no_hindrance(world: tuple[Scene, Ports],
     scene, ports = world
     lost = ports.store.put_bytes(b"lost")
     ports.store.record(digest_bytes(b"key"), Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}))
-    for path in tmp_path.rglob(hex_of(lost)):
+    for path in tmp_path.rglob(hex_digits(lost)):
         path.chmod(0o600)
         path.write_bytes(b"spoilt")
     scene.world.clock.advance(MONTH + 60)
-    assert unneeded(ports, older_than_s=MONTH) == ()
+    assert find_unreferenced(ports, older_than_s=MONTH) == ()
 
 
 nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))
@@ -129,7 +136,7 @@ nodes = st.integers(0, 12).map(lambda n: digest_bytes(b"%d" % n))
 def test_everything_that_is_named_is_reached_and_nothing_else(
     graph: dict[Digest, set[Digest]], roots: set[Digest]
 ) -> None:
-    found = reachable(roots, lambda digest: graph.get(digest, ()))
+    found = find_reachable(roots, lambda digest: graph.get(digest, ()))
     assert roots <= found
     assert all(graph.get(digest, set()) <= found for digest in found)
     named = roots.union(*graph.values())
@@ -138,4 +145,4 @@ def test_everything_that_is_named_is_reached_and_nothing_else(
 
 @given(st.lists(nodes), st.binary(max_size=40).filter(lambda data: b"sha256" not in data))
 def test_digests_are_found_in_any_document(digests: list[Digest], noise: bytes) -> None:
-    assert digests_in(noise.join([codec.dumps(digests), noise])) == set(digests)
+    assert find_digests(noise.join([codec.dumps(digests), noise])) == set(digests)

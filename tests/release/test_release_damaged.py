@@ -16,14 +16,14 @@ from onnx_ops.cli.main import app
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import CorruptStateError
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import bound_endpoints, damage
-from onnx_ops.release.notify import Herald, Told
-from onnx_ops.release.promote import configure
+from onnx_ops.release.journal import find_corruption, list_bound_endpoints
+from onnx_ops.release.notify import DeliveryResult, NotificationLoop
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.prune import plan_pruning
-from onnx_ops.release.reconcile import settle, settle_each
-from onnx_ops.release.rollback import chosen, roll_back, roll_back_each
-from onnx_ops.release.status import Wanted, history, status_each, wanted_endpoints
-from onnx_ops.release.watch import Bell, Watcher, WatchReport
+from onnx_ops.release.reconcile import reconcile_each, reconcile_until_stable
+from onnx_ops.release.rollback import roll_back, roll_back_each, select_endpoints
+from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_history, read_statuses
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, Scene, config_of
 
@@ -38,7 +38,7 @@ class Site:
         self.scene = Scene(world=FakeWorld(ledger=ObjectLedger(LocalObjects(folder))))
         self.scene.bind("digits")
         for name in ("faces", "faces-eu"):
-            configure(self.scene.ports, replace(FACES, endpoint=name), RolloutPolicy())
+            bind_endpoint(self.scene.ports, replace(FACES, endpoint=name), RolloutPolicy())
 
     def serve(self, *seeds: str) -> None:
         for seed in seeds:
@@ -69,7 +69,7 @@ def test_an_old_entry_that_is_damaged_stops_nothing_and_is_told(site: Site) -> N
     path = site.folder / "digits" / "00000002.json"
     path.write_bytes(path.read_bytes()[:40])
     assert roll_back(site.ports, "digits").moved_to == "v1"
-    _, errors = history(site.ports, Wanted(endpoints=("digits",)))
+    _, errors = read_history(site.ports, HistoryFilter(endpoints=("digits",)))
     assert set(errors) == {"digits"}
 
 
@@ -79,12 +79,12 @@ def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) 
     site.scene.world.registry.down = True
     roll_back(site.ports, "digits")
     site.scene.world.registry.down = False
-    configure(site.scene.ports, FACES, RolloutPolicy(steps=(0.5, 1.0)))
+    bind_endpoint(site.scene.ports, FACES, RolloutPolicy(steps=(0.5, 1.0)))
     site.break_entry("faces", number)
-    assert settle(site.ports, "digits")[-1].settled
+    assert reconcile_until_stable(site.ports, "digits")[-1].settled
     assert site.scene.aliases()[CHAMPION] == "1"
     with pytest.raises(CorruptStateError, match="not JSON"):
-        settle(site.ports, "faces")
+        reconcile_until_stable(site.ports, "faces")
 
 
 def test_a_rollback_does_not_need_the_ledgers_of_others(site: Site) -> None:
@@ -98,12 +98,12 @@ def test_a_pass_over_all_moves_the_others_and_tells_of_the_one(site: Site) -> No
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
-    names = bound_endpoints(site.ports)
+    names = list_bound_endpoints(site.ports)
     assert names == ("digits", "faces", "faces-eu")
-    reports, errors = settle_each(site.ports, names)
+    reports, errors = reconcile_each(site.ports, names)
     assert (set(reports), set(errors)) == ({"digits", "faces-eu"}, {"faces"})
     assert site.scene.traffic()["v2"] == 100
-    found, untold = status_each(site.ports, wanted_endpoints(site.ports, Wanted()))
+    found, untold = read_statuses(site.ports, filter_endpoints(site.ports, HistoryFilter()))
     assert [one.state.endpoint for one in found] == ["digits", "faces-eu"]
     assert isinstance(untold["faces"], CorruptStateError)
 
@@ -112,8 +112,8 @@ def test_a_watch_goes_on_with_the_others(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
-    told: list[WatchReport] = []
-    Watcher(site.ports, Bell(), every=5.0, endpoints=(), actor="", told=told.append).look_at_all()
+    told: list[WatchEvent] = []
+    WatchLoop(site.ports, ReconcileQueue(), every=5.0, endpoints=(), actor="", told=told.append).look_at_all()
     assert site.scene.aliases()[CHAMPION] == "2"
     assert ["not JSON" in one.why for one in told if one.endpoint == "faces"] == [True]
     assert not [one for one in told if one.kind.value == "trouble" and one.endpoint == "digits"]
@@ -138,11 +138,11 @@ def test_a_sibling_counts_by_what_it_does_while_nobody_can_read_what_it_should(p
     scene.world.registry.down = True
     roll_back(pair.ports, "digits", pin=False)
     scene.world.registry.down = False
-    settle(pair.ports, "digits")
+    reconcile_until_stable(pair.ports, "digits")
     assert scene.aliases()[CHAMPION] == "2"  # its sibling does not serve version 1
     state = scene.world.provider.observe(config_of("digits"))
     scene.world.provider.interfere("digits-eu", state)
-    settle(pair.ports, "digits")
+    reconcile_until_stable(pair.ports, "digits")
     assert scene.aliases()[CHAMPION] == "1"
     assert CHALLENGER not in scene.aliases()
 
@@ -153,18 +153,18 @@ def test_a_sibling_that_does_not_answer_either_holds_the_champion(pair: Site) ->
     roll_back(pair.ports, "digits", pin=False)
     scene.world.registry.down = False
     scene.world.provider.interfere("digits-eu", None)
-    settle(pair.ports, "digits")
+    reconcile_until_stable(pair.ports, "digits")
     assert scene.aliases()[CHAMPION] == "2"
 
 
 def test_one_of_two_is_pinned_although_the_others_ledger_is_damaged(pair: Site) -> None:
     assert roll_back(pair.ports, "digits").owed == ()
-    settle(pair.ports, "digits")
+    reconcile_until_stable(pair.ports, "digits")
     assert pair.scene.aliases()[CHAMPION] == "2"
 
 
 def test_a_rollback_of_all_moves_what_it_can_and_tells_of_the_rest(pair: Site) -> None:
-    names = chosen(pair.ports, (), every=True, model=MODEL)
+    names = select_endpoints(pair.ports, (), every=True, model=MODEL)
     assert names == ("digits", "digits-eu")
     moved, errors = roll_back_each(pair.ports, names, pin=False)
     assert (set(moved), set(errors)) == ({"digits"}, {"digits-eu"})
@@ -183,8 +183,8 @@ def test_people_are_told_about_the_others(site: Site) -> None:
     site.serve("a", "b")
     roll_back(site.ports, "digits")
     site.break_entry("faces", 1)
-    told: list[Told] = []
-    herald = Herald(site.ports, every=5.0, endpoints=lambda: ("faces", "digits"), told=told.append)
+    told: list[DeliveryResult] = []
+    herald = NotificationLoop(site.ports, every=5.0, endpoints=lambda: ("faces", "digits"), told=told.append)
     herald.look()
     herald.look()
     assert people.received
@@ -224,7 +224,7 @@ def test_a_history_tells_what_came_before_the_damage(
     *lines, error = json.loads(capfd.readouterr().out)
     assert [line["sequence"] for line in lines] == [1, 2]
     assert (error["endpoint"], error["error"]) == ("digits", "CorruptStateError")
-    lines_of_model, errors = history(site.ports, Wanted(model="other"))
+    lines_of_model, errors = read_history(site.ports, HistoryFilter(model="other"))
     assert lines_of_model == ()
     assert list(errors) == ["faces"]  # nobody can tell any more what it was bound to
 
@@ -235,5 +235,5 @@ def test_the_part_before_the_damage_is_sound(site: Site) -> None:
     assert site.ports.ledger.sound("digits") == whole
     site.break_entry("digits", 3)
     assert site.ports.ledger.sound("digits") == whole[:2]
-    assert isinstance(damage(site.ports, "digits"), CorruptStateError)
-    assert damage(site.ports, "faces") is None
+    assert isinstance(find_corruption(site.ports, "digits"), CorruptStateError)
+    assert find_corruption(site.ports, "faces") is None

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.attestation import OverrideRecord, Signature, reason_tag, record_tag
+from onnx_ops.domain.attestation import EnvelopeSignature, OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
-from onnx_ops.release.decision_policy import counts, override_of, passing_decision, standing_override
+from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.testing.fakes import FakeSigner
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
@@ -54,7 +54,7 @@ def record(**changes: Any) -> DecisionRecord:
 
 
 def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:
-    return sign(about, signer)
+    return sign_record(about, signer)
 
 
 def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
@@ -72,7 +72,7 @@ def version(*found: SignedDecision, **changes: Any) -> VersionRecord:
 
 
 def test_a_valid_pass_lets_it_serve() -> None:
-    assert passing_decision(version(signed(record())), TARGET, SIGNER).record == record()
+    assert require_passing_decision(version(signed(record())), TARGET, SIGNER).record == record()
 
 
 @given(
@@ -92,7 +92,7 @@ def test_no_field_can_be_changed_under_its_signature(field: str, data: st.DataOb
     genuine = signed(record(verdict=Verdict.FAIL, verdicts={"latency": Verdict.FAIL}))
     lie = replace(genuine, record=replace(genuine.record, **{field: data.draw(values[field])}))
     with pytest.raises(RefusedError):
-        passing_decision(version(lie), TARGET, SIGNER)
+        require_passing_decision(version(lie), TARGET, SIGNER)
 
 
 @given(
@@ -106,22 +106,22 @@ def test_a_genuine_pass_about_anything_else_is_refused(**about: Any) -> None:
     genuine = signed(record(**about))
     here = version(replace(genuine), decisions={TARGET: genuine})
     if genuine.record == record():
-        passing_decision(here, TARGET, SIGNER)
+        require_passing_decision(here, TARGET, SIGNER)
         return
     with pytest.raises(InvalidSignatureError, match="about another model, version or target"):
-        passing_decision(here, TARGET, SIGNER)
+        require_passing_decision(here, TARGET, SIGNER)
 
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
 def test_a_signature_of_nobody_is_refused(noise: bytes, claims_trusted: bool) -> None:
     genuine = signed(record(), STRANGER)
     key = (SIGNER if claims_trusted else STRANGER).key
-    noisy = Signature(keyid=key, sig=base64.b64encode(noise).decode())
+    noisy = EnvelopeSignature(keyid=key, sig=base64.b64encode(noise).decode())
     forged = replace(genuine, envelope=replace(genuine.envelope, signatures=(noisy,)))
     with pytest.raises(InvalidSignatureError):
-        passing_decision(version(forged), TARGET, SIGNER)
+        require_passing_decision(version(forged), TARGET, SIGNER)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
-        passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
+        require_passing_decision(version(signed(record(), STRANGER)), TARGET, SIGNER)
 
 
 @given(own=st.integers(0, 5), others=st.lists(st.tuples(st.integers(0, 5), verdicts), max_size=5))
@@ -131,10 +131,10 @@ def test_the_highest_sequence_decides_and_the_worst_of_equals(own: int, others: 
     latest = max([own, *(number for number, _ in others)])
     worst = max([v.rank for n, v in others if n == latest] + [0] * (own == latest))
     if worst == Verdict.PASS.rank:
-        assert passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
+        assert require_passing_decision(here, TARGET, SIGNER, others=elsewhere).record.sequence == latest
     else:
         with pytest.raises(RefusedError, match="its gates on cpu ended"):
-            passing_decision(here, TARGET, SIGNER, others=elsewhere)
+            require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
 @given(others=st.lists(st.tuples(st.integers(0, 99), st.booleans(), names), max_size=5))
@@ -146,12 +146,12 @@ def test_what_does_not_count_changes_nothing(others: list[tuple[int, bool, str]]
         for number, stranger, name in others
     ]  # fmt: skip
     with pytest.raises(RefusedError, match="ended fail"):
-        passing_decision(here, TARGET, SIGNER, others=elsewhere)
+        require_passing_decision(here, TARGET, SIGNER, others=elsewhere)
 
 
 def test_a_pass_elsewhere_is_no_decision_here() -> None:
     with pytest.raises(RefusedError, match="no signed decision"):
-        passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
+        require_passing_decision(version(), TARGET, SIGNER, others=[signed(record(sequence=99))])
 
 
 def tags(value: str) -> dict[str, str]:
@@ -166,7 +166,7 @@ def test_no_tag_that_was_not_signed_lets_it_serve(value: str) -> None:
     read = read_record("digits", "1", tags(value))
     assert read is not None
     with pytest.raises(RefusedError):
-        passing_decision(read, TARGET, SIGNER)
+        require_passing_decision(read, TARGET, SIGNER)
 
 
 HUGE = codec.dumps(signed(record()).envelope).decode()
@@ -220,14 +220,14 @@ def test_odd_documents_are_refused_not_tripped_over(value: str) -> None:
     read = read_record("digits", "1", tags(value))
     assert read is not None
     with pytest.raises(RefusedError):
-        passing_decision(read, TARGET, SIGNER)
+        require_passing_decision(read, TARGET, SIGNER)
 
 
 def test_a_genuine_tag_is_read_back() -> None:
     read = read_record("digits", "1", tags(HUGE))
     assert read is not None
-    assert passing_decision(read, TARGET, SIGNER).record == record()
-    assert counts(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
+    assert require_passing_decision(read, TARGET, SIGNER).record == record()
+    assert is_valid_for(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
 
 
 def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:
@@ -243,30 +243,30 @@ def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]
         at="2026-01-01T00:00:00+00:00",
     )
     about = replace(given_, **changes)
-    one = sign(about, signer)
-    return {reason_tag(TARGET): "sure", record_tag(TARGET): codec.dumps(one.envelope).decode()}
+    one = sign_record(about, signer)
+    return {override_reason_tag(TARGET): "sure", override_record_tag(TARGET): codec.dumps(one.envelope).decode()}
 
 
 def test_an_override_stands_for_exactly_what_it_names() -> None:
-    assert standing_override(version(tags=override_tags()), TARGET, SIGNER) is not None
-    assert standing_override(version(tags=override_tags()), "cuda", SIGNER) is None
-    assert standing_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
+    assert read_override(version(tags=override_tags()), TARGET, SIGNER) is not None
+    assert read_override(version(tags=override_tags()), "cuda", SIGNER) is None
+    assert read_override(version(tags=override_tags(STRANGER)), TARGET, SIGNER) is None
     others = {"version": "2", "model": "faces", "target": "cuda", "reason": "other", "variant": "int8"}
     for name, value in others.items():
         changes: dict[str, Any] = {name: value}
-        assert standing_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
+        assert read_override(version(tags=override_tags(**changes)), TARGET, SIGNER) is None
 
 
 @pytest.mark.parametrize(("verifier", "judged"), [(SIGNER, True), (STRANGER, False), (None, False)])
 def test_an_override_serves_what_was_judged_as_its_target_runs_it(verifier: FakeSigner | None, judged: bool) -> None:
     library, execution = digest_bytes(b"library"), Execution(session=SessionSettings(intra_op_threads=4))
     failed = signed(record(verdict=Verdict.FAIL, custom_ops=(library,), execution=execution))
-    about = override_of(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
+    about = build_override(version(failed), TARGET, verifier, reason="sure", by="alice", now=0.0)
     assert (about.custom_ops, about.execution) == (((library,), execution) if judged else ((), Execution()))
     assert (about.model, about.version, about.manifest, about.target) == ("digits", "1", record().manifest, TARGET)
 
 
 @given(st.text(max_size=60) | json_values.map(json.dumps))
 def test_rubbish_is_no_override(value: str) -> None:
-    found = {reason_tag(TARGET): "sure", record_tag(TARGET): value}
-    assert standing_override(version(tags=found), TARGET, SIGNER) is None
+    found = {override_reason_tag(TARGET): "sure", override_record_tag(TARGET): value}
+    assert read_override(version(tags=found), TARGET, SIGNER) is None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.ledger import Deleted
+from onnx_ops.domain.ledger import EndpointDeleted
 from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, StillPendingError
-from onnx_ops.release.journal import Journal, bound_endpoints
-from onnx_ops.release.promote import delete
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.rollback import withdraw
+from onnx_ops.release.journal import Journal, list_bound_endpoints
+from onnx_ops.release.promote import delete_endpoint
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.rollback import withdraw_request
 from tests.release.release_parts import CHAMPION, Scene, config_of
 from tests.support.faults import Faults, Killed
 
@@ -25,28 +25,32 @@ def scene() -> Scene:
 
 def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
     before = len(scene.world.ledger.read("digits"))
-    delete(scene.ports, "digits", reason="no longer needed")
+    delete_endpoint(scene.ports, "digits", reason="no longer needed")
     assert scene.traffic() == {}
-    assert bound_endpoints(scene.ports) == ()
+    assert list_bound_endpoints(scene.ports) == ()
     added = scene.world.ledger.read("digits")[before:]
     assert [entry.body for entry in added] == [
-        Deleted(reason="no longer needed"),
-        Deleted(reason="no longer needed", done=True),
+        EndpointDeleted(reason="no longer needed"),
+        EndpointDeleted(reason="no longer needed", done=True),
     ]
     assert scene.aliases()[CHAMPION] == "2"
     with pytest.raises(NotFoundError):
-        delete(scene.ports, "digits")
+        delete_endpoint(scene.ports, "digits")
 
 
 def test_killed_anywhere_it_is_completed() -> None:
     moments = _moments()
     assert moments > 6
     for at in range(moments):
-        for finish in (lambda s: settle(s.ports, "digits"), lambda s: delete(s.ports, "digits"), lambda s: s.bind()):
+        for finish in (
+            lambda s: reconcile_until_stable(s.ports, "digits"),
+            lambda s: delete_endpoint(s.ports, "digits"),
+            lambda s: s.bind(),
+        ):
             scene = _scene()
             scene.faults = Faults(at=at)
             with pytest.raises(Killed):
-                delete(scene.ports, "digits")
+                delete_endpoint(scene.ports, "digits")
             scene.restart()
             asked = scene.state().deleting
             gone = scene.state().config is None
@@ -55,7 +59,7 @@ def test_killed_anywhere_it_is_completed() -> None:
             finish(scene)
             assert scene.traffic() == {}
             assert not scene.state().deleting
-            done = [e for e in scene.world.ledger.read("digits") if e.body == Deleted(done=True)]
+            done = [e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)]
             assert len(done) == 1
 
 
@@ -70,7 +74,7 @@ def _moments() -> int:
     scene = _scene()
     counted = Faults()
     scene.faults = counted
-    delete(scene.ports, "digits")
+    delete_endpoint(scene.ports, "digits")
     return counted.moments
 
 
@@ -80,7 +84,7 @@ def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene)
     scene.settle()
     rejected = scene.state().rejected
     assert rejected
-    delete(scene.ports, "digits")
+    delete_endpoint(scene.ports, "digits")
     scene.bind()
     scene.settle()
     assert scene.traffic() == {"v1": 100}
@@ -95,25 +99,25 @@ def test_not_while_somebody_is_at_work(scene: Scene) -> None:
 
     def interrupted(*_: object, **__: object) -> None:
         with pytest.raises(ConflictError, match="changing this endpoint"):
-            delete(scene.world.ports("process-2"), "digits")
+            delete_endpoint(scene.world.ports("process-2"), "digits")
         raise KeyboardInterrupt
 
     scene.promote(scene.publish("c"))
     scene.world.provider.apply = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        settle(scene.ports, "digits")
+        reconcile_until_stable(scene.ports, "digits")
     scene.world.provider.apply = apply  # type: ignore[method-assign]
     scene.restart()
-    delete(scene.ports, "digits")
+    delete_endpoint(scene.ports, "digits")
     assert scene.traffic() == {}
 
 
 def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete(scene.ports, "digits")
+        delete_endpoint(scene.ports, "digits")
     scene.world.provider.down = False
-    withdraw(scene.ports, "digits", reason="it is needed")
+    withdraw_request(scene.ports, "digits", reason="it is needed")
     scene.settle()
     assert scene.world.provider.observe(config_of("digits")) is not None
 
@@ -121,11 +125,11 @@ def test_a_deletion_that_is_owed_can_be_withdrawn(scene: Scene) -> None:
 def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
     scene.world.provider.down = True
-    for command in (scene.roll_back, lambda: delete(scene.ports, "digits")):
+    for command in (scene.roll_back, lambda: delete_endpoint(scene.ports, "digits")):
         with pytest.raises(StillPendingError):
             command()
     scene.world.provider.down = False
-    withdraw(scene.ports, "digits", reason="it is needed")
+    withdraw_request(scene.ports, "digits", reason="it is needed")
     assert scene.settle()[0].did == "rollback"
     assert scene.traffic().get(served, 0) == 0
 
@@ -133,10 +137,10 @@ def test_a_rollback_outlives_a_deletion_that_is_withdrawn(scene: Scene) -> None:
 def test_an_endpoint_that_cannot_be_reached_stays_to_be_deleted(scene: Scene) -> None:
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete(scene.ports, "digits")
+        delete_endpoint(scene.ports, "digits")
     with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()
     scene.world.provider.down = False
-    assert settle(scene.ports, "digits")[-1].did == "deleted"
+    assert reconcile_until_stable(scene.ports, "digits")[-1].did == "deleted"
     assert Journal.open(scene.ports, "digits").state.config is None
     assert scene.world.provider.observe(config_of("digits")) is None

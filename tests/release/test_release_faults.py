@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.ledger import Frozen, Override, Spoken, Withdrawn
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.ledger import OperatorCommandSent, OverrideRecorded, RequestWithdrawn, ThresholdsFixed
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, ServiceUnavailableError, StillPendingError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import promote
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
 from tests.release.release_scenes import (
@@ -68,7 +68,7 @@ def aborting(scene: Scene) -> None:
     scene.settle()
 
 
-def saying(word: Word) -> Callable[[Scene], None]:
+def saying(word: OperatorCommand) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         scene.say(word)
         scene.settle()
@@ -77,7 +77,7 @@ def saying(word: Word) -> Callable[[Scene], None]:
 
 
 def said(scene: Scene) -> bool:
-    return any(isinstance(entry.body, Spoken) for entry in scene.world.ledger.read("digits"))
+    return any(isinstance(entry.body, OperatorCommandSent) for entry in scene.world.ledger.read("digits"))
 
 
 def went_back(scene: Scene) -> bool:
@@ -85,7 +85,7 @@ def went_back(scene: Scene) -> bool:
 
 
 def overridden(scene: Scene) -> bool:
-    return any(isinstance(entry.body, Override) for entry in scene.world.ledger.read("digits")) and (
+    return any(isinstance(entry.body, OverrideRecorded) for entry in scene.world.ledger.read("digits")) and (
         scene.aliases().get(CHALLENGER) == "2" or scene.traffic().get("v2") == 100
     )
 
@@ -105,12 +105,14 @@ def rolling_back(scene: Scene) -> None:
 SCENARIOS: Mapping[str, Scenario] = {
     "first deployment": Scenario(lambda: with_candidate(serving()), promoting("1")),
     "all at once": Scenario(lambda: with_candidate(serving("a")), promoting("2")),
-    "start": Scenario(lambda: with_candidate(on_trial(Word.ADVANCE, Word.ADVANCE)), promoting("4")),
-    "advance": Scenario(on_trial, saying(Word.ADVANCE), said),
+    "start": Scenario(
+        lambda: with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), promoting("4")
+    ),
+    "advance": Scenario(on_trial, saying(OperatorCommand.ADVANCE), said),
     "finish": Scenario(
-        lambda: on_trial(Word.ADVANCE),
-        saying(Word.ADVANCE),
-        lambda scene: sum(isinstance(e.body, Spoken) for e in scene.world.ledger.read("digits")) == 2,
+        lambda: on_trial(OperatorCommand.ADVANCE),
+        saying(OperatorCommand.ADVANCE),
+        lambda scene: sum(isinstance(e.body, OperatorCommandSent) for e in scene.world.ledger.read("digits")) == 2,
     ),
     "abort by word": Scenario(on_trial, aborting, went_back),
     "abort by alias": Scenario(withdrawn, Scene.settle_all),
@@ -234,7 +236,7 @@ def test_two_drivers_at_once_do_everything_once(name: str, sweep: Sweep) -> None
         def drive(number: int, scene: Scene = scene, moment: int = moment) -> None:
             if number == moment:
                 for endpoint in scene.world.ledger.endpoints():
-                    settle(other, endpoint)  # noqa: B023 (called in this turn of the loop)
+                    reconcile_until_stable(other, endpoint)  # noqa: B023 (called in this turn of the loop)
 
         scene.faults = Faults(between=drive)
         with contextlib.suppress(ConflictError):
@@ -254,7 +256,7 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
     apply = provider.apply
 
     def look(*arguments: object, **options: object) -> None:
-        (report,) = settle(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
         reports.append(report.why)
         apply(*arguments, **options)  # type: ignore[arg-type]
 
@@ -267,9 +269,9 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
 def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
     scene = serving("a")
     one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
-    one.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+    one.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
     with pytest.raises(ConflictError):
-        two.append(Withdrawn(reason="y"))
+        two.append(RequestWithdrawn(reason="y"))
 
 
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])

@@ -12,28 +12,28 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from onnx_ops.attestation import verified
+from onnx_ops.attestation import verify_envelope
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.attestation import OverrideRecord, reason_tag, record_tag
+from onnx_ops.domain.attestation import OverrideRecord, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import (
-    Deleted,
+    ActionOutcome,
+    EndpointDeleted,
     Intent,
     LedgerEntry,
-    Outcome,
-    Override,
+    OverrideRecorded,
     ReleaseState,
+    RequestWithdrawn,
     RollbackRequested,
-    Withdrawn,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Word
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import delete
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.rollback import withdraw
+from onnx_ops.release.promote import delete_endpoint
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.rollback import withdraw_request
 from onnx_ops.testing.fakes import FakeSigner
 from onnx_ops.testing.fakes.process import FakeClock, FakeHost
 from tests.release.release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, TARGET, Scene
@@ -81,13 +81,13 @@ class Judge:
                 self.before = self.before if self.owed else set(self.rejected)
                 self.owed, self.open = True, {}
                 self._reject(action)
-            case Override() as given:
+            case OverrideRecorded() as given:
                 self._take(given)
-            case Deleted(done=False):
+            case EndpointDeleted(done=False):
                 self.deleting = True
-            case Withdrawn() if self.deleting:
+            case RequestWithdrawn() if self.deleting:
                 self.deleting = False
-            case Withdrawn() if self.owed:
+            case RequestWithdrawn() if self.owed:
                 self.rejected, self.owed = set(self.before), False
             case Intent(action=action):
                 self.open = {entry.sequence: action}
@@ -98,9 +98,9 @@ class Judge:
                         for d in _served(action)
                         if not self.may_serve(d)
                     ]
-            case Deleted():
+            case EndpointDeleted():
                 self.overridden, self.open, self.owed, self.deleting = set(), {}, False, False
-            case Outcome(of=of, ok=True) if of in self.open:
+            case ActionOutcome(of=of, ok=True) if of in self.open:
                 self._reject(self.open.pop(of))
                 self.owed = False
             case _:
@@ -113,9 +113,9 @@ class Judge:
         if (stable := action.roles.stable) is not None:
             self.rejected -= {stable.release, stable.manifest}
 
-    def _take(self, given: Override) -> None:
+    def _take(self, given: OverrideRecorded) -> None:
         try:
-            about = verified(given.signed, OverrideRecord, self.signer)
+            about = verify_envelope(given.signed, OverrideRecord, self.signer)
         except InvalidSignatureError:
             return
         if about.manifest == given.manifest and given.signed.digest() not in self.used:
@@ -159,7 +159,7 @@ class Histories(RuleBasedStateMachine):
 
             def drive(at: int) -> None:
                 if at == moment:
-                    self.act(lambda: settle(other, "digits"))
+                    self.act(lambda: reconcile_until_stable(other, "digits"))
 
             scene.faults = {
                 "kill": lambda: Faults(at=moment),
@@ -186,7 +186,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def reconcile_elsewhere(self) -> None:
-        self.act(lambda: settle(self.other_machine(), "digits"))
+        self.act(lambda: reconcile_until_stable(self.other_machine(), "digits"))
 
     @rule(version=versions, override=st.booleans(), fault=faults)
     def promote(self, version: str, override: bool, fault: Fault) -> None:
@@ -208,7 +208,7 @@ class Histories(RuleBasedStateMachine):
 
         def copy() -> None:
             tags = self.scene.record(other).tags
-            names = (reason_tag(TARGET), record_tag(TARGET))
+            names = (override_reason_tag(TARGET), override_record_tag(TARGET))
             self.scene.world.registry.annotate("digits", version, {name: tags[name] for name in names if name in tags})
 
         self.act(copy)
@@ -221,13 +221,13 @@ class Histories(RuleBasedStateMachine):
     def abort(self, fault: Fault) -> None:
         self.act(self.scene.abort, fault)
 
-    @rule(word=st.sampled_from(Word), fault=faults)
-    def say(self, word: Word, fault: Fault) -> None:
+    @rule(word=st.sampled_from(OperatorCommand), fault=faults)
+    def say(self, word: OperatorCommand, fault: Fault) -> None:
         self.act(lambda: self.scene.say(word), fault)
 
     @rule(fault=faults)
     def reconcile(self, fault: Fault) -> None:
-        self.act(lambda: settle(self.scene.ports, "digits"), fault)
+        self.act(lambda: reconcile_until_stable(self.scene.ports, "digits"), fault)
 
     @rule(seconds=st.sampled_from([1.0, 200.0, 100_000.0]))
     def wait(self, seconds: float) -> None:
@@ -253,11 +253,11 @@ class Histories(RuleBasedStateMachine):
 
     @rule(fault=faults)
     def withdraw(self, fault: Fault) -> None:
-        self.act(lambda: withdraw(self.scene.ports, "digits", reason="a mistake"), fault)
+        self.act(lambda: withdraw_request(self.scene.ports, "digits", reason="a mistake"), fault)
 
     @rule(fault=faults)
     def delete(self, fault: Fault) -> None:
-        self.act(lambda: delete(self.scene.ports, "digits"), fault)
+        self.act(lambda: delete_endpoint(self.scene.ports, "digits"), fault)
 
     @invariant()
     def nothing_rejected_is_brought(self) -> None:
@@ -279,7 +279,7 @@ class Histories(RuleBasedStateMachine):
         self.scene.restart()
         self.wait(1000.0)
         for _ in range(3):
-            self.act(lambda: settle(self.scene.ports, "digits"))
+            self.act(lambda: reconcile_until_stable(self.scene.ports, "digits"))
         self.nothing_rejected_is_brought()
         self.what_is_owed_is_known()
         assert not self.judge.owed

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.ledger import Body, Intent, LedgerEntry, Outcome
+from onnx_ops.domain.ledger import ActionOutcome, EntryBody, Intent, LedgerEntry
 from onnx_ops.domain.rollout_policy import DAY
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import delete, promote
-from onnx_ops.release.status import HistoryLine, Wanted, wanted_endpoints
-from onnx_ops.release.status import history as read_history
+from onnx_ops.release.promote import delete_endpoint, promote
+from onnx_ops.release.status import HistoryFilter, HistoryLine, filter_endpoints
+from onnx_ops.release.status import read_history as read_entries
 from tests.release.release_parts import MODEL, TARGET, Scene
 
 
-def history(ports: Ports, wanted: Wanted) -> tuple[HistoryLine, ...]:
-    lines, errors = read_history(ports, wanted)
+def history(ports: Ports, wanted: HistoryFilter) -> tuple[HistoryLine, ...]:
+    lines, errors = read_entries(ports, wanted)
     assert errors == {}
     return lines
 
@@ -31,16 +31,18 @@ def scene() -> Scene:
 
 
 def test_several_endpoints_in_one_order(scene: Scene) -> None:
-    lines = history(scene.ports, Wanted())
+    lines = history(scene.ports, HistoryFilter())
     assert {line.endpoint for line in lines} == {"digits", "digits-eu"}
     assert lines == tuple(sorted(lines, key=lambda line: (line.at, line.endpoint, line.sequence)))
-    assert history(scene.ports, Wanted(endpoints=("digits-eu",))) == tuple(
+    assert history(scene.ports, HistoryFilter(endpoints=("digits-eu",))) == tuple(
         line for line in lines if line.endpoint == "digits-eu"
     )
 
 
 def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
-    (first,) = (line for line in history(scene.ports, Wanted(endpoints=("digits",))) if line.kind == "first-deployment")
+    (first,) = (
+        line for line in history(scene.ports, HistoryFilter(endpoints=("digits",))) if line.kind == "first-deployment"
+    )
     stable = first.versions["stable"]
     record = scene.record("1")
     assert (stable.version, stable.release, stable.manifest) == ("1", record.release, record.manifest)
@@ -49,8 +51,8 @@ def test_a_change_names_what_serves_after_it(scene: Scene) -> None:
 def test_what_moved_traffic(scene: Scene) -> None:
     promote(scene.ports, MODEL, scene.publish("b"), TARGET)
     scene.settle_all()
-    moves = history(scene.ports, Wanted(endpoints=("digits",), traffic=True))
-    assert moves == tuple(line for line in history(scene.ports, Wanted(endpoints=("digits",))) if line.traffic)
+    moves = history(scene.ports, HistoryFilter(endpoints=("digits",), traffic=True))
+    assert moves == tuple(line for line in history(scene.ports, HistoryFilter(endpoints=("digits",))) if line.traffic)
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
 
 
@@ -59,10 +61,10 @@ def test_a_move_that_failed_moved_no_traffic(scene: Scene) -> None:
     entries = ledger.read("digits")
     (begun,) = (entry.body for entry in entries if isinstance(entry.body, Intent))
     again = len(entries) + 1
-    bodies: tuple[Body, ...] = (begun, Outcome(of=again, ok=False, detail="refused"))
+    bodies: tuple[EntryBody, ...] = (begun, ActionOutcome(of=again, ok=False, detail="refused"))
     for at, body in enumerate(bodies, start=again):
         ledger.append(LedgerEntry(endpoint="digits", sequence=at, at=scene.world.clock.now(), actor="alice", body=body))
-    lines = history(scene.ports, Wanted(endpoints=("digits",)))
+    lines = history(scene.ports, HistoryFilter(endpoints=("digits",)))
     assert [(line.sequence == again, dict(line.traffic)) for line in lines if line.kind == "first-deployment"] == [
         (False, {"v1": 100}),
         (True, {}),
@@ -74,32 +76,32 @@ def test_who_and_when_and_how_many(scene: Scene) -> None:
     promote(scene.ports, MODEL, scene.publish("b"), TARGET, actor="alice")
     scene.settle_all()
     moment = scene.world.clock.now()
-    late = history(scene.ports, Wanted(since=moment))
+    late = history(scene.ports, HistoryFilter(since=moment))
     assert late
-    assert len(late) < len(history(scene.ports, Wanted()))
-    assert history(scene.ports, Wanted(limit=2)) == history(scene.ports, Wanted())[-2:]
-    assert history(scene.ports, Wanted(actor="nobody")) == ()
+    assert len(late) < len(history(scene.ports, HistoryFilter()))
+    assert history(scene.ports, HistoryFilter(limit=2)) == history(scene.ports, HistoryFilter())[-2:]
+    assert history(scene.ports, HistoryFilter(actor="nobody")) == ()
 
 
 def test_models_and_targets(scene: Scene) -> None:
-    assert history(scene.ports, Wanted(model=MODEL, target=TARGET)) == history(scene.ports, Wanted())
-    assert history(scene.ports, Wanted(model="other")) == ()
-    assert wanted_endpoints(scene.ports, Wanted(target=TARGET)) == ("digits", "digits-eu")
-    assert wanted_endpoints(scene.ports, Wanted(target="other")) == ()
+    assert history(scene.ports, HistoryFilter(model=MODEL, target=TARGET)) == history(scene.ports, HistoryFilter())
+    assert history(scene.ports, HistoryFilter(model="other")) == ()
+    assert filter_endpoints(scene.ports, HistoryFilter(target=TARGET)) == ("digits", "digits-eu")
+    assert filter_endpoints(scene.ports, HistoryFilter(target="other")) == ()
 
 
 def test_a_model_without_endpoints_has_a_history_too() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
-    assert [line.kind for line in history(scene.ports, Wanted(model=MODEL, target=TARGET))] == ["mirrored"]
-    assert history(scene.ports, Wanted(target="other")) == ()
+    assert [line.kind for line in history(scene.ports, HistoryFilter(model=MODEL, target=TARGET))] == ["mirrored"]
+    assert history(scene.ports, HistoryFilter(target="other")) == ()
 
 
 def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
-    delete(scene.ports, "digits", reason="moved")
-    lines = history(scene.ports, Wanted(endpoints=("digits",), model=MODEL))
+    delete_endpoint(scene.ports, "digits", reason="moved")
+    lines = history(scene.ports, HistoryFilter(endpoints=("digits",), model=MODEL))
     assert [(line.kind, line.why) for line in lines][-2:] == [("deleted", "moved"), ("deleted", "moved")]
     with pytest.raises(NotFoundError):
-        wanted_endpoints(scene.ports, Wanted(endpoints=("digits",)))
+        filter_endpoints(scene.ports, HistoryFilter(endpoints=("digits",)))
     with pytest.raises(NotFoundError):
-        history(scene.ports, Wanted(endpoints=("nothing",)))
+        history(scene.ports, HistoryFilter(endpoints=("nothing",)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.ledger import Frozen, Observed
-from onnx_ops.domain.rollout_observations import ShadowTally, Tally
+from onnx_ops.domain.ledger import MetricsRecorded, ThresholdsFixed
+from onnx_ops.domain.rollout_observations import RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
-from onnx_ops.release.decision_policy import told_rollback
+from onnx_ops.release.decision_policy import read_published_rollback
 from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
 from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
@@ -65,11 +65,11 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     written = [entry.body for entry in scene.world.ledger.read("digits")]
     (asked,) = [body for body in written if body.kind == "rollback-requested"]
     judged = written[written.index(asked) - 1]
-    assert isinstance(judged, Observed)
+    assert isinstance(judged, MetricsRecorded)
     assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
     assert not asked.by_hand
-    told = told_rollback(scene.record("2"), "digits")
+    told = read_published_rollback(scene.record("2"), "digits")
     assert told is not None
     assert told.why == asked.action.why[:400]
     traffic(scene, 1000)
@@ -121,7 +121,7 @@ def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
     for _ in range(100):
         traffic(scene, 100)
     written = scene.world.ledger.read("digits")[before:]
-    assert all(isinstance(entry.body, Observed) for entry in written)
+    assert all(isinstance(entry.body, MetricsRecorded) for entry in written)
     assert len(written) <= 1 + 100 * 5 / RECORD_EVERY_S
     assert len(written) >= 5
 
@@ -130,7 +130,7 @@ def test_counters_that_begin_anew_are_no_evidence() -> None:
     scene = begun()
     traffic(scene, 1000)
     counted = scene.world.provider.counted
-    counted.origin, counted.tallies = "second", {"v2": Tally(requests=50, errors=50, over_p50=0, over_p99=0)}
+    counted.origin, counted.tallies = "second", {"v2": RequestCounts(requests=50, errors=50, over_p50=0, over_p99=0)}
     scene.settle()
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
@@ -139,7 +139,7 @@ def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
     scene = begun(SHADOWED)
     assert scene.traffic() == {"v2": 0, "v1": 100}
     for number in range(1, 20):
-        scene.world.provider.counted.shadow = ShadowTally(compared=20 * number, differing=number)
+        scene.world.provider.counted.shadow = ShadowCounts(compared=20 * number, differing=number)
         scene.settle()
     assert scene.traffic() == {"v1": 100}
     assert scene.state().roles.candidate is None
@@ -147,7 +147,7 @@ def test_a_shadow_that_answers_otherwise_never_gets_traffic() -> None:
 
 def test_a_shadow_that_answers_alike_goes_on() -> None:
     scene = begun(SHADOWED)
-    scene.world.provider.counted.shadow = ShadowTally(compared=1000)
+    scene.world.provider.counted.shadow = ShadowCounts(compared=1000)
     scene.settle()
     assert scene.traffic() == {"v1": 50, "v2": 50}
 
@@ -170,7 +170,7 @@ def test_killed_at_every_moment_it_ends_as_if_nothing_had_happened(bad: bool, sw
         assert scene.traffic() == ({"v1": 100} if bad else {"v1": 50, "v2": 50})
         done = effects(scene.world.ledger.read("digits"))
         assert done[2:] == (["abort", "clean-up"] if bad else ["advance"]), at
-        frozen = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, Frozen)]
+        frozen = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, ThresholdsFixed)]
         assert len(frozen) == 1
 
 

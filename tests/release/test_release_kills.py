@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import pytest
 
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Mirrored, Observed, Outcome, RefusedVersion
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.ledger import ActionOutcome, AliasesWritten, Intent, LedgerEntry, MetricsRecorded, VersionRefused
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
-from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHALLENGER, Scene
 from tests.release.release_scenes import (
@@ -51,7 +51,7 @@ def asked(scene: Scene, version: str) -> Scene:
     return scene
 
 
-def told(scene: Scene, word: Word) -> Scene:
+def told(scene: Scene, word: OperatorCommand) -> Scene:
     """An operator has said something that no reconciler has read yet."""
     scene.say(word)
     return scene
@@ -63,9 +63,9 @@ UNHURT = 3
 SCENES: Mapping[str, Callable[[], Scene]] = {
     "first deployment": lambda: asked(with_candidate(serving()), "1"),
     "all at once": lambda: asked(with_candidate(serving("a")), "2"),
-    "start": lambda: asked(with_candidate(on_trial(Word.ADVANCE, Word.ADVANCE)), "4"),
-    "advance": lambda: told(on_trial(), Word.ADVANCE),
-    "finish": lambda: told(on_trial(Word.ADVANCE), Word.ADVANCE),
+    "start": lambda: asked(with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), "4"),
+    "advance": lambda: told(on_trial(), OperatorCommand.ADVANCE),
+    "finish": lambda: told(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
     "abort by alias": withdrawn,
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
     "refuse a challenger": lambda: misled("challenger-cpu"),
@@ -141,13 +141,13 @@ def kept(file: Path) -> FakeWorld:
 
 def reconcile(ports: Ports) -> None:
     """Passes over everything until one has done nothing."""
-    did: list[WatchReport] = []
-    watcher = Watcher(ports, Bell(), every=1.0, told=did.append)
+    did: list[WatchEvent] = []
+    watcher = WatchLoop(ports, ReconcileQueue(), every=1.0, told=did.append)
     for _ in range(10):
         before = sum(bool(report.did) for report in did)
         watcher.look_at_all()
         if sum(bool(report.did) for report in did) == before:
-            assert not [report for report in did if report.kind is Kind.TROUBLE]
+            assert not [report for report in did if report.kind is WatchEventKind.TROUBLE]
             return
     raise AssertionError(did)
 
@@ -181,16 +181,16 @@ def entries(scene: Scene) -> dict[str, list[str]]:
 
 
 def _lasting(scene: Scene, name: str) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read(name) if not isinstance(entry.body, Intent | Observed)]
+    return [entry for entry in scene.world.ledger.read(name) if not isinstance(entry.body, Intent | MetricsRecorded)]
 
 
 def _line(entry: LedgerEntry) -> str:
     match entry.body:
-        case Outcome(ok=ok):
+        case ActionOutcome(ok=ok):
             return f"outcome {ok}"
-        case Mirrored(aliases=aliases):
+        case AliasesWritten(aliases=aliases):
             return f"mirrored {sorted(aliases.items(), key=str)}"
-        case RefusedVersion(alias=alias, version=version):
+        case VersionRefused(alias=alias, version=version):
             return f"refused {alias} {version}"
         case body:
             return body.kind

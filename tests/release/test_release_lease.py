@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Renewed
+from onnx_ops.domain.ledger import Intent, LeaseRenewed, LedgerEntry
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release import journal as lease
-from onnx_ops.release.journal import LEASE_SECONDS, Journal
-from onnx_ops.release.reconcile import settle
+from onnx_ops.release.journal import LEASE_S, Journal
+from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
 from tests.release.release_parts import Scene, effects
 from tests.release.release_scenes import serving, with_candidate
@@ -26,14 +26,14 @@ PATIENCE_S = 30.0
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     """Version 1 serves and version 2 shall."""
-    monkeypatch.setattr(lease, "LOOK_S", 0.001)
+    monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 0.001)
     scene = with_candidate(serving("a"))
     scene.promote("2")
     return scene
 
 
 def renewals(scene: Scene) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Renewed)]
+    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, LeaseRenewed)]
 
 
 def soon(condition: Callable[[], bool]) -> bool:
@@ -53,8 +53,8 @@ def during_an_update(scene: Scene, every_half_lease: Callable[[int], None]) -> N
 
     def slowly(*arguments: Any, **options: Any) -> None:
         provider.apply = apply  # type: ignore[method-assign]
-        for turn in range(int(UPDATE_S / (LEASE_SECONDS / 2))):
-            scene.world.clock.advance(LEASE_SECONDS / 2)
+        for turn in range(int(UPDATE_S / (LEASE_S / 2))):
+            scene.world.clock.advance(LEASE_S / 2)
             every_half_lease(turn)
         apply(*arguments, **options)
 
@@ -66,7 +66,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
 
     def look(turn: int) -> None:
         assert soon(lambda: len(renewals(scene)) > turn)
-        (report,) = settle(scene.world.ports("another driver"), "digits")
+        (report,) = reconcile_until_stable(scene.world.ports("another driver"), "digits")
         reports.append(report.why)
 
     during_an_update(scene, look)
@@ -75,7 +75,7 @@ def test_the_lease_is_kept_for_as_long_as_an_update_takes(scene: Scene, golden: 
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
     assert scene.traffic() == {"v2": 100, "v1": 0}
     found = renewals(scene)
-    assert len(found) == UPDATE_S / (LEASE_SECONDS / 2)
+    assert len(found) == UPDATE_S / (LEASE_S / 2)
     intents = [e.sequence for e in scene.world.ledger.read("digits") if isinstance(e.body, Intent)]
     assert {entry.body.of for entry in found} == {intents[-1]}  # type: ignore[union-attr]
 
@@ -84,12 +84,12 @@ def test_a_holder_that_stands_still_loses_its_lease(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """A process that was stopped does not renew; it is overtaken, and what it does then is refused."""
-    monkeypatch.setattr(lease, "LOOK_S", 3600.0)
+    monkeypatch.setattr(lease, "LEASE_CHECK_INTERVAL_S", 3600.0)
     taken: list[str] = []
 
     def look(turn: int) -> None:
         if turn == 2:
-            taken.append(settle(scene.world.ports("another driver"), "digits")[0].why)
+            taken.append(reconcile_until_stable(scene.world.ports("another driver"), "digits")[0].why)
 
     during_an_update(scene, look)
     scene.settle()
@@ -118,7 +118,7 @@ def test_a_ledger_that_is_out_of_reach_for_a_while_costs_nothing(scene: Scene) -
     failed: list[LedgerEntry] = []
 
     def unreachable(entry: LedgerEntry) -> None:
-        if isinstance(entry.body, Renewed) and len(failed) < 3:
+        if isinstance(entry.body, LeaseRenewed) and len(failed) < 3:
             failed.append(entry)
             raise ServiceUnavailableError("the ledger does not answer")
         append(entry)
@@ -138,5 +138,5 @@ def test_only_the_open_intent_can_be_renewed() -> None:
     scene = serving("a")
     journal = Journal.open(scene.ports, "digits")
     assert not journal.renewed(journal.state.generation)
-    journal.append(Renewed(of=journal.state.generation, expires_at=1e12))
+    journal.append(LeaseRenewed(of=journal.state.generation, expires_at=1e12))
     assert journal.state.open_intent is None

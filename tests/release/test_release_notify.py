@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.ledger import Held, LedgerEntry, Notified, Spoken, fold
-from onnx_ops.domain.notification import QUIET_S, Notification, What, news
-from onnx_ops.domain.rollout import ActionKind, Wait, WaitKind, Word, abort
+from onnx_ops.domain.ledger import LedgerEntry, NotificationSent, OperatorCommandSent, RolloutPaused, fold
+from onnx_ops.domain.notification import REPEAT_INTERVAL_S, Notification, NotificationKind, list_pending_notifications
+from onnx_ops.domain.rollout import ActionKind, OperatorCommand, Wait, WaitKind, plan_abort
 from onnx_ops.errors import ConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.notify import Herald, Told, notify_due, notify_each, notify_test
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.rollback import go_back
-from onnx_ops.release.rollout_metrics import note_wait
+from onnx_ops.release.notify import DeliveryResult, NotificationLoop, send_pending, send_pending_each, send_test_message
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.rollback import request_and_carry_out
+from onnx_ops.release.rollout_metrics import record_pause
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.release.release_parts import CANARY, CHAMPION, Scene
 from tests.release.release_scenes import copies_of, misled, on_trial, serving
@@ -37,7 +37,7 @@ def with_chat(scene: Scene) -> tuple[Scene, FakeNotifier]:
 def alarm(scene: Scene, why: str = "errors: 28/800 -> ROLL BACK") -> None:
     """What a driver does when a guardrail fires."""
     journal = Journal.open(scene.ports, "digits")
-    go_back(journal, abort(journal.state.roles, "cpu", why=why, reject=True))
+    request_and_carry_out(journal, plan_abort(journal.state.roles, "cpu", why=why, reject=True))
 
 
 def retry(scene: Scene) -> None:
@@ -47,52 +47,52 @@ def retry(scene: Scene) -> None:
     scene.settle()
 
 
-def whats(chat: FakeNotifier) -> list[What]:
+def whats(chat: FakeNotifier) -> list[NotificationKind]:
     return [notice.what for notice in chat.received]
 
 
 def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
     scene, chat = with_chat(on_trial())
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     before = len(chat.received)
     alarm(scene)
-    (told,) = notify_due(scene.ports, "digits")
-    assert [notice.what for notice in told.sent] == [What.ROLLED_BACK]
+    (told,) = send_pending(scene.ports, "digits")
+    assert [notice.what for notice in told.sent] == [NotificationKind.ROLLED_BACK]
     assert len(chat.received) == before + 1
     assert scene.state().notified_at == {CHAT: told.sent[0].sequence}
-    assert notify_due(scene.ports, "digits") == (Told(endpoint="digits", notifier=CHAT),)
+    assert send_pending(scene.ports, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
 
 
 def test_with_nobody_to_tell_nothing_is_written() -> None:
     scene = on_trial()
     head = scene.state().head
-    assert notify_due(scene.ports, "digits") == ()
+    assert send_pending(scene.ports, "digits") == ()
     assert scene.state().head == head
 
 
 def test_old_history_is_not_told_to_a_notifier_that_is_new() -> None:
     scene = on_trial()
     alarm(scene)
-    scene.world.clock.advance(QUIET_S + 1)
+    scene.world.clock.advance(REPEAT_INTERVAL_S + 1)
     scene, chat = with_chat(scene)
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     assert chat.received == []
     retry(scene)
     alarm(scene)
-    notify_due(scene.ports, "digits")
-    assert What.ROLLED_BACK in whats(chat)
+    send_pending(scene.ports, "digits")
+    assert NotificationKind.ROLLED_BACK in whats(chat)
 
 
 def test_what_is_due_does_not_grow_old_while_the_notifier_is_down() -> None:
     scene, chat = with_chat(on_trial())
     chat.down = True
     alarm(scene)
-    (told,) = notify_due(scene.ports, "digits")
+    (told,) = send_pending(scene.ports, "digits")
     assert "does not answer" in told.trouble
-    scene.world.clock.advance(10 * QUIET_S)
+    scene.world.clock.advance(10 * REPEAT_INTERVAL_S)
     chat.down = False
-    notify_due(scene.ports, "digits")
-    assert whats(chat)[-1] is What.ROLLED_BACK
+    send_pending(scene.ports, "digits")
+    assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
 def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
@@ -100,11 +100,11 @@ def test_one_notifier_that_is_down_does_not_keep_another_back() -> None:
     mail = scene.world.notifiers["mail"] = FakeNotifier()
     mail.down = True
     alarm(scene)
-    told = notify_due(scene.ports, "digits")
+    told = send_pending(scene.ports, "digits")
     assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
     count = len(chat.received)
     mail.down = False
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     assert len(chat.received) == count
     assert mail.received == chat.received
 
@@ -113,24 +113,24 @@ def test_a_registry_that_is_down_takes_nothing_but_the_link() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
     scene.world.registry.down = True
-    notify_due(scene.ports, "digits")
-    assert whats(chat)[-1] is What.ROLLED_BACK
+    send_pending(scene.ports, "digits")
+    assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
 def test_the_link_is_the_registrys_page(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     monkeypatch.setattr(scene.world.registry, "where", lambda model: f"https://registry.example/{model}")
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     assert chat.received[-1].link == "https://registry.example/digits"
 
 
 def test_a_refusal_is_told_once_though_it_is_set_again() -> None:
     scene, chat = with_chat(misled(CHAMPION))
     for _ in range(3):
-        settle(scene.ports, "digits")
+        reconcile_until_stable(scene.ports, "digits")
         scene.set_alias(CHAMPION, "2")
-        notify_due(scene.ports, "digits")
-    assert whats(chat).count(What.REFUSED) == 1
+        send_pending(scene.ports, "digits")
+    assert whats(chat).count(NotificationKind.REFUSED) == 1
 
 
 def moments(act: Callable[[Scene], None], scene: Callable[[], Scene]) -> int:
@@ -145,8 +145,8 @@ def drive(scene: Scene) -> None:
     """What a driver with a notifier does in a pass, with an alarm in it."""
     if scene.state().roles.candidate is not None:
         alarm(scene)
-    settle(scene.ports, "digits")
-    notify_due(scene.ports, "digits")
+    reconcile_until_stable(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
 
 
 def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
@@ -164,7 +164,7 @@ def test_killed_at_any_moment_a_rollback_is_told_at_least_once() -> None:
             drive(one)
         one.restart()
         drive(one)
-        rolled = whats(chat).count(What.ROLLED_BACK)
+        rolled = whats(chat).count(NotificationKind.ROLLED_BACK)
         assert 1 <= rolled <= 2, f"killed at moment {moment} of {count}"
         twice += rolled == 2
     assert 1 <= twice <= 6, "only a kill between sending and writing it down may repeat a message"
@@ -191,15 +191,15 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
             scene.roll_back()
     elif deed == "words":
         with contextlib.suppress(OnnxOpsError):
-            scene.say(Word.ADVANCE)
+            scene.say(OperatorCommand.ADVANCE)
     elif deed == "drive":
-        settle(scene.ports, "digits")
+        reconcile_until_stable(scene.ports, "digits")
     elif deed == "down":
         chat.down = not chat.down
     elif deed == "hour":
-        scene.world.clock.advance(QUIET_S * 1.5)
+        scene.world.clock.advance(REPEAT_INTERVAL_S * 1.5)
     if deed in ("alarm", "notify", "drive"):
-        notify_due(scene.ports, "digits")
+        send_pending(scene.ports, "digits")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -207,7 +207,7 @@ def play(scene: Scene, chat: FakeNotifier, deed: str) -> None:
 def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, int | None]]) -> None:
     """Whatever else happens, whoever is killed where, and however long the notifier is down."""
     scene, chat = with_chat(TRIALS()())
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     for deed, kill in story:
         scene.faults = None if kill is None else Faults(at=kill)
         try:
@@ -218,9 +218,13 @@ def test_every_automatic_rollback_of_any_history_is_told(story: list[tuple[str, 
             pass
         scene.faults = None
     chat.down = False
-    settle(scene.ports, "digits")
-    notify_due(scene.ports, "digits")
-    due = [n for n in news("digits", scene.world.ledger.read("digits")) if n.what is What.ROLLED_BACK]
+    reconcile_until_stable(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
+    due = [
+        n
+        for n in list_pending_notifications("digits", scene.world.ledger.read("digits"))
+        if n.what is NotificationKind.ROLLED_BACK
+    ]
     rolled = automatic(scene.world.ledger.read("digits"))
     assert {notice.sequence for notice in due} == rolled
     assert rolled <= {notice.sequence for notice in chat.received}
@@ -243,12 +247,12 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
 def test_two_that_notify_at_once_lose_nothing() -> None:
     scene, chat = with_chat(on_trial())
     alarm(scene)
-    threads = [threading.Thread(target=notify_due, args=(scene.world.ports(f"p{n}"), "digits")) for n in range(4)]
+    threads = [threading.Thread(target=send_pending, args=(scene.world.ports(f"p{n}"), "digits")) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert What.ROLLED_BACK in whats(chat)
+    assert NotificationKind.ROLLED_BACK in whats(chat)
     assert scene.state().notified_at[CHAT] == max(notice.sequence for notice in chat.received)
 
 
@@ -258,51 +262,51 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
     busy = [3]
 
     def late(entry: LedgerEntry) -> None:
-        if isinstance(entry.body, Notified) and busy[0]:
+        if isinstance(entry.body, NotificationSent) and busy[0]:
             busy[0] -= 1
-            Journal.open(scene.world.ports("other"), "digits").append(Spoken(word=Word.PAUSE))
+            Journal.open(scene.world.ports("other"), "digits").append(OperatorCommandSent(word=OperatorCommand.PAUSE))
             raise ConflictError("somebody else was faster")
         append(entry)
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
-    (told,) = notify_due(scene.ports, "digits")
+    (told,) = send_pending(scene.ports, "digits")
     assert (told.trouble, busy) == ("", [0])
     assert chat.received
 
 
 def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
     scene, chat = with_chat(on_trial())
-    notify_due(scene.ports, "digits")
+    send_pending(scene.ports, "digits")
     wait = Wait(why="v3 holds 10 %: waits", settled=False, kind=WaitKind.WORD)
     for n in range(3):
-        note_wait(Journal.open(scene.ports, "digits"), Wait(why=f"{wait.why} {n}", settled=False, kind=wait.kind))
-        notify_due(scene.ports, "digits")
-    assert whats(chat).count(What.HELD) == 1
-    scene.say(Word.ADVANCE)
+        record_pause(Journal.open(scene.ports, "digits"), Wait(why=f"{wait.why} {n}", settled=False, kind=wait.kind))
+        send_pending(scene.ports, "digits")
+    assert whats(chat).count(NotificationKind.HELD) == 1
+    scene.say(OperatorCommand.ADVANCE)
     scene.settle_some()
-    notify_due(scene.ports, "digits")
-    assert whats(chat).count(What.HELD) == 2
+    send_pending(scene.ports, "digits")
+    assert whats(chat).count(NotificationKind.HELD) == 2
 
 
 @pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.WATCHING])
 def test_other_waits_are_nobodys_business(kind: WaitKind) -> None:
     scene = on_trial()
     before = scene.state()
-    note_wait(Journal.open(scene.ports, "digits"), Wait(why="", settled=False, kind=kind))
+    record_pause(Journal.open(scene.ports, "digits"), Wait(why="", settled=False, kind=kind))
     assert scene.state() == before
 
 
 def test_what_an_operator_paused_is_no_news_to_him() -> None:
     scene = on_trial()
-    scene.say(Word.PAUSE)
-    note_wait(Journal.open(scene.ports, "digits"), Wait(why="paused", settled=False, kind=WaitKind.PAUSED))
+    scene.say(OperatorCommand.PAUSE)
+    record_pause(Journal.open(scene.ports, "digits"), Wait(why="paused", settled=False, kind=WaitKind.PAUSED))
     assert scene.state().held is None
 
 
 def test_a_hold_stays_through_a_repair() -> None:
     scene = on_trial()
     journal = Journal.open(scene.ports, "digits")
-    journal.append(Held(wait=WaitKind.HELD, step=0, why="no traffic"))
+    journal.append(RolloutPaused(wait=WaitKind.HELD, step=0, why="no traffic"))
     scene.world.provider.interfere("digits", None)
     scene.settle_some()
     assert scene.state().held is not None
@@ -315,7 +319,7 @@ def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(scene.world.notifiers[CHAT], "send", broken)
-    (told,) = notify_each(scene.ports, ("digits",))
+    (told,) = send_pending_each(scene.ports, ("digits",))
     assert told.trouble == "a bug"
 
 
@@ -323,17 +327,17 @@ def test_a_test_goes_through_every_notifier() -> None:
     scene, chat = with_chat(Scene())
     scene.world.notifiers["mail"] = mail = FakeNotifier()
     mail.down = True
-    told = notify_test(scene.ports)
+    told = send_test_message(scene.ports)
     assert [(one.notifier, bool(one.trouble)) for one in told] == [(CHAT, False), ("mail", True)]
-    assert whats(chat) == [What.TEST]
+    assert whats(chat) == [NotificationKind.TEST]
 
 
 class Passes:
     """A herald whose passes a test makes."""
 
     def __init__(self, scene: Scene) -> None:
-        self.told: list[Told] = []
-        self.herald = Herald(scene.ports, every=5.0, endpoints=lambda: ("digits",), told=self.told.append)
+        self.told: list[DeliveryResult] = []
+        self.herald = NotificationLoop(scene.ports, every=5.0, endpoints=lambda: ("digits",), told=self.told.append)
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
@@ -358,14 +362,14 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
     assert [one.trouble for one in passes.told] == ["chat: does not answer"]
     monkeypatch.undo()
     passes(13)
-    assert whats(chat)[-1] is What.ROLLED_BACK
+    assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
     assert passes.told[-1].sent
 
 
 def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
-    herald = Herald(scene.ports, every=3600.0, endpoints=lambda: ("digits",), told=lambda _: None)
+    herald = NotificationLoop(scene.ports, every=3600.0, endpoints=lambda: ("digits",), told=lambda _: None)
     calls: list[int] = []
     look = herald.look
 
@@ -382,7 +386,7 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
     stopped.set()
     thread.join(30)
     assert not thread.is_alive()
-    assert whats(chat)[-1] is What.ROLLED_BACK
+    assert whats(chat)[-1] is NotificationKind.ROLLED_BACK
 
 
 def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> None:
@@ -390,8 +394,8 @@ def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> Non
     scene, chat = with_chat(serving("a"))
     scene.bind(policy=CANARY)
     scene.promote(scene.publish("b"))
-    settle(scene.ports, "digits")
+    reconcile_until_stable(scene.ports, "digits")
     journal = Journal.open(scene.ports, "digits")
-    note_wait(journal, Wait(why="v2 holds 10 % and waits", settled=False, kind=WaitKind.WORD))
-    notify_due(scene.ports, "digits")
+    record_pause(journal, Wait(why="v2 holds 10 % and waits", settled=False, kind=WaitKind.WORD))
+    send_pending(scene.ports, "digits")
     golden("reasons", chat.received[-1].headline)

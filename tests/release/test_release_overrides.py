@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from onnx_ops.adapters.ledgers.log import MemoryLedger
-from onnx_ops.domain.attestation import reason_tag, record_tag
+from onnx_ops.domain.attestation import override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.ledger import LedgerEntry, Override
+from onnx_ops.domain.ledger import LedgerEntry, OverrideRecorded
 from onnx_ops.errors import RefusedError
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
@@ -27,7 +27,7 @@ def scene() -> Scene:
 
 
 def overrides(scene: Scene) -> list[LedgerEntry]:
-    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Override)]
+    return [entry for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
 
 
 def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Scene) -> None:
@@ -36,12 +36,12 @@ def test_a_signed_override_goes_into_the_ledger_under_its_givers_name(scene: Sce
     scene.settle()
     assert scene.traffic()["v2"] == 100
     (entry,) = overrides(scene)
-    assert isinstance(entry.body, Override)
+    assert isinstance(entry.body, OverrideRecorded)
     assert (entry.actor, entry.body.reason) == ("alice", "the old one is worse")
 
 
 def test_a_tag_that_no_server_signed_overrides_nothing(scene: Scene) -> None:
-    scene.world.registry.annotate(MODEL, "2", {reason_tag(TARGET): "sure"})
+    scene.world.registry.annotate(MODEL, "2", {override_reason_tag(TARGET): "sure"})
     scene.set_alias(CHALLENGER, "2")
     assert scene.settle()[0].refused
     scene.give_override("2", "sure", signer=FakeSigner(b"somebody else"))
@@ -78,8 +78,8 @@ class SigningRegistry(FakeRegistry):
         self.refusing = refusing
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        reason = tags.get(reason_tag(TARGET))
-        if reason is not None and record_tag(TARGET) not in tags:
+        reason = tags.get(override_reason_tag(TARGET))
+        if reason is not None and override_record_tag(TARGET) not in tags:
             if self.refusing:
                 raise RefusedError("policy.yaml:6 lets only alice override")
             self.scene.give_override(version, reason)

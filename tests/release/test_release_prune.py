@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import Stored
-from onnx_ops.domain.endpoint import Leftover
+from onnx_ops.domain.artifact import StoredObject
+from onnx_ops.domain.endpoint import OrphanedResource
 from onnx_ops.domain.rollout_policy import DAY
-from onnx_ops.release.prune import Orphan, PrunePlan, Survey, plan_pruning, prune, survey
+from onnx_ops.release.prune import Orphan, OrphanSurvey, PrunePlan, find_orphans, plan_pruning, prune
 from tests.release.release_parts import CANARY, MODEL, Scene
 from tests.support.faults import Killed
 from tests.support.golden import Golden
@@ -72,7 +72,7 @@ def test_folders_of_versions_that_are_gone_already_go_once_they_are_old(scene: S
 def test_folders_that_an_endpoint_needs_by_now_stay(scene: Scene) -> None:
     found = plan(scene)
     needed = scene.record("3").manifest
-    removed = prune(scene.ports, replace(found, folders=(Stored(name="3", digest=needed, size_bytes=1, at=0.0),)))
+    removed = prune(scene.ports, replace(found, folders=(StoredObject(name="3", digest=needed, size_bytes=1, at=0.0),)))
     assert removed.folders == ()
     assert scene.world.files.location(needed) is not None
 
@@ -140,21 +140,24 @@ def test_what_providers_hold_for_nobody_is_told_and_removed(scene: Scene) -> Non
     served = scene.state().roles.stable
     assert served is not None
     mine, theirs = (
-        Leftover(kind="model", name=name, why="no state names it", paid=True) for name in (served.manifest, "other")
+        OrphanedResource(kind="model", name=name, why="no state names it", paid=True)
+        for name in (served.manifest, "other")
     )
     scene.world.provider.left["digits"] = [mine, theirs]
     before = plan(scene)
-    assert before.orphans == Survey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
+    assert before.orphans == OrphanSurvey(orphans=(Orphan(endpoint="digits", provider="fake", leftover=theirs),))
     assert prune(scene.ports, before).orphans == before.orphans
     assert scene.world.provider.left["digits"] == [mine]
-    assert survey(scene.ports, ["digits"]) == Survey()
+    assert find_orphans(scene.ports, ["digits"]) == OrphanSurvey()
 
 
 def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
     candidate = scene.publish("f")
     manifest = scene.record(candidate).manifest
-    scene.world.provider.left["digits"] = [Leftover(kind="model", name=manifest, why="no state names it", paid=True)]
-    assert [orphan.leftover.name for orphan in survey(scene.ports, ["digits"]).orphans] == [manifest]
+    scene.world.provider.left["digits"] = [
+        OrphanedResource(kind="model", name=manifest, why="no state names it", paid=True)
+    ]
+    assert [orphan.leftover.name for orphan in find_orphans(scene.ports, ["digits"]).orphans] == [manifest]
     scene.promote(candidate)
 
     def die(*_: object, **__: object) -> None:
@@ -165,10 +168,10 @@ def test_what_an_open_intent_is_about_to_serve_is_needed(scene: Scene) -> None:
         scene.settle()
     assert scene.state().open_intent is not None
     assert f"v{candidate}" not in scene.traffic()
-    assert survey(scene.ports, ["digits"]) == Survey()
+    assert find_orphans(scene.ports, ["digits"]) == OrphanSurvey()
 
 
 def test_a_provider_that_does_not_answer_is_not_taken_for_a_tidy_one(scene: Scene) -> None:
     scene.world.provider.down = True
-    assert survey(scene.ports, ["digits"]).silent == ("digits",)
+    assert find_orphans(scene.ports, ["digits"]).silent == ("digits",)
     assert plan(scene).orphans.silent == ("digits",)

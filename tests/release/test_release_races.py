@@ -13,14 +13,22 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.ledger import Body, Deleted, Frozen, LedgerEntry, Mirrored, Override, Spoken
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.ledger import (
+    AliasesWritten,
+    EndpointDeleted,
+    EntryBody,
+    LedgerEntry,
+    OperatorCommandSent,
+    OverrideRecorded,
+    ThresholdsFixed,
+)
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import delete
-from onnx_ops.release.reconcile import settle
-from onnx_ops.release.retry import LOOKS
+from onnx_ops.release.promote import delete_endpoint
+from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.retry import MAX_CONFLICT_ATTEMPTS
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
 from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate
@@ -40,7 +48,7 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
 
         def between(at: int, job: Ports = job, moment: int = moment) -> None:
             if at == moment:
-                settle(job, "digits")
+                reconcile_until_stable(job, "digits")
 
         counted = Faults(between=between)
         scene.faults = counted
@@ -66,7 +74,7 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
             for n in range(DRIVERS)
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:
-            found = list(pool.map(lambda one: settle(one, "digits"), ports))
+            found = list(pool.map(lambda one: reconcile_until_stable(one, "digits"), ports))
         assert all(reports[-1].settled for reports in found)
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
@@ -79,10 +87,10 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     def overtaken(self: Any, entry: LedgerEntry) -> None:
         """Somebody else writes just before each of the command's own entries."""
-        if not isinstance(entry.body, Frozen):
+        if not isinstance(entry.body, ThresholdsFixed):
             asked.append(entry.sequence)
             other = Journal.open(scene.world.ports("other"), "digits")
-            other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+            other.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
         append(self, entry)
 
     before = len(scene.world.ledger.read("digits"))
@@ -90,8 +98,8 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(LedgerConflictError, match="somebody else wrote"):
         scene.settle()
     written = scene.world.ledger.read("digits")[before:]
-    assert {type(entry.body) for entry in written} == {Frozen}
-    assert len(asked) >= LOOKS
+    assert {type(entry.body) for entry in written} == {ThresholdsFixed}
+    assert len(asked) >= MAX_CONFLICT_ATTEMPTS
 
 
 def test_an_operators_word_is_heard_beside_a_driver() -> None:
@@ -102,17 +110,17 @@ def test_an_operators_word_is_heard_beside_a_driver() -> None:
         if moment == 1:  # the ledger was read
             interrupted.append(moment)
             other = Journal.open(scene.world.ports("other"), "digits")
-            other.append(Frozen(candidate=scene.record("1").manifest, thresholds=None))
+            other.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
 
     scene.faults = Faults(between=write)
-    scene.say(Word.PAUSE)
+    scene.say(OperatorCommand.PAUSE)
     scene.faults = None
     assert interrupted == [1]
-    assert scene.state().word is Word.PAUSE
+    assert scene.state().word is OperatorCommand.PAUSE
 
 
 def beside_a_driver(
-    prepare: Callable[[], Scene], stream: str, body: Body, command: Callable[[Scene], object]
+    prepare: Callable[[], Scene], stream: str, body: EntryBody, command: Callable[[Scene], object]
 ) -> list[Scene]:
     """What a command leaves when another process writes once while it is at work, for every moment of it."""
     scenes: list[Scene] = []
@@ -133,14 +141,14 @@ def beside_a_driver(
     return scenes
 
 
-SPOKEN = Spoken(word=Word.PAUSE, reason="let me look")
+SPOKEN = OperatorCommandSent(word=OperatorCommand.PAUSE, reason="let me look")
 
 
 def test_an_endpoint_is_bound_anew_beside_a_driver() -> None:
     scenes = beside_a_driver(on_trial, "digits", SPOKEN, lambda scene: scene.bind(policy=AT_ONCE))
     assert len(scenes) > 3
     for scene in scenes:
-        assert (scene.state().policy, scene.state().word) == (AT_ONCE, Word.PAUSE)
+        assert (scene.state().policy, scene.state().word) == (AT_ONCE, OperatorCommand.PAUSE)
 
 
 def test_an_override_is_given_beside_a_driver() -> None:
@@ -153,7 +161,7 @@ def test_an_override_is_given_beside_a_driver() -> None:
     scenes = beside_a_driver(prepare, "digits", SPOKEN, give)
     assert len(scenes) > 6
     for scene in scenes:
-        given = [entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Override)]
+        given = [entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, OverrideRecorded)]
         assert [(one.version, one.reason) for one in given] == [("2", "by hand")]
 
 
@@ -163,7 +171,9 @@ def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
         scene.publish("a")
         return scene
 
-    scenes = beside_a_driver(prepare, "digits@cpu", Mirrored(aliases={"x": "1"}), lambda scene: scene.promote("1"))
+    scenes = beside_a_driver(
+        prepare, "digits@cpu", AliasesWritten(aliases={"x": "1"}), lambda scene: scene.promote("1")
+    )
     assert len(scenes) > 6
     for scene in scenes:
         assert scene.aliases()[CHAMPION] == "1"
@@ -172,13 +182,15 @@ def test_a_champion_that_nothing_serves_is_told_beside_another() -> None:
 
 def test_an_endpoint_is_deleted_beside_a_driver() -> None:
     scenes = beside_a_driver(
-        lambda: serving("a", "b"), "digits", SPOKEN, lambda scene: delete(scene.ports, "digits", reason="old")
+        lambda: serving("a", "b"), "digits", SPOKEN, lambda scene: delete_endpoint(scene.ports, "digits", reason="old")
     )
     assert len(scenes) > 6
     for scene in scenes:
         assert scene.traffic() == {}
         assert scene.state().config is None
-        assert [e.body.reason for e in scene.world.ledger.read("digits") if isinstance(e.body, Deleted)] == ["old"] * 2
+        assert [e.body.reason for e in scene.world.ledger.read("digits") if isinstance(e.body, EndpointDeleted)] == [
+            "old"
+        ] * 2
 
 
 def test_a_deletion_that_a_driver_completes_is_done() -> None:
@@ -188,10 +200,10 @@ def test_a_deletion_that_a_driver_completes_is_done() -> None:
 
         def drive(at: int, moment: int = moment, scene: Scene = scene) -> None:
             if at == moment and scene.state().config is not None:
-                settle(scene.world.ports("driver"), "digits")
+                reconcile_until_stable(scene.world.ports("driver"), "digits")
 
         scene.faults = counted = Faults(between=drive)
-        delete(scene.ports, "digits")
+        delete_endpoint(scene.ports, "digits")
         assert scene.traffic() == {}
         assert scene.state().config is None
         moment += 1

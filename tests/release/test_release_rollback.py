@@ -13,8 +13,8 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.ledger import Intent, LedgerEntry, Spoken
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.ledger import Intent, LedgerEntry, OperatorCommandSent
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import (
     MissingPackageError,
@@ -26,9 +26,9 @@ from onnx_ops.errors import (
 )
 from onnx_ops.release import rollback
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import configure
-from onnx_ops.release.reconcile import settle, settle_owed, step
-from onnx_ops.release.rollback import roll_back, roll_back_each, withdraw
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable, reconcile_with_retries
+from onnx_ops.release.rollback import roll_back, roll_back_each, withdraw_request
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import (
     AT_ONCE,
@@ -139,7 +139,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
 
 def test_asking_again_beside_a_clean_up_goes_no_further_back(trial: Scene) -> None:
     trial.roll_back()
-    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=True)
+    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=True)
     assert trial.state().open_intent is not None
     assert trial.roll_back().moved_to == "v3"
 
@@ -150,7 +150,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
     scene.roll_back()
     answers = threading.Event()
     observe = scene.world.provider.observe
-    monkeypatch.setattr(rollback, "LOOK_S", 0.01)
+    monkeypatch.setattr(rollback, "OBSERVE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
     try:
         assert not roll_back_each(scene.ports, ("digits",), patience_s=0.01)[0]
@@ -350,13 +350,13 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
         scene.roll_back()
     scene.world.provider.down = False
     with pytest.raises(UserError):
-        withdraw(scene.ports, "digits", reason=" ")
-    withdraw(scene.ports, "digits", reason="wrong endpoint")
+        withdraw_request(scene.ports, "digits", reason=" ")
+    withdraw_request(scene.ports, "digits", reason="wrong endpoint")
     scene.settle()
     assert scene.traffic()["v3"] == 100
     assert scene.state().rejected == {}
     with pytest.raises(NotFoundError):
-        withdraw(scene.ports, "digits", reason="again")
+        withdraw_request(scene.ports, "digits", reason="again")
 
 
 def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> None:
@@ -379,7 +379,7 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> N
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
     scene.promote(scene.publish("d"))
-    interrupted(scene, lambda: settle(scene.ports, "digits"), reaches=reaches)
+    interrupted(scene, lambda: reconcile_until_stable(scene.ports, "digits"), reaches=reaches)
     if dead:
         scene.restart()
     rolled = scene.roll_back()
@@ -418,7 +418,7 @@ def test_a_rollback_that_was_cut_short_may_be_led_elsewhere(scene: Scene) -> Non
 @pytest.mark.parametrize("reaches", [True, False])
 def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial: Scene, reaches: bool) -> None:
     trial.world.registry.delete_alias("digits", CHALLENGER)
-    interrupted(trial, lambda: settle(trial.ports, "digits"), reaches=reaches)
+    interrupted(trial, lambda: reconcile_until_stable(trial.ports, "digits"), reaches=reaches)
     trial.restart()
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
@@ -428,7 +428,7 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
 
 def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=False)
-    assert "is at work" in step(scene.ports, "digits").why
+    assert "is at work" in reconcile_step(scene.ports, "digits").why
     scene.restart()
     assert scene.settle()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}
@@ -446,7 +446,9 @@ def test_what_others_write_meanwhile_does_not_turn_it_around(scene: Scene) -> No
 
     def and_configure(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         apply(config, state, generation=generation)
-        configure(scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation))
+        bind_endpoint(
+            scene.world.ports("process-9"), config_of("digits"), RolloutPolicy(keep_previous=60.0 * generation)
+        )
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(provider, "roll_back", and_configure)
@@ -461,7 +463,7 @@ def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene
 
     def change_policy(moment: int) -> None:
         if moment == 1:  # the rollback has read the ledger, and not yet written to it
-            configure(other, config_of("digits"), CANARY)
+            bind_endpoint(other, config_of("digits"), CANARY)
 
     scene.faults = Faults(between=change_policy)
     assert scene.roll_back().moved_to == "v2"
@@ -546,7 +548,7 @@ def test_a_trial_that_ends_on_one_endpoint_goes_on_at_the_other(pair: Scene, by_
     assert pair.traffic(PAIR[1]) == {"v2": 100}
     assert pair.traffic(PAIR[0]) == {"v3": 10, "v2": 90}
     for _ in range(2):
-        pair.say(Word.ADVANCE, PAIR[0])
+        pair.say(OperatorCommand.ADVANCE, PAIR[0])
         pair.settle_all()
     assert pair.traffic(PAIR[0]) == {"v3": 100, "v2": 0}
     assert pair.traffic(PAIR[1])["v2"] == 100
@@ -558,7 +560,7 @@ def test_a_rollback_of_one_while_its_driver_is_at_work_leaves_the_others_trial_a
         pair.bind(name, CANARY)
     pair.promote(pair.publish("c"))
     pair.settle(PAIR[0])
-    interrupted(pair, lambda: settle(pair.ports, PAIR[1]), reaches=True)
+    interrupted(pair, lambda: reconcile_until_stable(pair.ports, PAIR[1]), reaches=True)
     pair.roll_back(PAIR[1])
     pair.settle_all()
     assert pair.traffic(PAIR[1]) == {"v2": 100}
@@ -613,7 +615,13 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
     objects.data.clear()
     for sequence in range(9_996, 10_005):
         writer.append(
-            LedgerEntry(endpoint="digits", sequence=sequence, at=0.0, actor="a", body=Spoken(word=Word.PAUSE))
+            LedgerEntry(
+                endpoint="digits",
+                sequence=sequence,
+                at=0.0,
+                actor="a",
+                body=OperatorCommandSent(word=OperatorCommand.PAUSE),
+            )
         )
         if sequence >= 10_000:
             counted = CountedObjects(dict(objects.data))
@@ -630,7 +638,7 @@ def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(sce
     ports = replace(scene.ports, registry=no_client)
     assert roll_back(ports, "digits").owed
     assert scene.traffic() == {"v2": 100, "v3": 0}
-    last = settle(ports, "digits")[-1]
+    last = reconcile_until_stable(ports, "digits")[-1]
     assert (last.settled, "mlflow" in last.registry_down) == (True, True)
     assert scene.state().pending_aliases
     scene.settle()
@@ -649,8 +657,8 @@ def test_what_fails_for_want_of_a_package_is_not_tried_again(scene: Scene) -> No
         roll_back(ports, "digits")
     tries.clear()
     with pytest.raises(MissingPackageError):
-        settle(ports, "digits")
+        reconcile_until_stable(ports, "digits")
     once = len(tries)
-    _, errors = settle_owed(ports, ("digits",), for_s=2.5)
+    _, errors = reconcile_with_retries(ports, ("digits",), for_s=2.5)
     assert isinstance(errors["digits"], MissingPackageError)
     assert len(tries) == 2 * once

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, TrafficSplit
-from onnx_ops.domain.ledger import RefusedVersion
+from onnx_ops.domain.ledger import VersionRefused
 from onnx_ops.domain.release import VersionRecord
-from onnx_ops.domain.rollout import Word, split_state
+from onnx_ops.domain.rollout import OperatorCommand, build_split_state
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
 from onnx_ops.errors import AlarmRollbackError, NotFoundError, RefusedError, ServiceUnavailableError, UserError
-from onnx_ops.release.promote import configure, promote
-from onnx_ops.release.reconcile import settle, step
-from onnx_ops.release.status import Wanted, history, status
+from onnx_ops.release.promote import bind_endpoint, promote
+from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable
+from onnx_ops.release.status import HistoryFilter, read_history, read_status
 from onnx_ops.testing.fakes import FakeSigner
 from tests.release.release_parts import (
     AT_ONCE,
@@ -94,11 +94,11 @@ def test_steps_go_by_words() -> None:
         scene.settle()
         assert scene.traffic() == {"v2": share, "v1": 100 - share}
         assert scene.aliases() == {CHAMPION: "1", CHALLENGER: "2"}
-        scene.say(Word.ADVANCE)
+        scene.say(OperatorCommand.ADVANCE)
     scene.settle()
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-    for ask in (lambda: scene.say(Word.PAUSE), scene.abort):
+    for ask in (lambda: scene.say(OperatorCommand.PAUSE), scene.abort):
         with pytest.raises(UserError, match="no rollout"):
             ask()
 
@@ -116,22 +116,22 @@ def trial() -> Scene:
 
 
 def test_a_pause_holds_until_the_next_word(trial: Scene) -> None:
-    trial.say(Word.PAUSE)
+    trial.say(OperatorCommand.PAUSE)
     assert "paused" in trial.settle()[-1].why
-    trial.say(Word.ADVANCE)
+    trial.say(OperatorCommand.ADVANCE)
     trial.settle()
     assert trial.traffic()["v2"] == 50
 
 
 def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
-    trial.say(Word.ADVANCE)
+    trial.say(OperatorCommand.ADVANCE)
     trial.world.provider.interfere("digits", None)
     assert [report.did for report in trial.settle()] == ["restore", "advance", ""]
     assert trial.traffic() == {"v2": 50, "v1": 50}
 
 
 def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene) -> None:
-    trial.say(Word.ADVANCE)
+    trial.say(OperatorCommand.ADVANCE)
     provider, apply = trial.world.provider, trial.world.provider.apply
 
     def die(*arguments: object, **options: object) -> None:
@@ -139,7 +139,7 @@ def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene)
 
     provider.apply = die  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        settle(trial.ports, "digits")
+        reconcile_until_stable(trial.ports, "digits")
     provider.apply = apply  # type: ignore[method-assign]
     trial.restart()
     trial.abort()
@@ -178,7 +178,7 @@ def test_a_lost_endpoint_is_restored(trial: Scene) -> None:
     assert trial.traffic() == {"v2": 10, "v1": 90}
     stable = trial.state().roles.stable
     assert stable is not None
-    trial.world.provider.interfere("digits", split_state(stable, None, 0))
+    trial.world.provider.interfere("digits", build_split_state(stable, None, 0))
     trial.settle()
     assert trial.traffic() == {"v2": 10, "v1": 90}
 
@@ -206,30 +206,30 @@ def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
 def forged(scene: Scene, record: VersionRecord) -> dict[str, object]:
     del scene
     genuine = record.decisions[TARGET]
-    later = sign(replace(genuine.record, sequence=99), FakeSigner(b"a stranger"))
+    later = sign_record(replace(genuine.record, sequence=99), FakeSigner(b"a stranger"))
     envelope = replace(later.envelope, signatures=genuine.envelope.signatures)
     return {"decisions": {TARGET: replace(later, envelope=envelope)}}
 
 
 def strange_key(scene: Scene, record: VersionRecord) -> dict[str, object]:
     del scene
-    return {"decisions": {TARGET: sign(record.decisions[TARGET].record, FakeSigner(b"a stranger"))}}
+    return {"decisions": {TARGET: sign_record(record.decisions[TARGET].record, FakeSigner(b"a stranger"))}}
 
 
 def failed(scene: Scene, record: VersionRecord) -> dict[str, object]:
     about = decision_record(record.release, record.variant, record.manifest, Verdict.FAIL)
-    return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+    return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
 
 
 def inconclusive(scene: Scene, record: VersionRecord) -> dict[str, object]:
     about = decision_record(record.release, record.variant, record.manifest, Verdict.INCONCLUSIVE)
-    return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+    return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
 
 
 def about_another(**changes: object) -> Callable[[Scene, VersionRecord], dict[str, object]]:
     def spoil(scene: Scene, record: VersionRecord) -> dict[str, object]:
         about = replace(record.decisions[TARGET].record, **changes)  # type: ignore[arg-type]
-        return {"decisions": {TARGET: sign(about, scene.world.signer)}}
+        return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
 
     return spoil
 
@@ -267,8 +267,8 @@ def test_what_is_not_approved_does_not_serve_and_its_alias_is_put_back(scene: Sc
     assert scene.aliases() == {CHAMPION: "1"}
     assert scene.traffic() == {"v1": 100}
     assert reason in scene.record(version).tags[f"onnxops.rejected.{alias}"]
-    (entry,) = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, RefusedVersion)]
-    assert isinstance(entry.body, RefusedVersion)
+    (entry,) = [e for e in scene.world.ledger.read("digits") if isinstance(e.body, VersionRefused)]
+    assert isinstance(entry.body, VersionRefused)
     assert entry.body.restored_to == ("1" if alias == CHAMPION else None)
 
 
@@ -305,7 +305,7 @@ def test_a_champion_moved_by_hand_counts_as_challenger(trial: Scene) -> None:
     trial.settle()
     assert trial.traffic() == {"v3": 10, "v1": 90}
     for _ in range(2):
-        trial.say(Word.ADVANCE)
+        trial.say(OperatorCommand.ADVANCE)
         trial.settle()
     assert trial.traffic() == {"v3": 100, "v1": 0}
     assert trial.aliases()[CHAMPION] == "3"
@@ -353,27 +353,31 @@ def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_mid
     scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
     changed = replace(config_of("digits"), settings={"instance_count": 2})
-    configure(scene.ports, changed, CANARY)
+    bind_endpoint(scene.ports, changed, CANARY)
     reports = scene.settle()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
     assert reports[0].why == "it does not run by its settings: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
-    configure(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
+    bind_endpoint(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
     assert [report.did for report in scene.settle()] == [""]
     scene.roll_back()
     assert [report.did for report in scene.settle()][-2:] == ["reconfigure", ""]
 
 
 def test_an_endpoint_binds_one_model_and_one_target(scene: Scene) -> None:
-    assert configure(scene.ports, config_of("digits"), CANARY)
-    assert not configure(scene.ports, config_of("digits"), CANARY)
+    assert bind_endpoint(scene.ports, config_of("digits"), CANARY)
+    assert not bind_endpoint(scene.ports, config_of("digits"), CANARY)
     for changes in ({"model": "faces"}, {"target": "edge"}):
         with pytest.raises(UserError, match="serves digits on cpu"):
-            configure(scene.ports, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
+            bind_endpoint(scene.ports, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]
 
 
 def test_unknown_names(scene: Scene) -> None:
-    for call in (step, status, lambda ports, name: history(ports, Wanted(endpoints=(name,)))):
+    for call in (
+        reconcile_step,
+        read_status,
+        lambda ports, name: read_history(ports, HistoryFilter(endpoints=(name,))),
+    ):
         with pytest.raises(NotFoundError) as caught:
             call(scene.ports, "faces")
         assert "digits" in caught.value.remedy
@@ -394,9 +398,11 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
     scene.promote(scene.publish("a"))
     scene.world.provider.down = True
     with pytest.raises(ServiceUnavailableError):
-        settle(scene.ports, "digits")
+        reconcile_until_stable(scene.ports, "digits")
     assert scene.state().open_intent is None
-    assert [line.what for line in history(scene.ports, Wanted(endpoints=("digits",)))[0]][-1].startswith("failed")
+    assert [line.what for line in read_history(scene.ports, HistoryFilter(endpoints=("digits",)))[0]][-1].startswith(
+        "failed"
+    )
     scene.world.provider.down = False
     scene.settle()
     assert scene.traffic() == {"v1": 100}
@@ -405,13 +411,13 @@ def test_an_endpoint_that_cannot_be_reached_is_an_outcome(scene: Scene) -> None:
 
 def test_status_and_history(trial: Scene, golden: Golden) -> None:
     trial.world.provider.interfere("digits", None)
-    seen = status(trial.ports, "digits")
+    seen = read_status(trial.ports, "digits")
     assert (seen.actual, seen.address) == (None, None)
     trial.settle()
-    seen = status(trial.ports, "digits")
+    seen = read_status(trial.ports, "digits")
     assert seen.actual is not None
     assert seen.address == "memory:digits"
-    lines, _ = history(trial.ports, Wanted(endpoints=("digits",)))
+    lines, _ = read_history(trial.ports, HistoryFilter(endpoints=("digits",)))
     assert [line.sequence for line in lines] == list(range(1, len(lines) + 1))
     golden("tables", lines[0].what)
     assert lines[0].at.startswith("2023-11-14T22:13:20")

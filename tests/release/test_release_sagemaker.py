@@ -14,9 +14,9 @@ from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import InfrastructureError, RefusedError
 from onnx_ops.ports import Ports
-from onnx_ops.release.promote import configure
+from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import StepReport
-from onnx_ops.release.watch import Bell, Watcher, WatchReport
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchLoop
 from tests.release.release_parts import AT_ONCE, CHALLENGER, MODEL, TARGET, TARGET_DIGEST, Scene
 from tests.release.release_scenes import publish_scaling
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
@@ -44,7 +44,7 @@ class SageMaker(Scene):
             pipeline="p",
             settings={**SETTINGS, "strategy": "guarded", "alarms": ["failing"], "canary_percent": 10},
         )
-        configure(self.ports, self.config, AT_ONCE)
+        bind_endpoint(self.ports, self.config, AT_ONCE)
 
     @property
     def ports(self) -> Ports:
@@ -72,9 +72,9 @@ class SageMaker(Scene):
         self.fake.behave(reads=2)
         return reports
 
-    def watch(self, passes: int) -> list[WatchReport]:
-        told: list[WatchReport] = []
-        watcher = Watcher(self.ports, Bell(), every=30.0, told=told.append)
+    def watch(self, passes: int) -> list[WatchEvent]:
+        told: list[WatchEvent] = []
+        watcher = WatchLoop(self.ports, ReconcileQueue(), every=30.0, told=told.append)
         for _ in range(passes):
             watcher.look_at_all()
             self.world.clock.advance(3600.0)

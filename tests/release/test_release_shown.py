@@ -1,4 +1,4 @@
-"""What the operator reads about endpoints: `status` and `history`, as text and as documents."""
+"""What the operator reads about endpoints: `read_status` and `read_history`, as text and as documents."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillPendingError
 from onnx_ops.ports import EndpointProvider
-from onnx_ops.release.promote import configure, delete
-from onnx_ops.release.status import EndpointStatus, Wanted, history, owed_metrics, status
+from onnx_ops.release.promote import bind_endpoint, delete_endpoint
+from onnx_ops.release.status import EndpointStatus, HistoryFilter, read_history, read_status, render_pending_metrics
 from onnx_ops.testing.fakes import FakeProvider
 from tests.release.release_parts import AT_ONCE, config_of
 from tests.release.release_scenes import serving
@@ -40,7 +40,7 @@ def seen(*, outlived: bool) -> EndpointStatus:
     if outlived:
         assert isinstance(provider, Outlived)
         provider.down = True
-    return status(ports, "digits")
+    return read_status(ports, "digits")
 
 
 def test_an_endpoint_that_nobody_supervises_is_not_called_silent(
@@ -62,14 +62,14 @@ def test_an_endpoint_that_does_not_answer_is_called_silent(capsys: pytest.Captur
 
 def test_an_endpoint_that_differs_from_its_settings_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     scene = serving("a")
-    configure(scene.ports, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
-    found = status(scene.ports, "digits")
+    bind_endpoint(scene.ports, replace(config_of("digits"), settings={"instance_count": 2}), AT_ONCE)
+    found = read_status(scene.ports, "digits")
     status_report([found], 0.0)
     shown = " ".join(capsys.readouterr().out.split())
     assert "differs from its settings: instance_count: None, not 2" in shown
     assert status_document(found)["drift"] == ["instance_count: None, not 2"]
     scene.settle()
-    assert status_document(status(scene.ports, "digits"))["drift"] == []
+    assert status_document(read_status(scene.ports, "digits"))["drift"] == []
 
 
 def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
@@ -79,32 +79,32 @@ def test_an_owed_rollback_is_shown_by_status_history_doctor_and_metrics(
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         scene.roll_back()
-    pending = status_document(status(scene.ports, "digits"))["pending_rollback"]
+    pending = status_document(read_status(scene.ports, "digits"))["pending_rollback"]
     assert (pending["to"], pending["attempts"]) == ("v1", 1)
-    status_report([status(scene.ports, "digits")], scene.ports.clock.now())
+    status_report([read_status(scene.ports, "digits")], scene.ports.clock.now())
     assert "rollback owed: to v1" in " ".join(capsys.readouterr().out.split())
-    assert any("v1" in line.what for line in history(scene.ports, Wanted())[0][-2:])
+    assert any("v1" in line.what for line in read_history(scene.ports, HistoryFilter())[0][-2:])
     project = Project(settings=load_settings(tmp_path), ports=scene.ports)
     findings = {finding.check: finding for finding in diagnose(project)}
     assert findings["rollback of digits"].ok is False
     scene.world.clock.advance(90)
-    told = owed_metrics(scene.ports)
+    told = render_pending_metrics(scene.ports)
     assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 90\n' in told
     assert 'onnx_ops_rollback_failed_attempts{endpoint="digits"} 1\n' in told
     scene.world.provider.down = False
     scene.settle()
     assert "rollback of digits" not in {finding.check for finding in diagnose(project)}
-    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in owed_metrics(scene.ports)
+    assert 'onnx_ops_rollback_owed_seconds{endpoint="digits"} 0\n' in render_pending_metrics(scene.ports)
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
-        delete(scene.ports, "digits")
-    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in owed_metrics(scene.ports)
+        delete_endpoint(scene.ports, "digits")
+    assert 'onnx_ops_deletion_owed{endpoint="digits"} 1\n' in render_pending_metrics(scene.ports)
 
 
 def test_a_history_without_entries_is_a_line_and_no_empty_table(
     capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    history_table(history(serving().ports, Wanted(model="other"))[0])
+    history_table(read_history(serving().ports, HistoryFilter(model="other"))[0])
     golden("tables", capsys.readouterr().out)
-    history_table(history(serving().ports, Wanted())[0])
+    history_table(read_history(serving().ports, HistoryFilter())[0])
     assert "bound to digits" in " ".join(capsys.readouterr().out.split())

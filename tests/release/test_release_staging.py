@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.domain.rollout import Word
+from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.release.promote import configure
-from onnx_ops.release.rollback import chosen, roll_back_each
+from onnx_ops.release.promote import bind_endpoint
+from onnx_ops.release.rollback import roll_back_each, select_endpoints
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, config_of
 from tests.support.golden import Golden
 
@@ -20,8 +20,8 @@ def scene() -> Scene:
     """Three endpoints that serve version 1 and get what comes next in order, the last two after an hour each."""
     scene = Scene()
     scene.bind(policy=CANARY)
-    configure(scene.ports, config_of("region"), RolloutPolicy(after=("digits",), soak=SOAK_S))
-    configure(scene.ports, config_of("world"), RolloutPolicy(after=("digits", "region"), soak=SOAK_S))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(after=("digits",), soak=SOAK_S))
+    bind_endpoint(scene.ports, config_of("world"), RolloutPolicy(after=("digits", "region"), soak=SOAK_S))
     scene.promote(scene.publish("first"))
     scene.settle_all()
     assert stable(scene) == ["1", "1", "1"]
@@ -37,14 +37,14 @@ def stable(scene: Scene) -> list[str]:
 def finish_the_first(scene: Scene) -> None:
     for _ in range(2):
         scene.settle("digits")
-        scene.say(Word.ADVANCE)
+        scene.say(OperatorCommand.ADVANCE)
     scene.settle("digits")
 
 
 def test_a_first_release_goes_from_one_to_the_next(golden: Golden) -> None:
     scene = Scene()
     scene.bind()
-    configure(scene.ports, config_of("region"), RolloutPolicy(after=("digits",)))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(after=("digits",)))
     scene.promote(scene.publish("first"))
     golden("reasons", scene.settle("region")[-1].why)
     scene.settle("digits")
@@ -83,12 +83,12 @@ def test_what_the_first_rolled_back_reaches_no_other(scene: Scene) -> None:
 
 
 def test_one_that_has_begun_goes_on_whatever_the_first_does_then(scene: Scene) -> None:
-    configure(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), after=("digits",)))
+    bind_endpoint(scene.ports, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), after=("digits",)))
     finish_the_first(scene)
     scene.settle("region")
     assert scene.traffic("region") == {"v2": 10, "v1": 90}
     scene.roll_back("digits")
-    scene.say(Word.ADVANCE, "region")
+    scene.say(OperatorCommand.ADVANCE, "region")
     scene.settle("region")
     assert scene.traffic("region") == {"v2": 100, "v1": 0}
 
@@ -98,15 +98,15 @@ def test_one_word_brings_all_of_them_back(scene: Scene) -> None:
     scene.world.clock.advance(SOAK_S)
     scene.settle("region")
     assert stable(scene) == ["2", "2", "1"]
-    names = chosen(scene.ports, (), every=True, model=MODEL)
+    names = select_endpoints(scene.ports, (), every=True, model=MODEL)
     assert names == ("digits", "region"), "the release has not reached the others"
     moved, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
     assert (set(moved), errors) == ({"digits", "region"}, {})
     scene.settle_all()
     assert stable(scene) == ["1", "1", "1"]
     assert scene.aliases()[CHAMPION] == "1"
-    assert chosen(scene.ports, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
+    assert select_endpoints(scene.ports, (), every=True, model=MODEL) == names, "asked again, it is the same rollback"
     again, errors = roll_back_each(scene.ports, names, reason="it is slow", pin=False)
     assert ([one.already for one in again.values()], errors) == ([True, True], {})
     assert stable(scene) == ["1", "1", "1"]
-    assert chosen(scene.ports, (), every=True, model=MODEL, to="1") == NAMES
+    assert select_endpoints(scene.ports, (), every=True, model=MODEL, to="1") == NAMES

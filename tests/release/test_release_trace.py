@@ -6,23 +6,23 @@ import base64
 import re
 import xml.etree.ElementTree as ET
 
-from onnx_ops.domain.ledger import Observed
-from onnx_ops.domain.rollout import ActionKind, Word
-from onnx_ops.domain.rollout_observations import Reading, Tally
+from onnx_ops.domain.ledger import MetricsRecorded
+from onnx_ops.domain.rollout import ActionKind, OperatorCommand
+from onnx_ops.domain.rollout_observations import MetricsReading, RequestCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.release.journal import Journal
-from onnx_ops.release.status import Trace, trace
+from onnx_ops.release.status import RolloutTimeline, build_timeline
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
 from onnx_ops.statistics.rollout.judge import EvidencePath, trace_guardrails
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import on_trial, serving
 
 
-def traced(scene: Scene) -> Trace | None:
-    return trace("digits", scene.world.ledger.read("digits"))
+def traced(scene: Scene) -> RolloutTimeline | None:
+    return build_timeline("digits", scene.world.ledger.read("digits"))
 
 
-def whats(found: Trace | None) -> list[str]:
+def whats(found: RolloutTimeline | None) -> list[str]:
     return [] if found is None else [step.what for step in found.steps]
 
 
@@ -31,14 +31,14 @@ def test_an_endpoint_that_never_had_steps_has_no_trace() -> None:
 
 
 def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
-    scene = on_trial(Word.ADVANCE)
+    scene = on_trial(OperatorCommand.ADVANCE)
     found = traced(scene)
     assert found is not None
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
     waits = "waits-for-a-word"
     assert whats(found) == ["start", waits, "operator says advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
-    scene.say(Word.ADVANCE)
+    scene.say(OperatorCommand.ADVANCE)
     scene.settle()
     found = traced(scene)
     assert found is not None
@@ -66,10 +66,13 @@ def bind_judged(scene: Scene) -> None:
 
 def count(scene: Scene) -> None:
     for n in range(3):
-        tallies = {"v2": Tally(requests=900 * n, errors=9 * n), "v3": Tally(requests=100 * n, errors=9 * n)}
+        tallies = {
+            "v2": RequestCounts(requests=900 * n, errors=9 * n),
+            "v3": RequestCounts(requests=100 * n, errors=9 * n),
+        }
         journal = Journal.open(scene.ports, "digits")
         at = scene.world.clock.now() + n
-        journal.append(Observed(reading=Reading(origin="o", at=at, tallies=tallies)))
+        journal.append(MetricsRecorded(reading=MetricsReading(origin="o", at=at, tallies=tallies)))
 
 
 def test_the_evidence_is_a_picture_that_stands_alone() -> None:

@@ -15,8 +15,8 @@ from onnx_ops.adapters.objects import open_objects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Registry
-from onnx_ops.release.reconcile import Glance, Seen, StepReport, ask
-from onnx_ops.release.watch import Bell, Kind, Watcher, WatchReport
+from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
+from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
 from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate
@@ -43,13 +43,13 @@ class Counting:
 @dataclass
 class Watch:
     scene: Scene
-    told: list[WatchReport] = field(default_factory=list)
+    told: list[WatchEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = Counting(self.scene.world.registry)
         self.ports = replace(self.scene.ports, registry=lambda: cast("Registry", self.registry))
-        self.bell = Bell()
-        self.watcher = Watcher(self.ports, self.bell, every=5.0, told=self.told.append)
+        self.bell = ReconcileQueue()
+        self.watcher = WatchLoop(self.ports, self.bell, every=5.0, told=self.told.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
@@ -57,7 +57,7 @@ class Watch:
         self.watcher.look_at_all()
         return list(self.registry.asked)
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[WatchEventKind]:
         found = [report.kind for report in self.told]
         self.told.clear()
         return found
@@ -77,7 +77,7 @@ def fleet(count: int) -> Scene:
 def test_a_pass_with_nothing_to_do_asks_once(count: int) -> None:
     watch = Watch(fleet(count))
     assert watch.look() == ["all_aliases"]
-    assert watch.kinds() == [Kind.WAITING] * count
+    assert watch.kinds() == [WatchEventKind.WAITING] * count
     assert watch.look() == ["all_aliases"]
     assert watch.kinds() == []
 
@@ -87,7 +87,7 @@ def test_work_that_nobody_asks_for_is_done_in_every_pass(scene: Any, weights: Ma
     watch = Watch(scene())
     watch.look()
     assert watch.scene.traffic() == weights
-    assert Kind.STEP in watch.kinds()
+    assert WatchEventKind.STEP in watch.kinds()
 
 
 def test_an_endpoint_that_died_is_restored_while_the_registry_is_down() -> None:
@@ -105,11 +105,11 @@ def test_a_registry_that_is_down_is_told_once_and_asked_less_and_less() -> None:
     asked = [len(watch.look()) for _ in range(30)]
     assert [number for number, count in enumerate(asked) if count] == [0, 1, 3, 7, 15, 27]
     assert max(asked) == 1
-    assert watch.kinds().count(Kind.REGISTRY_DOWN) == 1
+    assert watch.kinds().count(WatchEventKind.REGISTRY_DOWN) == 1
     watch.scene.world.registry.down = False
     for _ in range(12):
         watch.look()
-    assert watch.kinds().count(Kind.REGISTRY_BACK) == 1
+    assert watch.kinds().count(WatchEventKind.REGISTRY_BACK) == 1
     assert watch.look() == ["all_aliases"]
 
 
@@ -118,7 +118,7 @@ def test_an_unapproved_alias_is_put_back_and_the_reason_told(golden: Golden) -> 
     watch = Watch(scene)
     watch.look()
     assert scene.aliases()[CHAMPION] == "1"
-    (refused,) = [report for report in watch.told if report.kind is Kind.REFUSED]
+    (refused,) = [report for report in watch.told if report.kind is WatchEventKind.REFUSED]
     golden("reasons", refused.why)
     assert "ended fail" in scene.record("2").tags[f"onnxops.rejected.{CHAMPION}"]
     assert scene.traffic() == {"v1": 100}
@@ -140,7 +140,7 @@ def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
     watch.look()
     assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
     assert scene.traffic("digits-0") == {"v1": 100}
-    assert [r.why for r in watch.told if r.kind is Kind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
+    assert [r.why for r in watch.told if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
 
 
 def test_a_ledger_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -150,7 +150,10 @@ def test_a_ledger_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -
     (tmp_path / "digits-a" / "00000001.json").write_text("{")
     watch = Watch(Scene(world=replace(scene.world, ledger=ObjectLedger(open_objects(str(tmp_path))))))
     watch.look()
-    assert [(r.endpoint, r.kind) for r in watch.told] == [("digits-a", Kind.TROUBLE), ("digits-b", Kind.WAITING)]
+    assert [(r.endpoint, r.kind) for r in watch.told] == [
+        ("digits-a", WatchEventKind.TROUBLE),
+        ("digits-b", WatchEventKind.WAITING),
+    ]
 
 
 def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:
@@ -164,10 +167,10 @@ def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:
     scene.world.ledger.endpoints = gone  # type: ignore[method-assign]
     for _ in range(3):
         watch.look()
-    assert watch.kinds() == [Kind.TROUBLE]
+    assert watch.kinds() == [WatchEventKind.TROUBLE]
     scene.world.ledger.endpoints = endpoints  # type: ignore[method-assign]
     watch.look()
-    assert watch.kinds() == [Kind.WAITING]
+    assert watch.kinds() == [WatchEventKind.WAITING]
 
 
 def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias() -> None:
@@ -185,7 +188,9 @@ def test_an_endpoint_that_died_is_restored_although_the_registry_takes_no_alias(
     scene.world.provider.interfere("digits", None)
     watch.look()
     assert scene.traffic() == {"v2": 100, "v1": 0}
-    assert {report.why for report in watch.told if report.kind is Kind.TROUBLE} == {f"{PREVIOUS}: MLflow refused"}
+    assert {report.why for report in watch.told if report.kind is WatchEventKind.TROUBLE} == {
+        f"{PREVIOUS}: MLflow refused"
+    }
     registry.set_alias = set_alias  # type: ignore[method-assign]
     watch.look()
     watch.look()
@@ -202,7 +207,7 @@ def test_an_endpoint_that_fails_again_and_again_does_not_fill_its_ledger() -> No
     for _ in range(120):
         watch.look()
     assert len(scene.world.ledger.read("digits")) - before <= 2 * 14
-    assert watch.kinds().count(Kind.TROUBLE) == 1
+    assert watch.kinds().count(WatchEventKind.TROUBLE) == 1
     scene.world.provider.down = False
     for _ in range(13):
         watch.look()
@@ -247,13 +252,13 @@ def test_with_every_wake_up_lost_the_next_pass_finds_it() -> None:
 def test_it_stops_between_two_effects() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
-    bell = Bell()
+    bell = ReconcileQueue()
 
-    def stop(report: WatchReport) -> None:
+    def stop(report: WatchEvent) -> None:
         if report.did:
             bell.stop()
 
-    Watcher(scene.ports, bell, every=5.0, told=stop).run()
+    WatchLoop(scene.ports, bell, every=5.0, told=stop).run()
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
@@ -263,13 +268,13 @@ def test_it_stops_between_two_effects() -> None:
 
 def test_a_running_watch_hears_its_bell() -> None:
     scene = with_candidate(serving("a"))
-    bell, served = Bell(), threading.Event()
+    bell, served = ReconcileQueue(), threading.Event()
 
-    def told(report: WatchReport) -> None:
+    def told(report: WatchEvent) -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = Watcher(scene.ports, bell, every=3600.0, told=told)
+    watcher = WatchLoop(scene.ports, bell, every=3600.0, told=told)
     watcher.look_at_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
@@ -282,7 +287,7 @@ def test_a_running_watch_hears_its_bell() -> None:
 
 
 def test_a_bell_keeps_a_bounded_number_of_names() -> None:
-    bell = Bell()
+    bell = ReconcileQueue()
     for number in range(5000):
         bell.wake(f"m-{number}")
         bell.wake("m-0")
@@ -295,10 +300,10 @@ def test_a_glance_touches_nothing() -> None:
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
     told: list[StepReport] = []
-    assert Glance(scene.ports, lambda: ask(scene.ports)).settle("digits", told=told.append)[-1].settled
+    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).settle("digits", told=told.append)[-1].settled
     assert len(told) == 1
     assert len(scene.world.ledger.read("digits")) == before
-    assert Glance(scene.ports, lambda: ask(scene.ports)).state("digits").config == config_of("digits")
+    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).state("digits").config == config_of("digits")
 
 
 def test_a_registry_that_says_no_counts_as_down() -> None:
@@ -308,4 +313,4 @@ def test_a_registry_that_says_no_counts_as_down() -> None:
         raise RefusedError("MLflow refused", where="all models")
 
     scene.world.registry.all_aliases = forbidden  # type: ignore[method-assign]
-    assert ask(scene.ports) == Seen(aliases={}, down="all models: MLflow refused")
+    assert read_registry(scene.ports) == RegistrySnapshot(aliases={}, down="all models: MLflow refused")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, TOLERANCE_S, sign_delivery
-from onnx_ops.release.watch import Bell, Watcher
+from onnx_ops.release.watch import ReconcileQueue, WatchLoop
 from onnx_ops.testing.fakes import FakeClock
 from tests.release.release_parts import CHALLENGER, MODEL, Scene
 from tests.release.release_scenes import copies_of, end_of
@@ -62,7 +62,7 @@ class Stage:
 
     listening: Scene
     other: Scene
-    bell: Bell
+    bell: ReconcileQueue
     clock: FakeClock
     post: Callable[[bytes, Mapping[str, str]], int]
     sent: list[Delivery] = field(default_factory=list)
@@ -70,7 +70,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            Watcher(scene.ports, Bell(), every=5.0, told=lambda report: None) for scene in (self.listening, self.other)
+            WatchLoop(scene.ports, ReconcileQueue(), every=5.0, told=lambda report: None)
+            for scene in (self.listening, self.other)
         ]
 
     def move(self, version: str) -> None:
@@ -135,7 +136,7 @@ def copies() -> Callable[[], Scene]:
 class Heard:
     """A receiver that wakes the last of the bells, and how something is posted to it."""
 
-    bells: list[Bell]
+    bells: list[ReconcileQueue]
     clock: FakeClock
     post: Callable[[bytes, Mapping[str, str]], int]
 
@@ -144,7 +145,7 @@ class Heard:
 def heard() -> Iterator[Heard]:
     import httpx
 
-    bells, clock = list[Bell](), FakeClock()
+    bells, clock = list[ReconcileQueue](), FakeClock()
 
     def wake(model: str) -> None:
         bells[-1].wake(model)
@@ -168,7 +169,7 @@ def test_deliveries_of_any_kind_do_no_more_than_a_look(
     @given(steps=st.lists(st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25))
     def holds(steps: list[Step]) -> None:
         nonlocal woken
-        heard.bells.append(Bell())
+        heard.bells.append(ReconcileQueue())
         stage = Stage(copies(), copies(), heard.bells[-1], heard.clock, heard.post)
         for name, about in (*steps, ("look", 0)):
             getattr(stage, name)(about)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import (
+    ColdStartMeasurement,
     Divergence,
     Evidence,
     LatencyComparison,
@@ -22,8 +23,7 @@ from onnx_ops.domain.evidence import (
     PairedRatios,
     ParityMeasurement,
     RuntimeFacts,
-    Starts,
-    Throughput,
+    ThroughputMeasurement,
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import (
@@ -280,11 +280,11 @@ def test_one_release_gives_the_same_bytes_and_well_formed_markup() -> None:
 def test_the_digest_is_that_of_the_stored_evidence() -> None:
     one = evidence_of()
     page = page_of([one])
-    assert short(digest_bytes(codec.dumps(one))) in page
+    assert short_digest(digest_bytes(codec.dumps(one))) in page
     stored = digest_bytes(b"as an older version wrote it")
     page = release_report([judge(GATES, one)], [one], [], LINEAGE, {}, digests={("fp32", "cpu-1t"): stored})
     assert stored in page
-    assert short(digest_bytes(codec.dumps(one))) not in page
+    assert short_digest(digest_bytes(codec.dumps(one))) not in page
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,12 @@ def test_load_starts_and_memory_have_rows_and_plots() -> None:
     evidence = evidence_of(
         "int8-static",
         ratios=figures,
-        throughput=(Throughput(concurrency=4, batch=1, requests=500, per_second=(200.0, 210.0, 190.0, 205.0, 195.0)),),
-        starts=Starts(batch=1, requests=20, load_s=(0.1,) * 6, first_s=(0.01,) * 6, peak_bytes=(12_000_000,) * 6),
+        throughput=(
+            ThroughputMeasurement(concurrency=4, batch=1, requests=500, per_second=(200.0, 210.0, 190.0, 205.0, 195.0)),
+        ),
+        starts=ColdStartMeasurement(
+            batch=1, requests=20, load_s=(0.1,) * 6, first_s=(0.01,) * 6, peak_bytes=(12_000_000,) * 6
+        ),
     )
     gates = (
         LatencyGate(faster_than="fp32"),

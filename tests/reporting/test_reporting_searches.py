@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnx_ops.domain.evidence import Interval
-from onnx_ops.domain.quantization import Bought, Budget, SearchRecord, Sensitivity, Slot, Trial
+from onnx_ops.domain.quantization import Budget, FrontierSlot, NodeContribution, SearchRecord, Sensitivity, Trial
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.searches import search_figure, search_section
 from tests.support.golden import Golden
@@ -36,9 +36,9 @@ RECORD = SearchRecord(
         Trial(recipe="fp16", failure="the library failed"),
     ),
     sensitivities=(Sensitivity(recipe="dynamic", node="head<b>", error=0.7),),
-    bought=(Bought(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
+    bought=(NodeContribution(recipe="dynamic", node="head<b>", metric=0.11, time={"cpu": 1.04}, kept=True),),
     front=(1,),
-    slots=(Slot(role="fast", trial=1), Slot(role="small", reason="best-fast is the best for this too")),
+    slots=(FrontierSlot(role="fast", trial=1), FrontierSlot(role="small", reason="best-fast is the best for this too")),
     stopped="every recipe was tried",
     seconds=41.0,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.rollout_policy import COLD_STARTS
+from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
 from onnx_ops.serving import shared as slab
@@ -225,7 +225,7 @@ def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
         server.counts(asked)
     loads: list[tuple[float, ...]] = [()]
     deadline = time.monotonic() + 120
-    while min(map(len, loads)) < COLD_STARTS:
+    while min(map(len, loads)) < COLD_START_SAMPLES:
         assert time.monotonic() < deadline, server.log()
         time.sleep(0.1)
         loads = [one.cold_s for one in server.counts(asked).deployments.values()]

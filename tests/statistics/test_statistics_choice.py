@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.decision import Decision, GateResult, Policy, Preference, Standing, Verdict
+from onnx_ops.domain.decision import Decision, GateResult, Preference, RankingMetrics, TargetObjective, Verdict
 from onnx_ops.domain.evidence import (
     Evidence,
     Interval,
@@ -18,7 +18,7 @@ from onnx_ops.domain.evidence import (
     LatencySamples,
     PairedCounts,
     ScoreComparison,
-    Throughput,
+    ThroughputMeasurement,
 )
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.target import HardwareFingerprint
@@ -171,11 +171,11 @@ def standing_of(
     change: tuple[float, float, float] = (0.0, 0.0, 0.0),
     *,
     load: tuple[float, float, float] | None = None,
-) -> Standing:
+) -> RankingMetrics:
     def interval(values: tuple[float, float, float]) -> Interval:
         return Interval(estimate=values[1], low=values[0], high=values[2])
 
-    return Standing(
+    return RankingMetrics(
         size_bytes=size,
         ratio=interval(ratio),
         metric="accuracy",
@@ -185,7 +185,7 @@ def standing_of(
     )
 
 
-def measured(variant: str, verdict: Verdict, found: Standing) -> Decision:
+def measured(variant: str, verdict: Verdict, found: RankingMetrics) -> Decision:
     ratio = found.ratio
     return replace(
         decision(variant, verdict),
@@ -212,24 +212,24 @@ def test_ties_within_the_noise_are_told_and_broken_by_bytes(golden: Golden) -> N
 
 
 def test_the_smallest_serves_where_size_is_preferred_though_it_is_no_faster(golden: Golden) -> None:
-    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], Policy(prefer="size"))
+    found = choose([EXPORT_ROW, FAST, ALIKE, SMALL], TargetObjective(prefer="size"))
     assert (found.variant, found.tied, found.prefer) == ("small", (), "size")
     golden("reasons", found.reason)
 
 
 def test_the_most_accurate_serves_where_accuracy_is_preferred(golden: Golden) -> None:
     """fp32 and the small one cannot be told apart, and the small one has fewer bytes."""
-    found = choose([EXPORT_ROW, FAST, SMALL], Policy(prefer="accuracy"))
+    found = choose([EXPORT_ROW, FAST, SMALL], TargetObjective(prefer="accuracy"))
     assert (found.variant, found.tied) == ("small", ("fp32",))
     golden("reasons", found.reason)
     better = measured("better", Verdict.PASS, standing_of(900, change=(0.02, 0.03, 0.04)))
-    found = choose([EXPORT_ROW, FAST, SMALL, better], Policy(prefer="accuracy"))
+    found = choose([EXPORT_ROW, FAST, SMALL, better], TargetObjective(prefer="accuracy"))
     assert (found.variant, found.tied) == ("better", ())
     assert "+3 points against fp32" in found.reason
 
 
 def test_cost_is_time_under_load_where_it_was_measured() -> None:
-    policy = Policy(prefer="cost", price=0.36)
+    policy = TargetObjective(prefer="cost", price=0.36)
     found = choose([EXPORT_ROW, FAST], policy)
     assert found.variant == "fast"
     assert "a million requests cost 0.45" in found.reason
@@ -245,7 +245,7 @@ def test_cost_is_time_under_load_where_it_was_measured() -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], Policy(prefer="accuracy"))
+    found = choose([decision("a", Verdict.PASS), decision("b", Verdict.PASS)], TargetObjective(prefer="accuracy"))
     assert (found.variant, found.tied) == ("a", ("b",))
     assert "accuracy was not measured" in found.reason
 
@@ -270,13 +270,13 @@ preferences = st.sampled_from(["latency", "size", "accuracy", "cost"])
 def test_the_order_of_decisions_does_not_matter(judged: list[Decision], prefer: Preference, random: Random) -> None:
     shuffled = list(judged)
     random.shuffle(shuffled)
-    one, other = choose(judged, Policy(prefer=prefer)), choose(shuffled, Policy(prefer=prefer))
+    one, other = choose(judged, TargetObjective(prefer=prefer)), choose(shuffled, TargetObjective(prefer=prefer))
     assert (one.variant, set(one.tied)) == (other.variant, set(other.tied))
 
 
 @given(contestants, preferences)
 def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision], prefer: Preference) -> None:
-    found = choose(judged, Policy(prefer=prefer))
+    found = choose(judged, TargetObjective(prefer=prefer))
     passing = {d.variant for d in judged if d.verdict is Verdict.PASS}
     assert ({found.variant, *found.tied} <= passing) if passing else (found.variant is None)
     assert found.variant not in found.tied
@@ -286,7 +286,7 @@ def test_only_what_passes_is_chosen_whatever_is_preferred(judged: list[Decision]
 def test_what_fails_has_no_say(judged: list[Decision], prefer: Preference) -> None:
     passing = [d for d in judged if d.verdict is Verdict.PASS]
     if passing:
-        assert choose(judged, Policy(prefer=prefer)) == choose(passing, Policy(prefer=prefer))
+        assert choose(judged, TargetObjective(prefer=prefer)) == choose(passing, TargetObjective(prefer=prefer))
 
 
 @given(contestants)
@@ -299,7 +299,7 @@ def test_a_passing_export_gives_way_only_to_what_is_surely_faster(judged: list[D
 
 @given(contestants)
 def test_nothing_that_passes_is_smaller_than_the_smallest(judged: list[Decision]) -> None:
-    found = choose(judged, Policy(prefer="size"))
+    found = choose(judged, TargetObjective(prefer="size"))
     sizes = {d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing}
     if sizes:
         assert found.variant is not None
@@ -334,7 +334,7 @@ def test_the_figures_of_a_variant_are_read_off_its_evidence() -> None:
             comparisons=(ratios,),
             latency=LatencySamples(batch=1, runs=9, preempted=0, quantiles_ns={"p50": 2e6}),
             metrics=(counts,),
-            throughput=(Throughput(concurrency=4, batch=1, requests=9, per_second=(100.0,) * 9),),
+            throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=9, per_second=(100.0,) * 9),),
         ),
     )
     assert found.ratio is not None

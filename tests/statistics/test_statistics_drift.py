@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.decision import GateResult, Verdict, combine
+from onnx_ops.domain.decision import GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence, Interval, RuntimeFacts, ScoreComparison
 from onnx_ops.domain.gate import LatencyGate, MetricGate
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
@@ -22,7 +22,7 @@ INT8_NOW = replace(INT8, baseline="", comparisons=(against("fp32", 0.7),), metri
 
 
 def verdict(results: tuple[GateResult, ...]) -> Verdict:
-    return combine(result.verdict for result in results if not result.advisory)
+    return combine_verdicts(result.verdict for result in results if not result.advisory)
 
 
 def result(results: tuple[GateResult, ...], metric: str) -> GateResult:

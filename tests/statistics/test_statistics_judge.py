@@ -23,7 +23,7 @@ from onnx_ops.domain.evidence import (
     ParityMeasurement,
     RuntimeFacts,
     SourceLimits,
-    Throughput,
+    ThroughputMeasurement,
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import (
@@ -80,8 +80,8 @@ def figure(name: str, baseline: str, ratio: float, **change: Any) -> PairedRatio
     return replace(found, **change)
 
 
-def rate(per_second: float, concurrency: int = 4) -> Throughput:
-    return Throughput(concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10)
+def rate(per_second: float, concurrency: int = 4) -> ThroughputMeasurement:
+    return ThroughputMeasurement(concurrency=concurrency, batch=1, requests=100, per_second=(per_second,) * 10)
 
 
 def timed(*nanoseconds: int) -> LatencySamples:

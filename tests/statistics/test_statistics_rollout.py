@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.rollout_observations import Interval, Quantiles, Tally
+from onnx_ops.domain.rollout_observations import LatencyQuantiles, ObservationInterval, RequestCounts
 from onnx_ops.statistics.rollout import compute_clean_requests, fix_thresholds, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.evidence import compute_log_likelihood
@@ -202,13 +202,13 @@ def test_thresholds_are_the_bounds_nearest_to_the_percentiles() -> None:
         fix_thresholds(bounds, (300, 250), {})
 
 
-def slower(times: float, requests: int = 100) -> Interval:
-    return Interval(
+def slower(times: float, requests: int = 100) -> ObservationInterval:
+    return ObservationInterval(
         step=0,
-        canary=Tally(requests=requests),
-        stable=Tally(requests=900),
-        canary_latency=Quantiles(p50_s=0.002 * times, p99_s=0.01 * times),
-        stable_latency=Quantiles(p50_s=0.002, p99_s=0.01),
+        canary=RequestCounts(requests=requests),
+        stable=RequestCounts(requests=900),
+        canary_latency=LatencyQuantiles(p50_s=0.002 * times, p99_s=0.01 * times),
+        stable_latency=LatencyQuantiles(p50_s=0.002, p99_s=0.01),
     )
 
 
@@ -217,7 +217,7 @@ def test_percentiles_need_intervals_traffic_and_a_margin() -> None:
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p50") == (5, 5)
     assert guardrails.count_slower_intervals([slower(1.2)] * 5, "latency_p99") == (0, 0)
     assert guardrails.count_slower_intervals([slower(float("nan"), 300)] * 5, "latency_p99") == (5, 5)
-    assert guardrails.count_slower_intervals([Interval(step=0)], "latency_p50") == (0, 0)
+    assert guardrails.count_slower_intervals([ObservationInterval(step=0)], "latency_p50") == (0, 0)
     assert (
         guardrails.compute_sign_evidence(9, 9) > ev.compute_evidence_limit(3) > guardrails.compute_sign_evidence(7, 7)
     )

@@ -10,10 +10,17 @@ import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.rollout import Action, ActionKind, Roles, Wait, WaitKind, Word, split_state
-from onnx_ops.domain.rollout_observations import Interval, Observations, Quantiles, Reading, ShadowTally, Tally
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, Wait, WaitKind, build_split_state
+from onnx_ops.domain.rollout_observations import (
+    LatencyQuantiles,
+    MetricsReading,
+    ObservationInterval,
+    Observations,
+    RequestCounts,
+    ShadowCounts,
+)
 from onnx_ops.domain.rollout_policy import (
-    PLACES,
+    LATENCY_PLACES,
     Guardrail,
     PlannedStep,
     RolloutPolicy,
@@ -46,24 +53,26 @@ STABLE, CANDIDATE = version(1), version(2)
 
 def counted(
     requests: int = 50, errors: int = 0, over_p50: int | None = 25, over_p99: int | None = 0, good: int = 0
-) -> Tally:
+) -> RequestCounts:
     outcomes = requests if good else 0
-    return Tally(
+    return RequestCounts(
         requests=requests, errors=errors, over_p50=over_p50, over_p99=over_p99, outcomes=outcomes, successes=good
     )
 
 
-def healthy() -> Interval:
+def healthy() -> ObservationInterval:
     """500 requests at 10 %."""
-    return Interval(step=0, canary=counted(), stable=counted(450, 1, 225, 4))
+    return ObservationInterval(step=0, canary=counted(), stable=counted(450, 1, 225, 4))
 
 
-def seen(*intervals: Interval, step: int = 0) -> Observations:
+def seen(*intervals: ObservationInterval, step: int = 0) -> Observations:
     return Observations(candidate=CANDIDATE.manifest, step=step, began=0.0, intervals=intervals)
 
 
 def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
-    one = Interval(step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42))
+    one = ObservationInterval(
+        step=0, canary=replace(counted(), timed=40), stable=replace(counted(450, 1, 25, 4), timed=42)
+    )
     rows = {rail.name: count_events(rail.name, [one]) for rail in CANARY.guardrails}
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
@@ -74,13 +83,16 @@ def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -
 
 
 def due(
-    observations: Observations | None, policy: RolloutPolicy = CANARY, word: Word | None = None, now: float = 60.0
+    observations: Observations | None,
+    policy: RolloutPolicy = CANARY,
+    word: OperatorCommand | None = None,
+    now: float = 60.0,
 ) -> Action | Wait:
     step = 0 if observations is None else observations.step
     planned = policy.planned()[step]
     return decide(
         wanted=CANDIDATE,
-        actual=split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        actual=build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
         roles=Roles(stable=STABLE, candidate=CANDIDATE, step=step),
         observations=observations,
         policy=policy,
@@ -115,7 +127,7 @@ def test_enough_clean_requests_advance_and_then_finish() -> None:
     waits(due(seen(*[healthy()] * 5, less)), WaitKind.WATCHING, "299 of 300 requests")
     before = [healthy()] * 6
     waits(due(seen(*before, step=1)), WaitKind.WATCHING, "0 of 300 requests")
-    half = Interval(step=1, canary=counted(over_p99=1), stable=counted(over_p99=1))
+    half = ObservationInterval(step=1, canary=counted(over_p99=1), stable=counted(over_p99=1))
     acts(due(seen(*before, *[half] * 6, step=1)), ActionKind.FINISH, "100 % to v2")
 
 
@@ -123,7 +135,7 @@ def test_nothing_counted_waits_and_a_step_without_traffic_is_held() -> None:
     waits(due(None), WaitKind.WATCHING, "nothing was counted")
     waits(due(seen()), WaitKind.WATCHING, "0 of 300")
     waits(due(seen(), now=3600.0), WaitKind.HELD, "step_timeout is over", "0 of 300")
-    waits(due(seen(Interval(step=0)), now=1e9), WaitKind.HELD)
+    waits(due(seen(ObservationInterval(step=0)), now=1e9), WaitKind.HELD)
 
 
 def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
@@ -132,7 +144,7 @@ def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
     roles = Roles(stable=STABLE, candidate=CANDIDATE, step=1)
     found = decide(
         wanted=CANDIDATE,
-        actual=split_state(STABLE, CANDIDATE, 50),
+        actual=build_split_state(STABLE, CANDIDATE, 50),
         roles=roles,
         observations=seen(*[healthy()] * 9),
         policy=CANARY,
@@ -143,8 +155,8 @@ def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
     waits(found, WaitKind.WATCHING, "nothing was counted")
 
 
-@pytest.mark.parametrize("word", [None, Word.ADVANCE, Word.PAUSE])
-def test_errors_roll_back_whatever_an_operator_said(word: Word | None) -> None:
+@pytest.mark.parametrize("word", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
+def test_errors_roll_back_whatever_an_operator_said(word: OperatorCommand | None) -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     acts(
         due(seen(*[bad] * 4), word=word), ActionKind.ABORT, "errors: canary 12/200 (6.00%)", "(limit 60:1) -> ROLL BACK"
@@ -155,14 +167,14 @@ def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
     waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
-    acts(due(seen(*[bad] * 20), policy, word=Word.ADVANCE), ActionKind.ADVANCE)
+    acts(due(seen(*[bad] * 20), policy, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
     slow = replace(bad, canary=counted(errors=3, over_p50=40, over_p99=3))
     acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
 
 
 def test_any_quantile_is_judged_by_its_own_threshold() -> None:
     policy = replace(CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95")))
-    alike = Interval(
+    alike = ObservationInterval(
         step=0,
         canary=counted().with_over({"latency_p90": 5, "latency_p95": 2}),
         stable=counted(450).with_over({"latency_p90": 45, "latency_p95": 20}),
@@ -176,11 +188,11 @@ def test_any_quantile_is_judged_by_its_own_threshold() -> None:
 
 def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None:
     policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
-    usual = {place: 1 - share for place, share in PLACES.items()}
+    usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
-    def told(shares: Mapping[str, float]) -> Interval:
+    def told(shares: Mapping[str, float]) -> ObservationInterval:
         mine, theirs = ({k: round(n * s) for k, s in of.items()} for n, of in ((100, shares), (900, usual)))
-        return Interval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
+        return ObservationInterval(step=0, canary=counted(100).with_over(mine), stable=counted(900).with_over(theirs))
 
     acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
@@ -213,27 +225,27 @@ def test_evidence_is_kept_over_steps() -> None:
 
 
 def test_gross_failure_needs_no_stable_traffic() -> None:
-    alone = Interval(step=0, canary=counted(40, errors=40))
+    alone = ObservationInterval(step=0, canary=counted(40, errors=40))
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
 def test_a_shared_failure_is_not_the_candidate_s() -> None:
-    outage = Interval(step=0, canary=counted(errors=40), stable=counted(450, 360, 225, 4))
+    outage = ObservationInterval(step=0, canary=counted(errors=40), stable=counted(450, 360, 225, 4))
     waits(due(seen(outage)), WaitKind.WATCHING)
 
 
 def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
-    blind = Interval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
+    blind = ObservationInterval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
     waits(due(seen(blind)), WaitKind.WATCHING, "latency_p50 could be compared 0 times of 300")
-    lonely = Interval(step=0, canary=counted(400))
+    lonely = ObservationInterval(step=0, canary=counted(400))
     waits(due(seen(lonely)), WaitKind.PAUSED)
     assert [guard.seen for guard in judge(seen(lonely), CANARY).guards] == [0, 0, 0]
 
 
 def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
-    skewed = Interval(step=0, canary=counted(200), stable=counted(450, 1, 225, 4))
+    skewed = ObservationInterval(step=0, canary=counted(200), stable=counted(450, 1, 225, 4))
     waits(due(seen(skewed)), WaitKind.PAUSED, "200 of 650 requests (30.8 %)")
-    acts(due(seen(skewed), word=Word.ADVANCE), ActionKind.ADVANCE)
+    acts(due(seen(skewed), word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
 
 def test_the_service_level_must_be_shown() -> None:
@@ -248,20 +260,20 @@ def test_bake_and_approval() -> None:
     acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
     asked = replace(CANARY, pause=(0.1,))
     waits(due(seen(*[healthy()] * 6), asked), WaitKind.WORD, "waits for an operator's word")
-    acts(due(seen(*[healthy()] * 6), asked, word=Word.ADVANCE), ActionKind.ADVANCE)
+    acts(due(seen(*[healthy()] * 6), asked, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
 
 SHADOW = replace(CANARY, shadow=ShadowTrial(fraction=0.2, min_requests=400))
 
 
-def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Interval:
-    return Interval(step=0, shadow=ShadowTally(compared=compared, differing=differing, failed=failed))
+def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> ObservationInterval:
+    return ObservationInterval(step=0, shadow=ShadowCounts(compared=compared, differing=differing, failed=failed))
 
 
 def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
     started = decide(
         wanted=CANDIDATE,
-        actual=split_state(STABLE, None, 0),
+        actual=build_split_state(STABLE, None, 0),
         roles=Roles(stable=STABLE),
         observations=None,
         policy=SHADOW,
@@ -283,9 +295,9 @@ def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
 AB = RolloutPolicy(ab=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
 
 
-def reported(mine: int, theirs: int) -> list[Interval]:
+def reported(mine: int, theirs: int) -> list[ObservationInterval]:
     """Of 500 outcomes each, in five intervals: one alone cannot tell a bunch."""
-    part = Interval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
+    part = ObservationInterval(step=0, canary=counted(100, good=mine // 5), stable=counted(100, good=theirs // 5))
     return [part] * 5
 
 
@@ -294,14 +306,18 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
     acts(due(seen(*reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
     waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.WATCHING, "-> UNDECIDED")
     waits(due(seen(*reported(50, 50)), AB, now=7200.0), WaitKind.HELD, "undecided")
-    waits(due(seen(Interval(step=0, canary=counted(500), stable=counted(500))), AB), WaitKind.WATCHING, "no outcome")
+    waits(
+        due(seen(ObservationInterval(step=0, canary=counted(500), stable=counted(500))), AB),
+        WaitKind.WATCHING,
+        "no outcome",
+    )
 
 
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     finish = replace(AB, ab=SplitTest(duration=1.0, undecided="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.HELD, "no outcome was reported")
-    few = Interval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
+    few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
     waits(due(seen(few), finish), WaitKind.HELD)
     acts(due(seen(*reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
     lower = replace(AB, ab=SplitTest(duration=1.0, goal="lower"))
@@ -309,13 +325,13 @@ def test_what_happens_when_an_ab_test_stays_undecided() -> None:
 
 
 def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> None:
-    def told(times: float) -> Interval:
-        return Interval(
+    def told(times: float) -> ObservationInterval:
+        return ObservationInterval(
             step=0,
             canary=counted(50, over_p50=None),
             stable=counted(450, over_p50=None),
-            canary_latency=Quantiles(p50_s=0.002 * times, p99_s=0.01),
-            stable_latency=Quantiles(p50_s=0.002, p99_s=0.01),
+            canary_latency=LatencyQuantiles(p50_s=0.002 * times, p99_s=0.01),
+            stable_latency=LatencyQuantiles(p50_s=0.002, p99_s=0.01),
         )
 
     policy = replace(CANARY, guardrails=RAILS[:2])
@@ -339,7 +355,7 @@ def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None
     manual = RolloutPolicy(steps=(0.1, 1.0))
     bad = replace(healthy(), canary=counted(errors=50))
     waits(due(seen(*[bad] * 9), manual), WaitKind.WORD, "v2 holds 10 % and waits for an operator's word")
-    acts(due(seen(*[bad] * 9), manual, word=Word.ADVANCE), ActionKind.FINISH)
+    acts(due(seen(*[bad] * 9), manual, word=OperatorCommand.ADVANCE), ActionKind.FINISH)
 
 
 @pytest.mark.parametrize(("steps", "percent"), [((0.3, 1.0), 30), ((1.0,), 0)])
@@ -348,7 +364,7 @@ def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
 ) -> None:
     found = decide(
         wanted=CANDIDATE,
-        actual=split_state(STABLE, CANDIDATE, 50),
+        actual=build_split_state(STABLE, CANDIDATE, 50),
         roles=Roles(stable=STABLE, candidate=CANDIDATE, step=1),
         observations=None,
         policy=replace(CANARY, steps=steps),
@@ -363,7 +379,7 @@ def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
 
 def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations:
     mine, theirs = ([each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s))
-    reading = Reading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
+    reading = MetricsReading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
     return Observations(candidate=CANDIDATE.manifest).after(reading, stable="v1", candidate="v2")
 
 
@@ -390,7 +406,7 @@ def test_a_cold_start_is_judged_before_any_traffic(
         acts(found, ActionKind.ABORT, "cold_start: candidate", "-> ROLL BACK")
         held = replace(policy, guardrails=(*RAILS, replace(rail, on_violation="hold")))
         waits(due(cold(candidate_s, stable_s), held), WaitKind.PAUSED, "-> HOLD")
-        acts(due(cold(candidate_s, stable_s), held, word=Word.ADVANCE), ActionKind.ADVANCE)
+        acts(due(cold(candidate_s, stable_s), held, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
     else:
         acts(found, ActionKind.ADVANCE, "10 % to v2; cold_start: candidate")
     waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.WATCHING, "cold_start could be compared 7 times")

@@ -15,20 +15,20 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import (
-    Body,
-    Configured,
-    Frozen,
+    ActionOutcome,
+    EndpointBound,
+    EntryBody,
     Intent,
     LedgerEntry,
-    Observed,
-    Outcome,
+    MetricsRecorded,
+    OperatorCommandSent,
     ReleaseState,
-    Spoken,
+    ThresholdsFixed,
+    apply_entry,
     fold,
-    follow,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, Wait, Word
-from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait
+from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import decide, judge
 
@@ -67,11 +67,11 @@ VERSIONS = tuple(version(number) for number in range(4))
 
 
 @st.composite
-def tallies(draw: st.DrawFn) -> Tally:
+def tallies(draw: st.DrawFn) -> RequestCounts:
     """Any counts; some make no sense."""
     requests = draw(st.sampled_from([0, 0, 20, 60, 200]))
     share = draw(st.sampled_from([0, 0, 0, 1, 5, 20, 21]))
-    return Tally(
+    return RequestCounts(
         requests=requests,
         errors=requests * share // 20,
         over_p50=draw(st.sampled_from([None, requests // 2])),
@@ -81,11 +81,11 @@ def tallies(draw: st.DrawFn) -> Tally:
     )
 
 
-copied = st.sampled_from([ShadowTally(), ShadowTally(compared=40), ShadowTally(compared=40, differing=20, failed=3)])
+copied = st.sampled_from([ShadowCounts(), ShadowCounts(compared=40), ShadowCounts(compared=40, differing=20, failed=3)])
 
 
-def plus(one: Tally, other: Tally) -> Tally:
-    return Tally(
+def plus(one: RequestCounts, other: RequestCounts) -> RequestCounts:
+    return RequestCounts(
         requests=one.requests + other.requests,
         errors=one.errors + other.errors,
         over_p50=None if other.over_p50 is None else (one.over_p50 or 0) + other.over_p50,
@@ -107,16 +107,16 @@ class JudgedRollouts(RuleBasedStateMachine):
         self.approved: set[Digest] = {VERSIONS[0].manifest}
         self.now = 1000.0
         self.origin = 0
-        self.totals: dict[str, Tally] = {}
-        self.shadow = ShadowTally()
-        self.append(Configured(config=CONFIG, policy=POLICIES[0]))
+        self.totals: dict[str, RequestCounts] = {}
+        self.shadow = ShadowCounts()
+        self.append(EndpointBound(config=CONFIG, policy=POLICIES[0]))
         self.step()
 
-    def append(self, body: Body) -> None:
+    def append(self, body: EntryBody) -> None:
         entry = LedgerEntry(endpoint="digits", sequence=self.state.head + 1, at=self.now, actor="a", body=body)
         self.entries.append(codec.loads(codec.dumps(entry), LedgerEntry))
         assert self.entries[-1] == entry
-        self.state = follow(self.state, self.entries[-1])
+        self.state = apply_entry(self.state, self.entries[-1])
 
     def due(self) -> Action | Wait:
         state = self.state
@@ -134,47 +134,47 @@ class JudgedRollouts(RuleBasedStateMachine):
     @precondition(lambda self: self.state.roles.candidate is None)
     @rule(policy=st.sampled_from(POLICIES))
     def configure(self, policy: RolloutPolicy) -> None:
-        self.append(Configured(config=CONFIG, policy=policy))
+        self.append(EndpointBound(config=CONFIG, policy=policy))
 
     @rule(wanted=st.sampled_from(VERSIONS))
     def want(self, wanted: Deployment) -> None:
         if self.state.why_rejected(wanted) is None:
             self.wanted = wanted
             self.approved.add(wanted.manifest)
-            limits = Thresholds(p50_s=0.001, p99_s=0.01, requests=500)
-            self.append(Frozen(candidate=wanted.manifest, thresholds=limits))
+            limits = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)
+            self.append(ThresholdsFixed(candidate=wanted.manifest, thresholds=limits))
 
     @rule(seconds=st.sampled_from([1.0, 60.0, 900.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
     @rule(restarted=st.integers(0, 9).map(lambda n: n == 0), mine=tallies(), theirs=tallies(), more=copied)
-    def read(self, restarted: bool, mine: Tally, theirs: Tally, more: ShadowTally) -> None:
+    def read(self, restarted: bool, mine: RequestCounts, theirs: RequestCounts, more: ShadowCounts) -> None:
         """As a source does: totals that grow, or begin anew."""
         roles = self.state.roles
         if roles.candidate is None or roles.stable is None:
             return
         if restarted:
-            self.origin, self.totals, self.shadow = self.origin + 1, {}, ShadowTally()
+            self.origin, self.totals, self.shadow = self.origin + 1, {}, ShadowCounts()
         for name, counts in ((roles.candidate.name, mine), (roles.stable.name, theirs)):
-            self.totals[name] = plus(self.totals.get(name, Tally()), counts)
-        self.shadow = ShadowTally(
+            self.totals[name] = plus(self.totals.get(name, RequestCounts()), counts)
+        self.shadow = ShadowCounts(
             compared=self.shadow.compared + more.compared,
             differing=self.shadow.differing + more.differing,
             failed=self.shadow.failed + more.failed,
         )
         before = self.state.trial
-        reading = Reading(origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow)
-        self.append(Observed(reading=reading))
+        reading = MetricsReading(origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow)
+        self.append(MetricsRecorded(reading=reading))
         assert before is not None
         assert self.state.trial is not None
         if restarted or before.reading is None or not (mine.sound and theirs.sound):
             assert self.state.trial.intervals == before.intervals
 
     @precondition(lambda self: self.state.roles.candidate is not None)
-    @rule(word=st.sampled_from(Word))
-    def speak(self, word: Word) -> None:
-        self.append(Spoken(word=word))
+    @rule(word=st.sampled_from(OperatorCommand))
+    def speak(self, word: OperatorCommand) -> None:
+        self.append(OperatorCommandSent(word=word))
 
     @rule()
     def interfere(self) -> None:
@@ -203,7 +203,7 @@ class JudgedRollouts(RuleBasedStateMachine):
         self.append(Intent(action=action, holder="h", expires_at=self.now + 120))
         if reaches:
             self.actual = replace(action.state, generation=self.state.generation)
-        self.append(Outcome(of=self.state.generation, ok=ok))
+        self.append(ActionOutcome(of=self.state.generation, ok=ok))
         if self.wanted is not None and self.state.why_rejected(self.wanted) is not None:
             self.wanted = None
 
@@ -212,7 +212,7 @@ class JudgedRollouts(RuleBasedStateMachine):
         assert before.trial is not None
         judged = judge(before.trial, before.policy)
         assert not judged.alarm
-        if before.word is Word.ADVANCE:
+        if before.word is OperatorCommand.ADVANCE:
             return
         step = before.policy.planned()[before.roles.step]
         assert judged.requests >= step.minimum > 0

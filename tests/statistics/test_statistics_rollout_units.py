@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.domain.rollout_observations import Interval, Observations, Reading, Tally, UnitSums
+from onnx_ops.domain.rollout_observations import (
+    MetricsReading,
+    ObservationInterval,
+    Observations,
+    RequestCounts,
+    UnitSums,
+)
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel
 from onnx_ops.statistics.rollout import design_effect, guardrails, judge
 from onnx_ops.statistics.rollout import evidence as ev
@@ -104,7 +110,9 @@ def test_every_judgement_takes_the_users_sums() -> None:
     policy = RolloutPolicy(
         steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"),), slo=ServiceLevel(error_rate=0.02), min_requests=(1,)
     )
-    counted = Interval(step=0, canary=Tally(requests=200, errors=15), stable=Tally(requests=900, errors=1))
+    counted = ObservationInterval(
+        step=0, canary=RequestCounts(requests=200, errors=15), stable=RequestCounts(requests=900, errors=1)
+    )
     bare = Observations(candidate=CANDIDATE.manifest, intervals=(counted, counted))
     alone = {"a": {"errors": sums([1] * 1970 + [115, 115], [1, 1] + [0] * 1968 + [15, 15])}}
     assert judge(bare, policy).alarm
@@ -118,6 +126,6 @@ def test_sums_are_kept_for_each_origin() -> None:
     first, second = sums([2], [1]), sums([3], [0])
     seen = Observations(candidate=CANDIDATE.manifest)
     for origin, found in (("a", sums([1], [0])), ("a", first), ("b", second)):
-        seen = seen.after(Reading(origin=origin, at=1.0, units={"errors": found}), stable="v1", candidate="v2")
+        seen = seen.after(MetricsReading(origin=origin, at=1.0, units={"errors": found}), stable="v1", candidate="v2")
     assert seen.units_of("errors") == (first, second)
     assert seen.units_of("latency_p50") == ()

@@ -10,7 +10,14 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, RuntimeFacts, Starts, Throughput
+from onnx_ops.domain.evidence import (
+    ColdStartMeasurement,
+    Evidence,
+    LatencyComparison,
+    PairedRatios,
+    RuntimeFacts,
+    ThroughputMeasurement,
+)
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, ThroughputGate
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
@@ -35,7 +42,7 @@ INT8 = Evidence(
     ),
     runtime=RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3}),
 )
-STARTS = Starts(
+STARTS = ColdStartMeasurement(
     batch=1,
     requests=20,
     load_s=(0.1, 0.11, 0.12, 0.1, 0.1, 0.13),
@@ -92,7 +99,9 @@ class TestThroughput:
     def test_the_minimum_is_held_by_the_slow_bound_and_binds_on_dedicated_targets(
         self, minimum: float, verdict: Verdict
     ) -> None:
-        rates = Throughput(concurrency=4, batch=1, requests=500, per_second=(200.0, 195.0, 210.0, 220.0, 205.0))
+        rates = ThroughputMeasurement(
+            concurrency=4, batch=1, requests=500, per_second=(200.0, 195.0, 210.0, 220.0, 205.0)
+        )
         gate = ThroughputGate(min=minimum)
         result = only(gate, replace(INT8, throughput=(rates,)))
         assert (result.verdict, result.advisory, result.unit) == (verdict, True, "req/s")
@@ -101,7 +110,7 @@ class TestThroughput:
         assert not only(gate, replace(INT8, throughput=(rates,), dedicated=True)).advisory
 
     def test_another_concurrency_was_not_measured(self) -> None:
-        other = Throughput(concurrency=8, batch=1, requests=1, per_second=(1e9,))
+        other = ThroughputMeasurement(concurrency=8, batch=1, requests=1, per_second=(1e9,))
         evidence = replace(INT8, throughput=(other,), ratios=(figure("concurrency 8", 0.1),))
         for result in judge([ThroughputGate(max_regression=0.1, min=1.0)], evidence).results:
             assert result.verdict is Verdict.INCONCLUSIVE
@@ -152,7 +161,7 @@ class TestStarts:
             replace(STARTS, peak_bytes=(-1,) * 6),
         ],
     )
-    def test_impossible_figures_are_an_error_of_the_measurement(self, bad: Starts) -> None:
+    def test_impossible_figures_are_an_error_of_the_measurement(self, bad: ColdStartMeasurement) -> None:
         decision = judge([ColdStartGate(load=1.0), MemoryGate(max=10**9)], replace(INT8, starts=bad, dedicated=True))
         assert decision.verdict is Verdict.ERROR
 
@@ -197,7 +206,7 @@ def test_all_of_it_is_judged_again_from_the_document_alone() -> None:
         INT8,
         starts=STARTS,
         comparisons=(latency(0.8),),
-        throughput=(Throughput(concurrency=4, batch=1, requests=10, per_second=(200.0,) * 5),),
+        throughput=(ThroughputMeasurement(concurrency=4, batch=1, requests=10, per_second=(200.0,) * 5),),
         ratios=(figure("concurrency 4", 1.0), figure("load", 1.0), figure("first", 1.0), figure("peak", 1.0)),
     )
     gates: list[Gate] = [

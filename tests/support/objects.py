@@ -13,7 +13,7 @@ import pytest
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.domain.artifact import Digest, hex_of
+from onnx_ops.domain.artifact import Digest, hex_digits
 from onnx_ops.ports import Ledger, Store
 from onnx_ops.testing.ledgers import LedgerSuite, Opener
 from onnx_ops.testing.stores import StoreSuite
@@ -40,7 +40,7 @@ class RemoteStoreSuite(StoreSuite):
         return make
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        name = f"blobs/{hex_of(digest)[:2]}/{hex_of(digest)}"
+        name = f"blobs/{hex_digits(digest)[:2]}/{hex_digits(digest)}"
         for cache in self.readers:
             (cache / name).unlink(missing_ok=True)
         if content is None:
@@ -77,4 +77,4 @@ class RemoteLedgerSuite(LedgerSuite):
 
 
 def _record(key: Digest) -> str:
-    return f"records/{hex_of(key)[:2]}/{hex_of(key)}.json"
+    return f"records/{hex_digits(key)[:2]}/{hex_digits(key)}.json"

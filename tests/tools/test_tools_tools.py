@@ -18,7 +18,7 @@ from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
-from onnx_ops.domain.gate import Asked, LatencyGate, ParityGate, asked_by
+from onnx_ops.domain.gate import LatencyGate, MeasurementRequest, ParityGate, derive_measurement_request
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
@@ -353,13 +353,13 @@ class TestBench:
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
-        asked = Asked(throughput=(2,), starts=True)
+        asked = MeasurementRequest(throughput=(2,), starts=True)
         found = benchmark(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
         for name in ("concurrency 2", "load", "first", "peak"):
             assert found.figures[name].value > 0
 
     def test_each_figure_has_its_unit_its_number_and_an_interval(self, model: Path) -> None:
-        asked = Asked(throughput=(2,), starts=True)
+        asked = MeasurementRequest(throughput=(2,), starts=True)
         found = benchmark(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
         assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
         assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
@@ -408,7 +408,7 @@ class TestBench:
         assert found.verdict is Verdict.FAIL
         a, b = found.medians["concurrency 4"]
         assert b / a == pytest.approx(1 / 1.15, rel=0.02), "requests per second fall as the time per request grows"
-        assert asked_by(build_pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
+        assert derive_measurement_request(build_pair_gates(0.3, concurrency=1, cold=True)).tolerances == dict.fromkeys(
             ("cold_start", "latency", "memory", "throughput"), (0.3,)
         )
 

@@ -26,9 +26,15 @@ from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azu
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    OrphanedResource,
+    build_rollback_state,
+    drop_idle_deployments,
+)
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
 
 
@@ -75,7 +81,7 @@ class AzureEndpoints(CloudEndpoints):
                     "again, or give it another `name`.",
                 )
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check packages, credentials, workspace, role, image and quota."""
         return diagnose(tuple(endpoints.values()))
 
@@ -113,11 +119,11 @@ class AzureEndpoints(CloudEndpoints):
         except ServiceUnavailableError:
             observed, names = None, {}
         if observed is not None and observed.held(state.leader()) is not None:
-            goal = rolled_back(observed, state)
+            goal = build_rollback_state(observed, state)
             plan = plan_traffic(goal, generation=generation, name=lambda d: names[d.name], where=config.endpoint)
             self._connect(config).route(plan)
             return
-        self.apply(config, without_spare(state), generation=generation)
+        self.apply(config, drop_idle_deployments(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the scoring address without its route; requests need `authorization`."""
@@ -128,7 +134,7 @@ class AzureEndpoints(CloudEndpoints):
         """Delete the endpoint, its deployments and the files of their models."""
         self._connect(config).remove()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[Leftover, ...]:
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
         """List deployments without traffic that no state lists, and uploaded models that nothing needs.
 
         Raises:
@@ -145,7 +151,7 @@ class AzureEndpoints(CloudEndpoints):
             if (deployment.tags or {}).get(OWNER) == config.endpoint
         }
         orphans = [
-            Leftover(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
+            OrphanedResource(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
             for name, tags in sorted(owned.items())
             if name not in used and manifest_of(tags) not in needed
         ]
@@ -153,10 +159,10 @@ class AzureEndpoints(CloudEndpoints):
         for name, manifest in self._models(config).stored().items():
             if manifest not in needed and name not in served:
                 why = "no deployment serves it" if manifest else "its upload was cut off"
-                orphans.append(Leftover(kind="model", name=name, why=why, paid=True))
+                orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
         return tuple(orphans)
 
-    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
         """Delete an orphan; raises Conflict if it is a deployment that has traffic by now."""
         if leftover.kind == "deployment":
             self._connect(config).deployments.delete(leftover.name)

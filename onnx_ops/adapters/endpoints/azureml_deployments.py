@@ -16,7 +16,7 @@ from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import converge
-from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
@@ -172,7 +172,7 @@ class AzureDeployments:
         return f"{self._client.workspace.path}/environments/{name}/versions/1"
 
     def _environment_name(self) -> str:
-        return f"onnx-ops-{short(digest_bytes(self._settings.image.encode()))}"
+        return f"onnx-ops-{short_digest(digest_bytes(self._settings.image.encode()))}"
 
     def _require_ours(self, resource: ManagedOnlineDeployment) -> None:
         if (resource.tags or {}).get(OWNER) != self._owner or record_of(resource.tags or {}) is None:

@@ -13,7 +13,7 @@ from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.cloud import run_check
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.plugins import EXTRAS, absent, install_hint, version
 
@@ -40,7 +40,7 @@ _VERSIONS_IN_ROLLOUT = 2
 """The old and the new version run side by side."""
 
 
-def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Finding]:
+def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
     """Yield the findings of all checks; a check whose prerequisite failed is left out.
 
     Args:
@@ -49,20 +49,20 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Finding]:
     packages = EXTRAS["azure"]
     missing = absent(packages)
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    yield Finding(check="azure packages", ok=not missing, found=versions, remedy=install_hint(*packages))
+    yield Diagnosis(check="azure packages", ok=not missing, found=versions, remedy=install_hint(*packages))
     if missing:
         return
     try:
         bearer()
     except OnnxOpsError as error:
-        yield Finding(check="azure credentials", ok=False, found=str(error), remedy=LOGIN_REMEDY)
+        yield Diagnosis(check="azure credentials", ok=False, found=str(error), remedy=LOGIN_REMEDY)
         return
-    yield Finding(check="azure credentials", ok=True, found=f"a token for {management_url()}")
+    yield Diagnosis(check="azure credentials", ok=True, found=f"a token for {management_url()}")
     for settings in endpoints:
         yield from run_check("azure workspace", partial(_check_workspace, settings), cloud=_CLOUD)
 
 
-def _check_workspace(values: Mapping[str, Json]) -> Iterator[Finding]:
+def _check_workspace(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     settings = read_azure_settings(values)
     workspace = settings.place
     check = f"azure workspace {workspace.workspace}"
@@ -71,10 +71,10 @@ def _check_workspace(values: Mapping[str, Json]) -> Iterator[Finding]:
     except RefusedError as error:
         missing = "HTTP 404" in error.why
         remedy = "Check subscription, resource_group and workspace; make it with infra/." if missing else ROLE_REMEDY
-        yield Finding(check=check, ok=False, found="it does not exist" if missing else error.why, remedy=remedy)
+        yield Diagnosis(check=check, ok=False, found="it does not exist" if missing else error.why, remedy=remedy)
         return
     location = str(resource.get("location"))
-    yield Finding(check=check, ok=True, found=f"in {location}")
+    yield Diagnosis(check=check, ok=True, found=f"in {location}")
     yield from run_check(f"azure role on {workspace.workspace}", lambda: _check_role(settings), cloud=_CLOUD)
     yield from run_check("azure image", lambda: _check_image(settings, resource), cloud=_CLOUD)
     yield from run_check(
@@ -82,12 +82,12 @@ def _check_workspace(values: Mapping[str, Json]) -> Iterator[Finding]:
     )
 
 
-def _check_role(settings: AzureSettings) -> Iterator[Finding]:
+def _check_role(settings: AzureSettings) -> Iterator[Diagnosis]:
     granted = ask(f"{settings.place.path}/providers/Microsoft.Authorization/permissions?api-version=2022-04-01")
     needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     found = f"not permitted: {', '.join(missing)}" if missing else f"all {len(needed)} permissions that are needed"
-    yield Finding(check=f"azure role on {settings.place.workspace}", ok=not missing, found=found, remedy=ROLE_REMEDY)
+    yield Diagnosis(check=f"azure role on {settings.place.workspace}", ok=not missing, found=found, remedy=ROLE_REMEDY)
 
 
 def is_allowed(action: str, granted: Sequence[Mapping[str, Any]]) -> bool:
@@ -103,7 +103,7 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(expression, action, re.IGNORECASE) for expression in expressions)
 
 
-def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Diagnosis]:
     """Check the image's registry and the right to pull. Azure Resource Manager does not know the tags.
 
     Args:
@@ -113,7 +113,7 @@ def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Itera
     host, check = settings.image.partition("/")[0], "azure image"
     if not host.endswith(_REGISTRY_SUFFIX):
         found = f"{host} is no Azure container registry: whether the endpoint may pull from it cannot be checked here"
-        yield Finding(check=check, ok=True, found=found)
+        yield Diagnosis(check=check, ok=True, found=found)
         return
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
     registries = ask(f"{path}?api-version=2023-07-01").get("value", ())
@@ -121,19 +121,19 @@ def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Itera
     if not ids:
         name = host.removesuffix(_REGISTRY_SUFFIX)
         remedy = f"az acr create --name {name} --sku Basic --resource-group GROUP, or correct `image`."
-        yield Finding(check=check, ok=False, found=f"the subscription has no registry {host}", remedy=remedy)
+        yield Diagnosis(check=check, ok=False, found=f"the subscription has no registry {host}", remedy=remedy)
         return
-    yield Finding(check=check, ok=True, found=f"{host} exists")
+    yield Diagnosis(check=check, ok=True, found=f"{host} exists")
     yield _check_pull(settings, str(ids[0]), str(workspace.get("properties", {}).get("containerRegistry", "")))
 
 
-def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Finding:
+def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Diagnosis:
     check = "azure pull"
     if not settings.identity:
         if registry.lower() == attached.lower():
-            return Finding(check=check, ok=True, found="it is the workspace's registry, which its endpoints may use")
+            return Diagnosis(check=check, ok=True, found="it is the workspace's registry, which its endpoints may use")
         found = "the endpoint's own identity needs the role AcrPull once the endpoint exists"
-        return Finding(check=check, ok=True, found=found)
+        return Diagnosis(check=check, ok=True, found=found)
     principal = ask(f"{settings.identity}?api-version=2023-01-31")["properties"]["principalId"]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
     roles = {
@@ -143,12 +143,12 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Findin
     }
     name = settings.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
-        return Finding(check=check, ok=True, found=f"{name} may pull")
+        return Diagnosis(check=check, ok=True, found=f"{name} may pull")
     remedy = f"az role assignment create --assignee {principal} --role AcrPull --scope {registry}"
-    return Finding(check=check, ok=False, found=f"{name} has no role AcrPull there", remedy=remedy)
+    return Diagnosis(check=check, ok=False, found=f"{name} has no role AcrPull there", remedy=remedy)
 
 
-def _check_quota(settings: AzureSettings, location: str) -> Iterator[Finding]:
+def _check_quota(settings: AzureSettings, location: str) -> Iterator[Diagnosis]:
     check = f"azure quota for {settings.instance_type}"
     subscription = settings.place.subscription
     region = f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
@@ -156,7 +156,7 @@ def _check_quota(settings: AzureSettings, location: str) -> Iterator[Finding]:
     size = sizes.get(settings.instance_type.lower())
     if size is None:
         remedy = f"Choose one of: az ml compute list-sizes --location {location}."
-        yield Finding(check=check, ok=False, found=f"there is no such size in {location}", remedy=remedy)
+        yield Diagnosis(check=check, ok=False, found=f"there is no such size in {location}", remedy=remedy)
         return
     usages = {usage["name"]["value"].lower(): usage for usage in ask(f"{region}/usages?{_API}")["value"]}
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
@@ -165,4 +165,4 @@ def _check_quota(settings: AzureSettings, location: str) -> Iterator[Finding]:
     needed = _VERSIONS_IN_ROLLOUT * instances * int(size["vCPUs"])
     found = f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
     remedy = "Request more in the portal (Quotas, Machine learning); Azure keeps 20% of the instances in reserve."
-    yield Finding(check=check, ok=free >= needed, found=found, remedy=remedy)
+    yield Diagnosis(check=check, ok=free >= needed, found=found, remedy=remedy)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
-from onnx_ops.domain.artifact import Digest, digest_json, short
+from onnx_ops.domain.artifact import Digest, digest_json, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import Json
@@ -64,7 +64,7 @@ def plan_traffic(
     deployments = {names[d.name]: d for d in state.deployments}
     tags = {
         GENERATION: str(generation),
-        STATE: short(digest_json([sorted(deployments), traffic])),
+        STATE: short_digest(digest_json([sorted(deployments), traffic])),
         **split_text(_NAMES, json.dumps(sorted(deployments)), _TAG_CHARACTERS),
     }
     return TrafficPlan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
@@ -83,7 +83,7 @@ def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = No
     execution = [dict(immutable)] if immutable is not None else []
     if deployment.execution != Execution():
         execution.append(codec.to_json(deployment.execution))
-    return f"{slug}-{short(digest_json([*content, *deployment.custom_ops, *execution]))}"
+    return f"{slug}-{short_digest(digest_json([*content, *deployment.custom_ops, *execution]))}"
 
 
 def record_tags(deployment: Deployment) -> dict[str, str]:

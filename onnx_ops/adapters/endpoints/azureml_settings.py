@@ -12,7 +12,7 @@ from annotated_types import Ge, Le, Unit
 from onnx_ops.adapters.azure import API_TIMEOUT_S, EndpointName, PlaceName, Workspace
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_option_variables
-from onnx_ops.domain.quantities import FOUND, Json, Pattern
+from onnx_ops.domain.quantities import COMPUTED, Json, Pattern
 from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE, ContainerOptions
 
 _DATASTORE = r"(?a)azureml://datastores/(?P<datastore>\w+)/paths/(?P<folder>[\w./-]+?)/?"
@@ -61,7 +61,7 @@ class AzureSettings(ContainerOptions):
     max_concurrent_requests_per_instance: Annotated[int | None, Ge(1), Le(10_000)] = None
     blob_url: Annotated[str, Pattern("(https://.*)?", "an https address")] = ""
     api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
-    trusted_keys: str = field(default="", metadata=FOUND)
+    trusted_keys: str = field(default="", metadata=COMPUTED)
 
     @property
     def place(self) -> Workspace:

@@ -9,9 +9,9 @@ from typing import ClassVar, TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.domain.artifact import Manifest, digest_file, short
+from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.target import Finding, Target
+from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import server_process
@@ -108,9 +108,9 @@ def verified_files(deployment: Deployment) -> dict[str, Path]:
     digest = Manifest(files={name: digest_file(path) for name, path in files.items()}).digest()
     if digest != deployment.manifest:
         raise DigestMismatchError(
-            f"the files of {deployment.name} are not those of its manifest {short(deployment.manifest)}",
+            f"the files of {deployment.name} are not those of its manifest {short_digest(deployment.manifest)}",
             where=str(folder),
-            why=f"their digest is {short(digest)}: they were changed after they were verified",
+            why=f"their digest is {short_digest(digest)}: they were changed after they were verified",
             remedy="Remove the folder; the files are then fetched again.",
         )
     return dict(sorted(files.items()))
@@ -130,7 +130,7 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
     return "".join(parts)
 
 
-def run_check(check: str, find: Callable[[], Iterable[Finding]], *, cloud: str) -> Iterator[Finding]:
+def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:
     """Yield the findings of one check of the doctor; a check that cannot be made is a finding too.
 
     Permission to look is not required: a check that is not permitted is no fault.
@@ -139,10 +139,10 @@ def run_check(check: str, find: Callable[[], Iterable[Finding]], *, cloud: str) 
     try:
         yield from find()
     except RefusedError as error:
-        yield Finding(check=check, ok=True, found=f"not permitted to check: {error.why}")
+        yield Diagnosis(check=check, ok=True, found=f"not permitted to check: {error.why}")
     except OnnxOpsError as error:
         found = f"{error.what} {error.why}".strip()
-        yield Finding(check=check, ok=False, found=found, remedy=error.remedy or proxy)
+        yield Diagnosis(check=check, ok=False, found=found, remedy=error.remedy or proxy)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a success without what it should hold
         found = f"the answer is not what {cloud} answers: {error!r}"
-        yield Finding(check=check, ok=False, found=found, remedy=proxy)
+        yield Diagnosis(check=check, ok=False, found=found, remedy=proxy)

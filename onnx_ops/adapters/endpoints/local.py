@@ -20,7 +20,13 @@ from onnx_ops.adapters.objects import durable_file
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    OrphanedResource,
+    build_rollback_state,
+    drop_idle_deployments,
+)
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
@@ -206,7 +212,7 @@ class LocalEndpoints:
             if self._took_back(server, state):  # whoever changed it until now has started it again
                 return
             tables = TableFile(server.folder)
-            tables.write(build_next_table(tables.read(), without_spare(state)))
+            tables.write(build_next_table(tables.read(), drop_idle_deployments(state)))
             self._running(server, config)
             if not self._took_back(server, state):
                 raise ServiceUnavailableError("the endpoint server does not answer", where=config.endpoint)
@@ -220,7 +226,7 @@ class LocalEndpoints:
         try:
             status, answer = server.ask(record, "GET", timeout_s=_HURRY_S)
             held = read_message(answer, AdminState).state if status == 200 else None
-            wanted = without_spare(state) if held is None else rolled_back(held, state)
+            wanted = drop_idle_deployments(state) if held is None else build_rollback_state(held, state)
             loads = held is None or held.held(state.leader()) is None
             timeout_s = _APPLY_S if loads else _HURRY_S
             status, answer = server.ask(record, "PUT", codec.dumps(wanted), timeout_s=timeout_s)
@@ -254,11 +260,11 @@ class LocalEndpoints:
                 elif path.name not in _KEPT:
                     path.unlink()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """Nothing: the server holds what its state names, and a folder that was removed is gone."""
         return ()
 
-    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
         """There are none."""
 
     def _running(self, server: ServerProcess, config: EndpointConfig) -> ServerRecord:

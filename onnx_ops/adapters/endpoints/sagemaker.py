@@ -32,9 +32,15 @@ from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling
 from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.adapters.endpoints.sagemaker_update import EndpointUpdate
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back, without_spare
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    OrphanedResource,
+    build_rollback_state,
+    drop_idle_deployments,
+)
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 
 _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"})
@@ -148,13 +154,13 @@ class SageMakerEndpoints(CloudEndpoints):
         fence, state = GenerationFence(client), replace(state, generation=generation)
         held = fence.latest()
         if held is None or held.held(state.leader()) is None or client.settings.guarded:
-            self._apply(client, without_spare(state), is_rollback=True)
+            self._apply(client, drop_idle_deployments(state), is_rollback=True)
             return
-        fence.take(rolled_back(held, state))
+        fence.take(build_rollback_state(held, state))
         try:
             EndpointUpdate(client, fence, generation).shift(variant_of(state.leader().name))
         except NotFoundError:  # the last claim was never carried out
-            self._apply(client, rolled_back(held, state), is_rollback=True)
+            self._apply(client, build_rollback_state(held, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; `<address>/invocations` takes requests signed with SigV4 for service `sagemaker`."""
@@ -191,15 +197,15 @@ class SageMakerEndpoints(CloudEndpoints):
             resources.delete_orphan(orphan)
         GenerationFence(client).delete()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[Leftover, ...]:
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
         """List configs, models, archives and broken uploads of this endpoint that nothing needs."""
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
-    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
         """Delete an orphan; raises ConflictError if the endpoint uses it by now."""
         EndpointResources(self._connect(config)).delete_orphan(leftover)
 
-    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Finding]:
+    def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check package, credentials and region, role and its trust, bucket, image, alarms and quota."""
         if not endpoints:
             yield from diagnose({})

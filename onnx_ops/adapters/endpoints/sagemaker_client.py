@@ -149,7 +149,7 @@ class GenerationFence:
         self.check(state.generation)
         self._create(self._key(state.generation), codec.dumps(state))
         claimed = self.latest()
-        if claimed is None or claimed.generation != state.generation or not claimed.same_as(state):
+        if claimed is None or claimed.generation != state.generation or not claimed.is_equivalent(state):
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:

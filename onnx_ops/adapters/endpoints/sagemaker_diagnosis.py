@@ -12,7 +12,7 @@ from onnx_ops.adapters.aws import Clients, access_in, clients, code_of, translat
 from onnx_ops.adapters.endpoints.cloud import run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.plugins import install_hint
 
@@ -25,22 +25,22 @@ _ECR = re.compile(
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
-def diagnose(given: Mapping[str, Json]) -> Iterator[Finding]:
+def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
     """Yield the findings for an endpoint's settings; without any, those of package, credentials and region."""
     try:
-        yield Finding(check="boto3", ok=True, found=version("boto3"))
+        yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:
-        yield Finding(check="boto3", ok=False, found="not installed", remedy=install_hint("boto3"))
+        yield Diagnosis(check="boto3", ok=False, found="not installed", remedy=install_hint("boto3"))
         return
     try:
         settings = read_sagemaker_settings(given) if given else None
     except OnnxOpsError as error:
-        yield Finding(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
+        yield Diagnosis(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
         return
     try:
         connect = clients(access_in(given))
     except OnnxOpsError as error:
-        yield Finding(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
+        yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
     (credentials,) = _run("credentials", lambda: _check_credentials(connect))
     yield credentials
@@ -56,21 +56,21 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Finding]:
         yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 
 
-def _run(check: str, find: Callable[[], Finding]) -> Iterator[Finding]:
-    def translated_finding() -> list[Finding]:
+def _run(check: str, find: Callable[[], Diagnosis]) -> Iterator[Diagnosis]:
+    def translated_finding() -> list[Diagnosis]:
         with translated(""):
             return [find()]
 
     return run_check(check, translated_finding, cloud="AWS")
 
 
-def _check_credentials(connect: Clients) -> Finding:
+def _check_credentials(connect: Clients) -> Diagnosis:
     caller = connect("sts").get_caller_identity()
     region = connect("sagemaker").meta.region_name
-    return Finding(check="credentials", ok=True, found=f"{caller['Arn']} in {region}")
+    return Diagnosis(check="credentials", ok=True, found=f"{caller['Arn']} in {region}")
 
 
-def _check_role(iam: Any, arn: str) -> Finding:
+def _check_role(iam: Any, arn: str) -> Diagnosis:
     from botocore.exceptions import ClientError
 
     name = arn.rpartition("/")[2]
@@ -79,11 +79,11 @@ def _check_role(iam: Any, arn: str) -> Finding:
     except ClientError as error:
         if code_of(error) != "NoSuchEntity":
             raise
-        return Finding(check="role", ok=False, found=f"{arn} does not exist", remedy=f"{_DOCS} shows how to make it.")
+        return Diagnosis(check="role", ok=False, found=f"{arn} does not exist", remedy=f"{_DOCS} shows how to make it.")
     if role["Arn"] != arn:
-        return Finding(check="role", ok=False, found=f"{name} is {role['Arn']}", remedy="Correct `role`.")
+        return Diagnosis(check="role", ok=False, found=f"{name} is {role['Arn']}", remedy="Correct `role`.")
     trusts = _PRINCIPAL in json.dumps(role["AssumeRolePolicyDocument"])
-    return Finding(
+    return Diagnosis(
         check="role",
         ok=trusts,
         found=f"{arn} {'trusts' if trusts else 'does not trust'} SageMaker",
@@ -91,7 +91,7 @@ def _check_role(iam: Any, arn: str) -> Finding:
     )
 
 
-def _check_bucket(s3: Any, bucket: str) -> Finding:
+def _check_bucket(s3: Any, bucket: str) -> Diagnosis:
     from botocore.exceptions import ClientError
 
     try:
@@ -99,26 +99,26 @@ def _check_bucket(s3: Any, bucket: str) -> Finding:
     except ClientError as error:
         if code_of(error) in ("404", "NoSuchBucket"):
             remedy = f"aws s3 mb s3://{bucket}"
-            return Finding(check="bucket", ok=False, found=f"s3://{bucket} does not exist", remedy=remedy)
+            return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} does not exist", remedy=remedy)
         if code_of(error) != "403":
             raise
         remedy = "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
-        return Finding(check="bucket", ok=False, found=f"s3://{bucket} is not permitted", remedy=remedy)
-    return Finding(check="bucket", ok=True, found=f"s3://{bucket}")
+        return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} is not permitted", remedy=remedy)
+    return Diagnosis(check="bucket", ok=True, found=f"s3://{bucket}")
 
 
-def _check_image(connect: Clients, image: str) -> Finding:
+def _check_image(connect: Clients, image: str) -> Diagnosis:
     """Check that the image is in ECR, in the endpoint's region."""
     from botocore.exceptions import ClientError
 
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
-        return Finding(check="image", ok=False, found=f"{image} is not in ECR", remedy=remedy)
+        return Diagnosis(check="image", ok=False, found=f"{image} is not in ECR", remedy=remedy)
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
     if match["region"] != region:
         remedy = f"Push it to {region} too (ECR can replicate), and name that one in `image`."
-        return Finding(check="image", ok=False, found=f"it is in {match['region']}, not in {region}", remedy=remedy)
+        return Diagnosis(check="image", ok=False, found=f"it is in {match['region']}, not in {region}", remedy=remedy)
     tag = match["tag"] or "latest"
     image_id = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}
     repository = match["repository"]
@@ -129,19 +129,19 @@ def _check_image(connect: Clients, image: str) -> Finding:
     except ClientError as error:
         if code_of(error) == "RepositoryNotFoundException":
             remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
-            return Finding(check="image", ok=False, found=f"there is no {repository}", remedy=remedy)
+            return Diagnosis(check="image", ok=False, found=f"there is no {repository}", remedy=remedy)
         if code_of(error) != "ImageNotFoundException":
             raise
         found = f"{repository} has no {match['digest'] or tag}"
-        return Finding(check="image", ok=False, found=found, remedy=f"docker push {image}")
-    return Finding(check="image", ok=bool(details), found=image if details else f"{image} is not described")
+        return Diagnosis(check="image", ok=False, found=found, remedy=f"docker push {image}")
+    return Diagnosis(check="image", ok=bool(details), found=image if details else f"{image} is not described")
 
 
-def _check_pull(iam: Any, role: str, image: str) -> Finding:
+def _check_pull(iam: Any, role: str, image: str) -> Diagnosis:
     """Check that the role's policies let it pull. A repository of another account has a policy besides."""
     match = _ECR.fullmatch(image)
     if match is None:
-        return Finding(check="pull", ok=True, found="not checked for an image that is not in ECR")
+        return Diagnosis(check="pull", ok=True, found="not checked for an image that is not in ECR")
     _, partition, _, _, account, *_ = role.split(":")
     arn = f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
     denied = [
@@ -154,23 +154,23 @@ def _check_pull(iam: Any, role: str, image: str) -> Finding:
     ]
     if denied:
         found = f"the role may not {', '.join(denied)}"
-        return Finding(check="pull", ok=False, found=found, remedy=f"Permit that to the role, on {arn} and *.")
+        return Diagnosis(check="pull", ok=False, found=found, remedy=f"Permit that to the role, on {arn} and *.")
     found = "the role may pull it"
     if account != match["account"]:
         found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
-    return Finding(check="pull", ok=True, found=found)
+    return Diagnosis(check="pull", ok=True, found=found)
 
 
-def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Finding:
+def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Diagnosis:
     answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
     kinds = ("MetricAlarms", "CompositeAlarms")
     states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
     remedy = "Make them in CloudWatch, or correct `alarms`."
-    return Finding(check="alarms", ok=set(names) <= set(states), found=found, remedy=remedy)
+    return Diagnosis(check="alarms", ok=set(names) <= set(states), found=found, remedy=remedy)
 
 
-def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
+def _check_quota(quotas: Any, settings: SageMakerSettings) -> Diagnosis:
     """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
@@ -178,6 +178,6 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Finding:
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
     remedy = f"Request {needed} of '{name}' in the console of Service Quotas; an update needs room for both fleets."
     if not limits:
-        return Finding(check="quota", ok=False, found=f"no quota is called '{name}'", remedy=remedy)
+        return Diagnosis(check="quota", ok=False, found=f"no quota is called '{name}'", remedy=remedy)
     found = f"{limits[0]:g} {settings.instance_type}, of which an update takes up to {needed}"
-    return Finding(check="quota", ok=limits[0] >= needed, found=found, remedy=remedy)
+    return Diagnosis(check="quota", ok=limits[0] >= needed, found=found, remedy=remedy)

@@ -17,7 +17,7 @@ from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.config.server_options import format_option_variables
-from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_of
+from onnx_ops.domain.artifact import digest_bytes, digest_json, hex_digits
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError, UserError
 from onnx_ops.protocol.server_process import OPTION_PREFIX, TRUSTED_KEYS_VARIABLE
@@ -77,8 +77,8 @@ def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
 
 def archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
     """Return the key of a deployment's archive in the bucket, which follows from its content."""
-    document = hex_of(digest_bytes(deployment_document(deployment)))[:16]
-    return f"{prefix.strip('/')}/{endpoint}/archives/{hex_of(deployment.manifest)}/{document}/model.tar.gz"
+    document = hex_digits(digest_bytes(deployment_document(deployment)))[:16]
+    return f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}/model.tar.gz"
 
 
 def name_stem(endpoint: str) -> str:
@@ -92,7 +92,7 @@ def name_stem(endpoint: str) -> str:
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
     if len(endpoint) <= _STEM_CHARACTERS:
         return endpoint
-    return f"{endpoint[: _STEM_CHARACTERS - 9].strip('-')}-{hex_of(digest_bytes(endpoint.encode()))[:8]}"
+    return f"{endpoint[: _STEM_CHARACTERS - 9].strip('-')}-{hex_digits(digest_bytes(endpoint.encode()))[:8]}"
 
 
 def is_own_name(name: str, endpoint: str) -> bool:
@@ -122,7 +122,7 @@ def build_layout(
     model_names: dict[str, str] = {}
     for deployment in state.deployments:
         request = _model_request(endpoint, deployment, settings, trusted_keys)
-        name = f"{stem}-{hex_of(digest_json(request))[:_MODEL_DIGITS]}"
+        name = f"{stem}-{hex_digits(digest_json(request))[:_MODEL_DIGITS]}"
         model_names[deployment.name] = name
         models[name] = {**request, "ModelName": name, "Tags": tags}
     if settings.guarded:
@@ -136,9 +136,9 @@ def build_layout(
     ]
     config = {**_config_request(settings), "ProductionVariants": production}
     unweighted = [{**variant, "InitialVariantWeight": 0} for variant in production]
-    layout = hex_of(digest_json({**config, "ProductionVariants": unweighted}))[:_LAYOUT_DIGITS]
+    layout = hex_digits(digest_json({**config, "ProductionVariants": unweighted}))[:_LAYOUT_DIGITS]
     weights = {variant: weight for variant, (_, weight) in variants.items()}
-    name = f"{stem}-{layout}-{hex_of(digest_json(weights))[:_WEIGHTS_DIGITS]}"
+    name = f"{stem}-{layout}-{hex_digits(digest_json(weights))[:_WEIGHTS_DIGITS]}"
     return EndpointLayout(
         models=models, config_name=name, config={**config, "EndpointConfigName": name, "Tags": tags}, weights=weights
     )

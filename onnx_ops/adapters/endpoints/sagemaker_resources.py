@@ -27,8 +27,8 @@ from onnx_ops.adapters.endpoints.sagemaker_layout import (
     read_deployment,
     variants_in,
 )
-from onnx_ops.domain.artifact import Digest, hex_of
-from onnx_ops.domain.endpoint import Deployment, Leftover
+from onnx_ops.domain.artifact import Digest, hex_digits
+from onnx_ops.domain.endpoint import Deployment, OrphanedResource
 from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError, UserError
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 
@@ -106,7 +106,7 @@ class EndpointResources:
             self._create("model", {"ModelName": name}, request)
         self._create("endpoint_config", {"EndpointConfigName": layout.config_name}, layout.config)
 
-    def orphans(self, needed: frozenset[Digest]) -> Iterator[Leftover]:
+    def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
         """Yield all that neither the live endpoint uses, or will use, nor a deployment that is `needed`."""
         live = self._live_configs()
         models = {name: self._manifest(name) for name in self._list_own("list_models", "Models", "ModelName")}
@@ -116,24 +116,26 @@ class EndpointResources:
         kept = used | {model for model, manifest in models.items() if manifest in needed}
         for name, config_models in configs.items():
             if name not in live and not set(config_models) <= kept:
-                yield Leftover(kind="endpoint-config", name=name, why="none of its versions is needed", paid=False)
+                yield OrphanedResource(
+                    kind="endpoint-config", name=name, why="none of its versions is needed", paid=False
+                )
         unused = "its version serves nowhere and is not kept"
         for model in models:
             if model not in kept:
-                yield Leftover(kind="model", name=model, why=unused, paid=False)
-        manifests = {hex_of(digest) for model, digest in models.items() if model in kept and digest}
-        manifests |= {hex_of(digest) for digest in needed}
+                yield OrphanedResource(kind="model", name=model, why=unused, paid=False)
+        manifests = {hex_digits(digest) for model, digest in models.items() if model in kept and digest}
+        manifests |= {hex_digits(digest) for digest in needed}
         for key in self._client.keys(self._archives):
             if key.removeprefix(self._archives).partition("/")[0] not in manifests:
-                yield Leftover(kind="archive", name=key, why=unused, paid=True)
+                yield OrphanedResource(kind="archive", name=key, why=unused, paid=True)
         uploads = self._client.list_all(
             "s3", "list_multipart_uploads", "Uploads", Bucket=self._bucket, Prefix=self._archives
         )
         for upload in uploads:
             name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"
-            yield Leftover(kind="upload", name=name, why="it was not completed", paid=True)
+            yield OrphanedResource(kind="upload", name=name, why="it was not completed", paid=True)
 
-    def delete_orphan(self, orphan: Leftover) -> None:
+    def delete_orphan(self, orphan: OrphanedResource) -> None:
         """Delete an orphan; no error if it is gone.
 
         Raises:

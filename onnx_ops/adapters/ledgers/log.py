@@ -13,7 +13,7 @@ from onnx_ops.adapters.objects import LocalObjects, Objects
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, fold, follow
+from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, apply_entry, fold
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ObjectLedger:
     def state(self, endpoint: str) -> ReleaseState:
         state = self._states.get(endpoint) or self._snapshot(endpoint) or ReleaseState(endpoint=endpoint)
         for entry in self._following(endpoint, state.head):
-            state = follow(state, entry)
+            state = apply_entry(state, entry)
         self._states[endpoint] = state
         return state
 
@@ -85,7 +85,7 @@ class ObjectLedger:
             )
         known = self._states.get(entry.endpoint)
         if known is not None and known.head == entry.sequence - 1:
-            self._states[entry.endpoint] = follow(known, entry)
+            self._states[entry.endpoint] = apply_entry(known, entry)
         if entry.sequence % SNAPSHOT_EVERY == 0:
             self._keep(entry, digest_bytes(data))
 

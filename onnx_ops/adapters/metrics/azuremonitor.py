@@ -16,7 +16,7 @@ from onnx_ops.adapters.azure import ask, endpoint_name, missing_credentials, wor
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.messages import FAILURE_STATUSES
@@ -37,8 +37,8 @@ _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 class AzureMonitorMetrics:
     """Fulfils `ports.MetricsSource`. It needs nothing but the endpoint's own settings.
 
-    Counts begin anew with each day (UTC), which is their origin. `Reading.at` is the end of the last minute whose
-    numbers do not change any more, about three minutes ago.
+    Counts begin anew with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
+    whose numbers do not change any more, about three minutes ago.
 
     Args:
         settings: none are known.
@@ -64,7 +64,7 @@ class AzureMonitorMetrics:
         del config, deployment
         return None
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Deployments are told apart by the names that they have in Azure, which begin with their names here."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
@@ -72,7 +72,7 @@ class AzureMonitorMetrics:
         tallies = {name: _tally(_of(counts, name)) for name in deployments}
         recent = max(day, until - _WINDOW)
         slow = self._series(config, f"{_P50},{_P99}", (), recent, until)
-        return Reading(
+        return MetricsReading(
             origin=_text(day),
             at=until,
             tallies=tallies,
@@ -133,21 +133,21 @@ def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> l
     ]
 
 
-def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> Tally:
+def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> RequestCounts:
     counts = [(status, round(sum(values))) for _, status, values in rows]
-    return Tally(
+    return RequestCounts(
         requests=sum(count for _, count in counts),
         errors=sum(count for status, count in counts if status >= "500" or status in FAILURE_STATUSES),
         refused=sum(count for status, count in counts if "400" <= status < "500" and status not in FAILURE_STATUSES),
     )
 
 
-def _quantiles(rows: Sequence[tuple[str, str, list[float]]]) -> Quantiles | None:
+def _quantiles(rows: Sequence[tuple[str, str, list[float]]]) -> LatencyQuantiles | None:
     """Medians of the minutes' percentiles, in seconds; Azure tells milliseconds."""
     values = {metric: minutes for metric, _, minutes in rows if minutes}
     if _P50 not in values or _P99 not in values:
         return None
-    return Quantiles(
+    return LatencyQuantiles(
         p50_s=statistics.median(values[_P50]) / 1e3,
         p99_s=statistics.median(values[_P99]) / 1e3,
     )

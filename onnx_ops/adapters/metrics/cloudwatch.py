@@ -18,7 +18,7 @@ from onnx_ops.adapters.aws import AwsAccess, Clients, access_in, clients, missin
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import Quantiles, Reading, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, quoted
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -61,7 +61,7 @@ class CloudWatchMetrics:
         """CloudWatch keeps no histogram that can be read."""
         return None
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """A deployment of a guarded endpoint has no variant of its own: of those nothing is told."""
         connect = self._connect(config)
         with translated(config.endpoint):
@@ -72,15 +72,15 @@ class CloudWatchMetrics:
             variants = {} if guarded else {name: variant_of(name) for name in deployments}
             begin = _minute(began) + timedelta(minutes=1)
             if until <= begin or not variants:
-                empty = {name: Tally() for name in variants}
-                return Reading(origin=origin, at=until.timestamp(), tallies=empty)
+                empty = {name: RequestCounts() for name in variants}
+                return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
             asked = _counts(config.endpoint, variants, _period(begin, until))
             sums = _figures(connect("cloudwatch"), asked, begin, until)
             latest = _figures(
                 connect("cloudwatch"), _percentiles(config.endpoint, variants), until - timedelta(minutes=1), until
             )
         names = list(variants)
-        return Reading(
+        return MetricsReading(
             origin=origin,
             at=until.timestamp(),
             tallies={name: _tally(sums, index) for index, name in enumerate(names)},
@@ -141,14 +141,14 @@ def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end:
     return found
 
 
-def _tally(sums: Mapping[str, Sequence[float]], index: int) -> Tally:
+def _tally(sums: Mapping[str, Sequence[float]], index: int) -> RequestCounts:
     counted = {key: round(sum(sums.get(f"{key}{index}", ()))) for key in _COUNTS}
-    return Tally(requests=counted["requests"], errors=counted["errors"], refused=counted["refused"])
+    return RequestCounts(requests=counted["requests"], errors=counted["errors"], refused=counted["refused"])
 
 
-def _quantiles(latest: Mapping[str, Sequence[float]], index: int) -> Quantiles | None:
+def _quantiles(latest: Mapping[str, Sequence[float]], index: int) -> LatencyQuantiles | None:
     p50, p99 = (latest.get(f"{key}{index}", ()) for key in _LATENCIES)
-    return Quantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS) if p50 and p99 else None
+    return LatencyQuantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS) if p50 and p99 else None
 
 
 def _period(begin: datetime, end: datetime) -> int:

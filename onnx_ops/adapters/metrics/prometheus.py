@@ -17,10 +17,10 @@ from urllib.parse import quote, urlsplit
 from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.metrics.selecting import Names
 from onnx_ops.config.binding import bind_settings
-from onnx_ops.domain.artifact import digest_bytes, short
+from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json, Pattern
-from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds
+from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
@@ -54,8 +54,8 @@ class PrometheusSettings(Names):
 class PrometheusMetrics:
     """Fulfils `ports.MetricsSource`.
 
-    `Reading.at` is when the oldest of the samples was scraped, which is up to a scrape interval ago. The origin changes
-    with every instance that comes, goes or is started again: what was counted across that is left out.
+    `MetricsReading.at` is when the oldest of the samples was scraped, which is up to a scrape interval ago. The origin
+    changes with every instance that comes, goes or is started again: what was counted across that is left out.
 
     Args:
         settings: those of `PrometheusSettings`.
@@ -82,14 +82,14 @@ class PrometheusMetrics:
         counts = [later - earlier for earlier, later in pairwise(below)]
         return [bound for bound in ordered if math.isfinite(bound)], counts
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         page = self._page(config)
         copies = [sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW]
-        return Reading(
-            origin=short(digest_bytes("\n".join(sorted(page.origins)).encode())),
+        return MetricsReading(
+            origin=short_digest(digest_bytes("\n".join(sorted(page.origins)).encode())),
             at=page.scraped_at,
             tallies={name: _tally(page, name, limits) for name, limits in deployments.items() if name in page.statuses},
-            shadow=ShadowTally(compared=copies[0], differing=copies[1], failed=copies[2]),
+            shadow=ShadowCounts(compared=copies[0], differing=copies[1], failed=copies[2]),
         )
 
     def _page(self, config: EndpointConfig) -> _Page:
@@ -151,10 +151,10 @@ def _add(page: _Page, names: Names, labels: Mapping[str, str], value: float) -> 
         page.counters[metric][deployment] += int(value)
 
 
-def _tally(page: _Page, deployment: str, thresholds: Thresholds | None) -> Tally:
+def _tally(page: _Page, deployment: str, thresholds: LatencyThresholds | None) -> RequestCounts:
     limits = {} if thresholds is None else thresholds.by_guardrail()
     statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
-    return Tally(
+    return RequestCounts(
         requests=sum(statuses.values()),
         errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
         refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
 from onnx_ops.adapters.optimizers.options import Names, read_options
-from onnx_ops.domain.quantization import reduced, static_recipe
+from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import info
@@ -94,7 +94,7 @@ class DynamicQuantizer:
         types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
         if types.isdisjoint(node.op_type for node in nodes(source)):
             raise nothing_quantized(request.section, source, types)
-        reduce_range, why = reduced(options, request.machines)
+        reduce_range, why = choose_reduce_range(options, request.machines)
         _quantize(request, {"op_types": DYNAMIC_OPERATORS, **options, "reduce_range": reduce_range}, _dynamic)
         return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
 
@@ -119,7 +119,7 @@ class StaticQuantizer:
                 remedy="Add calibrate: {data: train, samples: 256}.",
             )
         options = read_options(request.section, self.options)
-        recipe = static_recipe(options, request.machines)
+        recipe = choose_static_recipe(options, request.machines)
         _check_opset(request, recipe.activations)
         chosen = {
             "activations": recipe.activations,

@@ -9,7 +9,7 @@ from annotated_types import MinLen
 
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.pipeline import Quantize
-from onnx_ops.domain.quantization import types_problem
+from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import UserError
 
 Names = Annotated[tuple[str, ...], MinLen(1)]
@@ -23,6 +23,6 @@ def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
     """
     where = f"variant {section.name}, options"
     options: Any = bind_settings(section.options, kind, where=where)
-    if problem := types_problem(section.options):
+    if problem := find_type_conflict(section.options):
         raise UserError(problem, where=where)
     return {name: getattr(options, name) for name in section.options}

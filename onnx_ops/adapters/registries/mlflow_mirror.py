@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, assert_never
 
 from onnx_ops import codec
 from onnx_ops.domain.ledger import (
-    Abandoned,
-    Configured,
-    Deleted,
-    Frozen,
-    Held,
+    ActionOutcome,
+    AliasesWritten,
+    EndpointAbandoned,
+    EndpointBound,
+    EndpointDeleted,
     Intent,
+    LeaseRenewed,
     LedgerEntry,
-    Mirrored,
-    Notified,
-    Observed,
-    Outcome,
-    Override,
-    RefusedVersion,
-    Renewed,
+    MetricsRecorded,
+    NotificationSent,
+    OperatorCommandSent,
+    OverrideRecorded,
+    RequestWithdrawn,
     RollbackRequested,
-    Spoken,
-    Withdrawn,
+    RolloutPaused,
+    ThresholdsFixed,
+    VersionRefused,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, mode
         split = body.action.state.split.weights
         metrics = [Metric(f"percent/{name}", float(weight), at, step=0) for name, weight in sorted(split.items())]
         client.log_batch(run.info.run_id, metrics=metrics)
-    failed = isinstance(body, Outcome) and not body.ok
+    failed = isinstance(body, ActionOutcome) and not body.ok
     client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
 
 
@@ -75,13 +75,21 @@ def _title(entry: LedgerEntry) -> str:
             return str(body.action.kind.value)
         case RollbackRequested():
             return f"asked for: {body.action.kind.value}"
-        case Outcome():
+        case ActionOutcome():
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
-        case Spoken():
+        case OperatorCommandSent():
             return f"word: {body.word.value}"
-        case Configured() | Mirrored() | RefusedVersion() | Override() | Deleted() | Abandoned() | Withdrawn():
+        case (
+            EndpointBound()
+            | AliasesWritten()
+            | VersionRefused()
+            | OverrideRecorded()
+            | EndpointDeleted()
+            | EndpointAbandoned()
+            | RequestWithdrawn()
+        ):
             return body.kind
-        case Frozen() | Observed() | Held() | Notified() | Renewed():
+        case ThresholdsFixed() | MetricsRecorded() | RolloutPaused() | NotificationSent() | LeaseRenewed():
             return body.kind
         case _:
             assert_never(body)
@@ -95,19 +103,19 @@ def _details(entry: LedgerEntry) -> dict[str, str]:
             serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
             versions = {role: deployment.version for role, deployment in serving.items() if deployment}
             return {"why": body.action.why, **versions}
-        case Outcome():
+        case ActionOutcome():
             return {"of": str(body.of), "why": body.detail}
-        case Configured():
+        case EndpointBound():
             return {"provider": body.config.provider, "target": body.config.target}
-        case Mirrored():
+        case AliasesWritten():
             return {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
-        case RefusedVersion():
+        case VersionRefused():
             return {"alias": body.alias, "version": body.version, "why": body.reason}
-        case Override():
+        case OverrideRecorded():
             return {"version": body.version, "why": body.reason}
-        case Spoken() | Deleted() | Abandoned() | Held() | Withdrawn():
-            return {"why": body.why if isinstance(body, Held) else body.reason}
-        case Frozen() | Observed() | Notified() | Renewed():
+        case OperatorCommandSent() | EndpointDeleted() | EndpointAbandoned() | RolloutPaused() | RequestWithdrawn():
+            return {"why": body.why if isinstance(body, RolloutPaused) else body.reason}
+        case ThresholdsFixed() | MetricsRecorded() | NotificationSent() | LeaseRenewed():
             return {}
         case _:
             assert_never(body)

@@ -26,8 +26,8 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     VARIANT,
     judgement,
 )
-from onnx_ops.domain.artifact import short
-from onnx_ops.domain.release import Publication, VariantRecord, flat_origins
+from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Publisher:
         lineage = publication.lineage
         self._common = {
             GIT_SHA: lineage.git_sha,
-            DATA_REV: " ".join(f"{name}:{short(digest)}" for name, digest in sorted(lineage.data.items())),
+            DATA_REV: " ".join(f"{name}:{short_digest(digest)}" for name, digest in sorted(lineage.data.items())),
             RELEASE: str(lineage.release),
         }
         self._common = {key: value for key, value in self._common.items() if value}
@@ -202,7 +202,7 @@ class Publisher:
         lineage = self._publication.lineage
         run = self._client.create_run(
             self._experiment,
-            run_name=f"release {short(lineage.release)}",
+            run_name=f"release {short_digest(lineage.release)}",
             tags={**self._run_tags("release", None), **self._common},
         )
         log_parameters(self._client, run.info.run_id, lineage.parameters)
@@ -282,7 +282,7 @@ class Publisher:
             "mlflow.source.git.commit": lineage.git_sha,
             "onnx_ops.run": lineage.run,
             **{f"data.{name}": str(digest) for name, digest in lineage.data.items()},
-            **{f"origin.{key}": value for key, value in flat_origins(lineage).items()},
+            **{f"origin.{key}": value for key, value in flatten_origins(lineage).items()},
         }
         return {key: value for key, value in tags.items() if value}
 

@@ -70,7 +70,7 @@ def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
         if target == key:
             continue
         try:
-            signed = attestation.read(value.encode(), DecisionRecord, where=key)
+            signed = attestation.read_envelope(value.encode(), DecisionRecord, where=key)
         except (CorruptStateError, RecursionError, UnicodeEncodeError):
             continue
         if signed.record.target == target:

@@ -15,7 +15,7 @@ from onnx_ops.adapters.isolation.inside import serve
 from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
-from onnx_ops.ports.runtime import LoadSchedule, RaceSchedule, StartSchedule
+from onnx_ops.ports.runtime import LoadSchedule, PairedBenchmarkSchedule, StartSchedule
 
 
 class Inside:
@@ -47,7 +47,7 @@ class Inside:
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted})
 
     def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
-        asked = codec.from_json(schedule, RaceSchedule)
+        asked = codec.from_json(schedule, PairedBenchmarkSchedule)
         found = self._runtime.race(_paths(models), _target(target), get_arrays(Path(feed)), asked)
         probe = {} if found.probe is None else {"probe": found.probe}
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted, **probe})

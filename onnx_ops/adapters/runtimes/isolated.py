@@ -24,8 +24,8 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -76,9 +76,13 @@ class IsolatedRuntime:
         found = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
         return RunSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"])
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         found = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return RaceSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe"))
+        return PairedBenchmarkSamples(
+            nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe")
+        )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         found = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))

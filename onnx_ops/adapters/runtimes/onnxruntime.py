@@ -23,8 +23,8 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -92,7 +92,9 @@ class OnnxRuntime:
             preempted=np.array([lost for _, lost in samples], dtype=bool),
         )
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -112,7 +114,7 @@ class OnnxRuntime:
                     for turn in order.permutation(len(models)):
                         with failures(models[turn]):
                             figures[:, heat, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
-        return RaceSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
+        return PairedBenchmarkSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         import numpy as np

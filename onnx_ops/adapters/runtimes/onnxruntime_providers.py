@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.domain.artifact import digest_json, hex_of
+from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, quoted
@@ -102,7 +102,7 @@ def provider_values(provider: Provider, model: Path, machine: Callable[[], Hardw
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options
-    key = hex_of(digest_json([model_digest(model), machine().digest(), provider.name, dict(provider.options)]))
+    key = hex_digits(digest_json([model_digest(model), machine().digest(), provider.name, dict(provider.options)]))
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "onnx-ops" / "providers" / key[:32]
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from onnx_ops.adapters.isolation.shield import Fallen, shielded
-from onnx_ops.domain.artifact import digest_json, hex_of
+from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.compatibility import check_libraries
@@ -41,7 +41,7 @@ def loaded_file(model: Path, target: Target) -> Path:
     if target.ort_format is None or model.suffix == ".ort":
         return model
     try:
-        key = hex_of(digest_json([model_digest(model), target.digest()]))
+        key = hex_digits(digest_json([model_digest(model), target.digest()]))
     except UserError as error:
         raise MeasurementError(
             "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
-from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -41,7 +41,7 @@ class TargetedRuntime:
     def housed(self, folder: Path) -> TargetedRuntime:
         return TargetedRuntime(here=self.here, folder=folder)
 
-    def diagnose(self) -> Iterable[Finding]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return ()
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
@@ -62,7 +62,9 @@ class TargetedRuntime:
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         return self._of(target).race(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.attestation import PUBLIC_SUFFIX, key_digest, not_a_key
+from onnx_ops.attestation import PUBLIC_SUFFIX, build_key_error, compute_key_digest
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.errors import InfrastructureError, NotFoundError, RefusedError
 
@@ -30,7 +30,7 @@ class EcdsaSigner:
 
     def __init__(self, path: Path) -> None:
         self._private = _private_key(_read_secret(path), path)
-        self._key = key_digest(self._private.public_key())
+        self._key = compute_key_digest(self._private.public_key())
 
     @property
     def key(self) -> Digest:
@@ -111,9 +111,9 @@ def _private_key(pem: bytes, path: Path) -> EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise not_a_key("private", str(path)) from error
+        raise build_key_error("private", str(path)) from error
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
-        raise not_a_key("private", str(path))
+        raise build_key_error("private", str(path))
     return key
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops.adapters.objects import durable_file
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
-from onnx_ops.domain.artifact import Digest, hex_of, short
+from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 
 RETIRED_SUFFIX = ".retired.pem"
@@ -101,13 +101,13 @@ class Keyring:
             NotFoundError: none does.
             UserError: several do.
         """
-        wanted = hex_of(Digest(text.lower()))
+        wanted = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.known() if known.trusted]
-        found = [known for known in trusted if wanted and hex_of(known.key).startswith(wanted)]
+        found = [known for known in trusted if wanted and hex_digits(known.key).startswith(wanted)]
         if len(found) > 1:
             raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
         if not found:
-            names = ", ".join(short(known.key) for known in trusted) or "none"
+            names = ", ".join(short_digest(known.key) for known in trusted) or "none"
             raise NotFoundError(
                 f"no trusted key begins with {text!r}", where=str(self._trusted), remedy=f"Trusted: {names}."
             )
@@ -121,7 +121,7 @@ class Keyring:
         """
         if known.signs:
             raise RefusedError(
-                f"this machine signs with key {short(known.key)}",
+                f"this machine signs with key {short_digest(known.key)}",
                 where=str(self._signing),
                 remedy="Make it sign with another: `onnx-ops keys rotate`.",
             )
@@ -136,7 +136,7 @@ class Keyring:
             yield from sorted(self._trusted.glob(f"*{suffix}"))
 
     def _announce(self, signer: EcdsaSigner) -> None:
-        path = self._trusted / f"{self._signing.stem}-{short(signer.key)}{PUBLIC_SUFFIX}"
+        path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with durable_file(path) as temporary:

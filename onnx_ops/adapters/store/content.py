@@ -15,14 +15,14 @@ from onnx_ops.adapters.objects import TEMPORARY, LocalObjects, Objects
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
-    Stored,
+    StoredObject,
     canonical_json,
     digest_bytes,
     digest_file,
     digest_json,
-    hex_of,
+    hex_digits,
     is_digest,
-    short,
+    short_digest,
 )
 from onnx_ops.errors import CorruptStateError, storage_errors
 
@@ -76,7 +76,7 @@ class ContentStore:
             return local
         cause = "its content is not what its name says" if local.exists() else "it is missing"
         raise CorruptStateError(
-            f"stored content {short(digest)} cannot be used",
+            f"stored content {short_digest(digest)} cannot be used",
             where="store",
             why=cause,
             remedy="Run the pipeline again: the stage that made it runs anew.",
@@ -107,18 +107,18 @@ class ContentStore:
             if manifest is not None:
                 yield manifest
 
-    def contents(self) -> tuple[Stored, ...]:
+    def contents(self) -> tuple[StoredObject, ...]:
         found = []
         for one in (*self._objects.listed(_BLOBS), *self._objects.listed(_RECORDS)):
             name = one.name.rpartition("/")[2]
             digest = Digest(f"sha256:{name}")
             if name.startswith(TEMPORARY):
-                found.append(Stored(name=one.name, digest=None, size_bytes=one.size_bytes, at=one.at))
+                found.append(StoredObject(name=one.name, digest=None, size_bytes=one.size_bytes, at=one.at))
             elif is_digest(digest) and one.name == _blob(digest):
-                found.append(Stored(name=one.name, digest=digest, size_bytes=one.size_bytes, at=one.at))
+                found.append(StoredObject(name=one.name, digest=digest, size_bytes=one.size_bytes, at=one.at))
         return tuple(found)
 
-    def forget(self, stored: Stored) -> bool:
+    def forget(self, stored: StoredObject) -> bool:
         if not isinstance(self._objects, LocalObjects):
             return self._forget_remote(stored)
         with self._collecting(fcntl.LOCK_EX):
@@ -130,7 +130,7 @@ class ContentStore:
                 self._objects.delete(stored.name)
             return not again
 
-    def _forget_remote(self, stored: Stored) -> bool:
+    def _forget_remote(self, stored: StoredObject) -> bool:
         """Whoever puts the same at this very instant finds it missing later, and does that stage again."""
         beside = self._objects.listed(stored.name.rpartition("/")[0])
         if any(found.name == stored.name and found.at > stored.at for found in beside):
@@ -190,12 +190,12 @@ class ContentStore:
 
 
 def _blob(digest: Digest) -> str:
-    name = hex_of(digest)
+    name = hex_digits(digest)
     return f"{_BLOBS}/{name[:2]}/{name}"
 
 
 def _record(key: Digest) -> str:
-    name = hex_of(key)
+    name = hex_digits(key)
     return f"{_RECORDS}/{name[:2]}/{name}.json"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onnx_ops.adapters.objects import TEMPORARY, UNFINISHED_S, fsync_folder
-from onnx_ops.domain.artifact import Digest, Manifest, Stored, digest_file, hex_of, is_digest, short
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, hex_digits, is_digest, short_digest
 from onnx_ops.errors import DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
 
@@ -35,7 +35,7 @@ class ModelFolders:
             differs = sorted(set(found.files.items()) ^ set(manifest.files.items()))
             names = ", ".join(sorted({name for name, _ in differs}))
             raise DigestMismatchError(
-                f"files are not what the manifest {short(manifest.digest())} says: {names}",
+                f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again to make a new one.",
             )
         _check_weights(folder)
@@ -44,12 +44,12 @@ class ModelFolders:
             self._place(folder, place)
         return str(place)
 
-    def kept(self) -> Sequence[Stored]:
+    def kept(self) -> Sequence[StoredObject]:
         if not self._root.is_dir():
             return ()
         folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self._root.iterdir()) if entry.is_dir()}
         return tuple(
-            Stored(
+            StoredObject(
                 name=folder.name,
                 digest=digest,
                 size_bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
@@ -100,7 +100,7 @@ class ModelFolders:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _folder(self, manifest: Digest) -> Path:
-        return self._root / hex_of(manifest)
+        return self._root / hex_digits(manifest)
 
 
 def _check_weights(folder: Path) -> None:

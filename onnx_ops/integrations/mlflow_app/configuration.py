@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.policy import LocatedPolicy, load_policy
-from onnx_ops.domain.artifact import short
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Signer
 
@@ -63,7 +63,7 @@ def _signer(path: Path, keys: TrustedKeys | None) -> Signer:
     signer = EcdsaSigner(path)
     if signer.key not in (() if keys is None else keys.keys()):
         raise UserError(
-            f"overrides would be signed by key {short(signer.key)}, which is not trusted",
+            f"overrides would be signed by key {short_digest(signer.key)}, which is not trusted",
             where=str(path),
             remedy=f"Put {public_path(path).name} into the folder that {TRUSTED_KEYS} names.",
         )

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
-from onnx_ops.attestation import sign
-from onnx_ops.domain.attestation import LONGEST_REASON, OVERRIDE, reason_tag, record_tag
+from onnx_ops.attestation import sign_record
+from onnx_ops.domain.attestation import MAX_REASON_LENGTH, OVERRIDE_TAG_PREFIX, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.release import VersionRecord, is_among
-from onnx_ops.domain.rollout import alias as alias_of
+from onnx_ops.domain.rollout import format_alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, TRUSTED_KEYS, Configuration
 from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
 from onnx_ops.ports import Clock, Verifier
-from onnx_ops.release.decision_policy import counts, override_of, passing_decision, standing_override
+from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.reporting.description import told_reason
 
 _IDENTITY = (RELEASE, VARIANT, DIGEST)
@@ -64,7 +64,7 @@ class Guard:
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
         """Check a request to set a tag of a version."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
+        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
         found, record = self._read(model, version)
         if found is None or record is None:
@@ -76,13 +76,13 @@ class Guard:
                 )
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
-            if plain.startswith(OVERRIDE):
+            if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._overrides.give(user, found, record, key, value)
 
     def delete_tag(self, user: str, model: str, version: str, key: str) -> None:
         """Check a request to delete a tag of a version."""
         plain = folded(key)
-        if not (plain.startswith((DECISION, OVERRIDE)) or plain in _IDENTITY):
+        if not (plain.startswith((DECISION, OVERRIDE_TAG_PREFIX)) or plain in _IDENTITY):
             return
         found, record = self._read(model, version)
         if found is None or record is None:
@@ -90,7 +90,7 @@ class Guard:
         with _said(f"tag {key} of version {found.version} of {found.model} was not deleted"):
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
-            if plain.startswith(OVERRIDE):
+            if plain.startswith(OVERRIDE_TAG_PREFIX):
                 self._overrides.take_back(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
@@ -153,12 +153,12 @@ class Guard:
     def _decided(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
         keys = self._keys()
         try:
-            passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
+            require_passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
         except RefusedError as error:
             champion = alias_of("champion", target.target)
             if target.role == PREVIOUS and champion in found.aliases:
                 return  # it serves now, and is about to be followed
-            if standing_override(record, target.target, keys) is not None:
+            if read_override(record, target.target, keys) is not None:
                 return
             judged = error.why != "" and not isinstance(error, InvalidSignatureError)
             why = (told_reason(found.description, target.target) if judged else "") or error.why
@@ -176,7 +176,7 @@ class Guard:
 
     def _counts(self, record: VersionRecord, target: str) -> bool:
         keys, signed = self._configuration.keys, record.decisions.get(target)
-        return keys is not None and signed is not None and counts(signed, record, target, keys)
+        return keys is not None and signed is not None and is_valid_for(signed, record, target, keys)
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
         """Refuse to replace a valid decision by anything but a later valid one."""
@@ -186,7 +186,7 @@ class Guard:
         keys, new = self._configuration.keys, decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
-        if new is None or not counts(new, record, target, keys):
+        if new is None or not is_valid_for(new, record, target, keys):
             raise RefusedError("what stands there is validly signed, and this is not about this version and target")
         if new.record.sequence < record.decisions[target].record.sequence:
             raise RefusedError(
@@ -231,7 +231,7 @@ def folded(text: str) -> str:
     return "".join(c for c in plain if not unicodedata.combining(c)).casefold().strip()
 
 
-_REASON = re.compile(rf"{re.escape(OVERRIDE)}({NAME_PATTERN})")
+_REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 
 
 class Overrides:
@@ -255,11 +255,11 @@ class Overrides:
             raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
         if not reason.strip():
             raise RefusedError("an override needs a reason", remedy="Write it as the tag's value.")
-        if len(reason) > LONGEST_REASON:
-            raise RefusedError(f"the reason has {len(reason)} characters, of at most {LONGEST_REASON}")
-        about = override_of(record, target, keys, reason=reason, by=user, now=self._clock.now())
-        envelope = sign(about, signer).envelope
-        self._versions.annotate(found, record_tag(target), codec.dumps(envelope).decode())
+        if len(reason) > MAX_REASON_LENGTH:
+            raise RefusedError(f"the reason has {len(reason)} characters, of at most {MAX_REASON_LENGTH}")
+        about = build_override(record, target, keys, reason=reason, by=user, now=self._clock.now())
+        envelope = sign_record(about, signer).envelope
+        self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
 
     def take_back(self, user: str, key: str) -> None:
         """Check a request to delete the tag with the reason; the signed record stays.
@@ -276,7 +276,7 @@ class Overrides:
         if self._configuration.signer is None or located is None or not located.policy.overrides:
             return "Or promote a version that passed."
         if is_among(user, located.policy.overrides):
-            return f"Or override it: set tag {reason_tag(target)} with the reason, then this alias again."
+            return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
     def _permit(self, user: str, key: str) -> None:
@@ -295,6 +295,6 @@ def _target(key: str) -> str:
     match = _REASON.fullmatch(key)
     if match is None:
         raise RefusedError(
-            "only the server itself writes it", remedy=f"The reason of an override is {reason_tag('TARGET')}."
+            "only the server itself writes it", remedy=f"The reason of an override is {override_reason_tag('TARGET')}."
         )
     return match[1]

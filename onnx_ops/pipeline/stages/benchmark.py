@@ -20,7 +20,7 @@ from onnx_ops.domain.evidence import (
     TreeStructure,
     WeightMeasurement,
 )
-from onnx_ops.domain.gate import ACCURACY, Asked, MetricDefinition
+from onnx_ops.domain.gate import ACCURACY, MeasurementRequest, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage
 from onnx_ops.domain.release import Lineage
 from onnx_ops.domain.target import Target
@@ -250,10 +250,10 @@ def _contest(bench: BenchmarkContext, is_export: bool, batch: int) -> Comparison
     )
 
 
-def _asked(stage: Stage) -> Asked:
+def _asked(stage: Stage) -> MeasurementRequest:
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
-    return Asked(
+    return MeasurementRequest(
         throughput=tuple(settings.get("throughput", ())),
         starts=bool(settings.get("starts", False)),
         tolerances=hints.get("tolerances", {}),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest, short
+from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.pipeline import Stage
-from onnx_ops.domain.rollout import alias
+from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import DigestMismatchError
 from onnx_ops.ports import Ports
 from onnx_ops.scratch import Scratch
@@ -36,7 +36,7 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
     if not model:
         return None
     registry = ports.registry()
-    version = registry.aliases(model).get(alias("champion", target))
+    version = registry.aliases(model).get(format_alias("champion", target))
     if version is None:
         return None
     record = registry.version(model, version)
@@ -46,7 +46,8 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
             manifest = registry.fetch(record, folder)
             if manifest.digest() != record.manifest:
                 raise DigestMismatchError(
-                    f"version {version} holds {short(manifest.digest())}, but {short(record.manifest)} was registered",
+                    f"version {version} holds {short_digest(manifest.digest())}, "
+                    f"but {short_digest(record.manifest)} was registered",
                     where=f"{model}/{version}",
                     remedy="Its artifact was changed; roll back to a version that is intact.",
                 )

@@ -10,7 +10,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.evidence import NAN_PROPERTY, SourceLimits
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
-from onnx_ops.domain.release import Lineage, flat_origins
+from onnx_ops.domain.release import Lineage, flatten_origins
 from onnx_ops.measure.files import (
     FRACTIONS,
     MODEL,
@@ -76,5 +76,5 @@ def _properties(lineage: Lineage, limits: SourceLimits) -> dict[str, str]:
         properties["onnx-ops.git.sha"] = lineage.git_sha
     if limits.nan:
         properties[NAN_PROPERTY] = limits.nan
-    properties |= {f"onnx-ops.origin.{key}": value for key, value in flat_origins(lineage).items()}
+    properties |= {f"onnx-ops.origin.{key}": value for key, value in flatten_origins(lineage).items()}
     return properties | {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.attestation import sign
+from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.decision import Decision, DecisionRecord, Verdict, combine
+from onnx_ops.domain.decision import Decision, DecisionRecord, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.gate import Gate, MetricGate
@@ -40,7 +40,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     signer = ports.signer()
     if settings["model"] and signer is not None:
         record = _record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
-        files["signed.json"] = put_document(ports.store, sign(record, signer).envelope)
+        files["signed.json"] = put_document(ports.store, sign_record(record, signer).envelope)
     return Manifest(files=files)
 
 
@@ -62,7 +62,7 @@ def _record(
         verdicts=decision.verdicts,
         custom_ops=tuple(settings["custom_ops"]),
         execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
-        batchable=bool(together) and combine(together) is Verdict.PASS,
+        batchable=bool(together) and combine_verdicts(together) is Verdict.PASS,
         decided_at=moment.isoformat(timespec="seconds"),
         sequence=int(now * 1000),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from onnx_ops import attestation, codec
 from onnx_ops.domain.artifact import Digest, Manifest, ModelInfo
-from onnx_ops.domain.decision import Decision, DecisionRecord, Policy, SignedDecision, Verdict
+from onnx_ops.domain.decision import Decision, DecisionRecord, SignedDecision, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
@@ -50,7 +50,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         parameters=settings["parameters"],
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
-    policies = {name: codec.from_json(one, Policy) for name, one in settings["policies"].items()}
+    policies = {name: codec.from_json(one, TargetObjective) for name, one in settings["policies"].items()}
     chosen = choose_variants(policies, read_decisions(inputs, ports))
     provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
     base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
@@ -96,7 +96,7 @@ def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decisi
     )
 
 
-def choose_variants(policies: Mapping[str, Policy], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
+def choose_variants(policies: Mapping[str, TargetObjective], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
     """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
     found = []
     for target, policy in policies.items():
@@ -165,7 +165,7 @@ def _variant(
             continue
         judged[target] = codec.loads(store.read(gate["decision.json"]), Decision)
         if "signed.json" in gate:
-            signed[target] = attestation.read(store.read(gate["signed.json"]), DecisionRecord)
+            signed[target] = attestation.read_envelope(store.read(gate["signed.json"]), DecisionRecord)
             evidence[f"evidence/{target}.decision.json"] = store.path(gate["signed.json"])
         evidence[f"evidence/{target}.json"] = store.path(benchmark["evidence.json"])
         evidence[f"evidence/{target}.gates.json"] = store.path(gate["gates.json"])

@@ -26,9 +26,16 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaln
 
-from onnx_ops.domain.rollout import Guard
-from onnx_ops.domain.rollout_observations import Interval, Quantiles, Thresholds
-from onnx_ops.domain.rollout_policy import COLD_STARTS, PLACES, QUANTILES, SLOWER, Guardrail, GuardrailName
+from onnx_ops.domain.rollout import GuardrailResult
+from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, ObservationInterval
+from onnx_ops.domain.rollout_policy import (
+    COLD_START_SAMPLES,
+    DEFAULT_SLOWDOWN,
+    LATENCY_PLACES,
+    LATENCY_QUANTILES,
+    Guardrail,
+    GuardrailName,
+)
 from onnx_ops.statistics.rollout.evidence import Array
 
 FEWEST_REQUESTS = 200
@@ -58,8 +65,8 @@ REFUSED_SHARE = 0.1
 
 def fix_thresholds(
     bounds_s: Sequence[float], counts: Sequence[int], slower: Mapping[str, float]
-) -> tuple[Thresholds, Thresholds] | tuple[None, None]:
-    """The bounds that lie nearest to the percentiles of `QUANTILES` and `PLACES`, and those that lie so much higher.
+) -> tuple[LatencyThresholds, LatencyThresholds] | tuple[None, None]:
+    """The bounds nearest to `LATENCY_QUANTILES` and `LATENCY_PLACES`, and those that lie so much higher.
 
     A candidate that is slower by less than that fraction exceeds the second ones no more often than the stable version
     exceeds the first ones, whatever the latencies are distributed like and however both drift together. Requests are
@@ -69,7 +76,7 @@ def fix_thresholds(
         bounds_s: upper bounds of the buckets in seconds, ascending.
         counts: requests in each bucket, and last those above all bounds; one more than bounds.
         slower: how much slower the candidate may be at each of them, as a fraction, rounded to the nearest bound; the
-            `PLACES` may be left out.
+            `LATENCY_PLACES` may be left out.
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few requests.
@@ -87,16 +94,16 @@ def fix_thresholds(
     for count in counts[:-1]:
         rest -= count
         over.append(rest / total)
-    wanted = {**QUANTILES, **{name: share for name, share in PLACES.items() if name in slower}}
+    wanted = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in slower}}
     found = {name: _nearest(bounds_s, over, 1 - share) for name, share in wanted.items()}
     raised = {name: _raised(bounds_s, bound_s, slower.get(name, 0.0)) for name, bound_s in found.items()}
     return _thresholds(found, total), _thresholds(raised, total)
 
 
-def _thresholds(latencies_s: Mapping[str, float], requests: int) -> Thresholds:
-    named = {f"{name.removeprefix('latency_')}_s": latencies_s[name] for name in QUANTILES}
-    places_s = tuple(latencies_s[name] for name in PLACES if name in latencies_s)
-    return Thresholds(**named, requests=requests, places_s=places_s)
+def _thresholds(latencies_s: Mapping[str, float], requests: int) -> LatencyThresholds:
+    named = {f"{name.removeprefix('latency_')}_s": latencies_s[name] for name in LATENCY_QUANTILES}
+    places_s = tuple(latencies_s[name] for name in LATENCY_PLACES if name in latencies_s)
+    return LatencyThresholds(**named, requests=requests, places_s=places_s)
 
 
 def _raised(bounds_s: Sequence[float], bound_s: float, slower: float) -> float:
@@ -116,7 +123,7 @@ def _log_odds(share: float) -> float:
 
 def evaluate_cold_start(
     rail: Guardrail, candidate_s: Sequence[float], stable_s: Sequence[float], limit: float
-) -> Guard:
+) -> GuardrailResult:
     """Return the guardrail `evaluate_cold_start`.
 
     Args:
@@ -126,22 +133,22 @@ def evaluate_cold_start(
         limit: log10 of the evidence at which it fires.
     """
     seen = min(len(candidate_s), len(stable_s))
-    if seen < COLD_STARTS:
+    if seen < COLD_START_SAMPLES:
         p, told = 1.0, "not measured yet"
     elif rail.max is not None:
         p = _often_above(candidate_s, rail.max)
         told = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
     else:
-        allowed = SLOWER if rail.slower is None else rail.slower
+        allowed = DEFAULT_SLOWDOWN if rail.slower is None else rail.slower
         p = _longer([each / (1 + allowed) for each in candidate_s], stable_s)
         told = f"candidate {_range(candidate_s)}, stable {_range(stable_s)}, {100 * allowed:g} % slower is allowed"
-    return Guard(
+    return GuardrailResult(
         name=rail.name,
         evidence=-math.log10(p),
         limit=limit,
         holds=rail.on_violation == "hold",
         seen=seen,
-        needed=COLD_STARTS,
+        needed=COLD_START_SAMPLES,
         rule=told,
     )
 
@@ -163,7 +170,7 @@ def _range(loads_s: Sequence[float]) -> str:
     return f"{min(loads_s):.3g}-{max(loads_s):.3g} s"
 
 
-def count_slower_intervals(intervals: Sequence[Interval], name: GuardrailName) -> tuple[int, int]:
+def count_slower_intervals(intervals: Sequence[ObservationInterval], name: GuardrailName) -> tuple[int, int]:
     """(intervals in which the candidate was slower, intervals that could be compared)."""
     slower = compared = 0
     for one in intervals:
@@ -184,7 +191,7 @@ def compute_sign_evidence(slower: int, compared: int) -> float:
     return (top + math.log(float(np.exp(logs - top).mean()))) / math.log(10)
 
 
-def _percentile(latency: Quantiles, name: GuardrailName) -> float:
+def _percentile(latency: LatencyQuantiles, name: GuardrailName) -> float:
     return latency.p50_s if name == "latency_p50" else latency.p99_s
 
 

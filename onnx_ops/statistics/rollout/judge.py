@@ -11,8 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
-from onnx_ops.domain.rollout import Action, Guard, Judged, Roles, Wait, Word, next_action
-from onnx_ops.domain.rollout_observations import Interval, Observations, ShadowTally, Tally
+from onnx_ops.domain.rollout import (
+    Action,
+    AnalysisResult,
+    GuardrailResult,
+    OperatorCommand,
+    Roles,
+    Wait,
+    choose_next_action,
+)
+from onnx_ops.domain.rollout_observations import ObservationInterval, Observations, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
@@ -40,10 +48,10 @@ def decide(
     observations: Observations | None,
     policy: RolloutPolicy,
     target: str,
-    word: Word | None,
+    word: OperatorCommand | None,
     now: float,
 ) -> Action | Wait:
-    """`next_action` by what was observed; the arguments are those of `next_action`.
+    """`choose_next_action` by what was observed; the arguments are those of `choose_next_action`.
 
     Observations of another candidate or step than `roles` says count for nothing.
     """
@@ -51,7 +59,7 @@ def decide(
     if observations is not None and roles.candidate is not None and policy.judged:
         ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
         judged = judge(observations, policy) if ours else None
-    return next_action(
+    return choose_next_action(
         wanted=wanted,
         actual=actual,
         roles=roles,
@@ -63,7 +71,7 @@ def decide(
     )
 
 
-def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
+def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     """What the counts say about the present step. Guardrails look at the whole rollout, all else at the step."""
     planned = policy.planned()
     step = planned[min(observations.step, len(planned) - 1)]
@@ -88,7 +96,7 @@ def judge(observations: Observations, policy: RolloutPolicy) -> Judged:
     line = ""
     if step.kind == "ab" and policy.ab is not None:
         outcome, line = judge_split_test(observations, here, policy.ab)
-    return Judged(
+    return AnalysisResult(
         began=observations.began,
         requests=requests,
         guards=tuple(guards),
@@ -106,8 +114,12 @@ def compute_firing_limit(policy: RolloutPolicy) -> float:
 
 
 def evaluate_guardrail(
-    rail: Guardrail, observations: Observations, here: Sequence[Interval], step: PlannedStep, policy: RolloutPolicy
-) -> Guard:
+    rail: Guardrail,
+    observations: Observations,
+    here: Sequence[ObservationInterval],
+    step: PlannedStep,
+    policy: RolloutPolicy,
+) -> GuardrailResult:
     """One guardrail over all intervals of the rollout; `here` are those of the present step."""
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}
@@ -115,7 +127,7 @@ def evaluate_guardrail(
         return _by_signs(rail, intervals, here, step, limit)
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
-        return Guard(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
+        return GuardrailResult(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
     effects = {place: _effect(observations, place, rows) for place, rows in counted.items()}
     found = {place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()}
     worst = max(found, key=lambda place: found[place])
@@ -123,7 +135,7 @@ def evaluate_guardrail(
     # Bounds of the place that was chosen for being the worst would not hold.
     low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone else (None, None)
     seen = sum(row[1] for row in count_events(worst, here) if row[3])
-    return Guard(
+    return GuardrailResult(
         name=rail.name,
         place="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
@@ -139,7 +151,7 @@ def evaluate_guardrail(
     )
 
 
-def count_events(place: str, intervals: Sequence[Interval]) -> list[Row]:
+def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
     """Events and requests of either version in each interval in which the source could tell them.
 
     Args:
@@ -172,7 +184,7 @@ def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple
     return tuple(found)
 
 
-def explain_missing_evidence(canary: Tally, promised: ServiceLevel | None, effect: float = 1.0) -> str:
+def explain_missing_evidence(canary: RequestCounts, promised: ServiceLevel | None, effect: float = 1.0) -> str:
     """What is still to be shown of the error rate; empty if nothing is."""
     if promised is None or bool(ev.is_rate_certified(canary.errors, canary.requests, promised.error_rate, effect)):
         return ""
@@ -193,7 +205,7 @@ def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effe
 
 
 def judge_split_test(
-    observations: Observations, here: Sequence[Interval], test: SplitTest
+    observations: Observations, here: Sequence[ObservationInterval], test: SplitTest
 ) -> tuple[ev.SplitDecision, str]:
     """The A/B test's decision and its line for a person."""
     mine, theirs = _total([one.canary for one in here]), _total([one.stable for one in here])
@@ -203,7 +215,7 @@ def judge_split_test(
     effect = _effect(observations, "outcomes", rows)
     decision, higher, lower = ev.run_split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
     low, high = ev.bound_odds_ratio(rows, effect)
-    told = Guard(
+    told = GuardrailResult(
         name=test.metric,
         canary=(mine.successes, mine.outcomes),
         stable=(theirs.successes, theirs.outcomes),
@@ -241,7 +253,7 @@ def _bunching(observations: Observations) -> float:
     )
 
 
-def _events(place: str, tally: Tally) -> tuple[int | None, int]:
+def _events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
     """Events, and the requests that they are events of."""
     if place == "errors":
         return tally.errors, tally.requests
@@ -249,12 +261,16 @@ def _events(place: str, tally: Tally) -> tuple[int | None, int]:
 
 
 def _by_signs(
-    rail: Guardrail, intervals: Sequence[Interval], here: Sequence[Interval], step: PlannedStep, limit: float
-) -> Guard:
+    rail: Guardrail,
+    intervals: Sequence[ObservationInterval],
+    here: Sequence[ObservationInterval],
+    step: PlannedStep,
+    limit: float,
+) -> GuardrailResult:
     if rail.name not in guardrails.MIN_SIGN_REQUESTS:
-        return Guard(name=rail.name, limit=limit, needed=1)
+        return GuardrailResult(name=rail.name, limit=limit, needed=1)
     slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
-    return Guard(
+    return GuardrailResult(
         name=rail.name,
         evidence=guardrails.compute_sign_evidence(slower, compared),
         limit=limit,
@@ -266,8 +282,8 @@ def _by_signs(
     )
 
 
-def _answers(copies: ShadowTally, trial: ShadowTrial, limit: float) -> Guard:
-    return Guard(
+def _answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> GuardrailResult:
+    return GuardrailResult(
         name="shadow answers",
         evidence=ev.compute_evidence_above(copies.wrong, copies.seen, trial.max_differing),
         limit=limit,
@@ -278,7 +294,7 @@ def _answers(copies: ShadowTally, trial: ShadowTrial, limit: float) -> Guard:
     )
 
 
-def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
+def _not_alike(copies: ShadowCounts, trial: ShadowTrial) -> str:
     if bool(ev.is_rate_certified(copies.wrong, copies.seen, trial.max_differing)):
         return ""
     shown = ev.bound_error_rate(copies.wrong, copies.seen)
@@ -288,14 +304,14 @@ def _not_alike(copies: ShadowTally, trial: ShadowTrial) -> str:
     )
 
 
-def _few(observations: Observations, here: Sequence[Interval], policy: RolloutPolicy) -> str:
+def _few(observations: Observations, here: Sequence[ObservationInterval], policy: RolloutPolicy) -> str:
     """Why a step may not be left: what a source that tells no users counted in one interval may be of one user."""
     if observations.units or not policy.guardrails or len(here) >= design_effect.MIN_INTERVALS:
         return ""
     return f"{len(here)} of {design_effect.MIN_INTERVALS} intervals, which a source takes that does not count by user"
 
 
-def _broken(here: Sequence[Interval], canary: Tally, stable: Tally, effect: float) -> str:
+def _broken(here: Sequence[ObservationInterval], canary: RequestCounts, stable: RequestCounts, effect: float) -> str:
     """The last interval, and the step as a whole."""
     if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
@@ -311,8 +327,8 @@ def _broken(here: Sequence[Interval], canary: Tally, stable: Tally, effect: floa
     return ""
 
 
-def _total(tallies: Sequence[Tally]) -> Tally:
-    return Tally(
+def _total(tallies: Sequence[RequestCounts]) -> RequestCounts:
+    return RequestCounts(
         requests=sum(one.requests for one in tallies),
         errors=sum(one.errors for one in tallies),
         refused=sum(one.refused for one in tallies),
@@ -321,8 +337,8 @@ def _total(tallies: Sequence[Tally]) -> Tally:
     )
 
 
-def _copies(here: Sequence[Interval]) -> ShadowTally:
-    return ShadowTally(
+def _copies(here: Sequence[ObservationInterval]) -> ShadowCounts:
+    return ShadowCounts(
         compared=sum(one.shadow.compared for one in here),
         differing=sum(one.shadow.differing for one in here),
         failed=sum(one.shadow.failed for one in here),

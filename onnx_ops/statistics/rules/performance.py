@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, Throughput, throughput_figure
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, ThroughputMeasurement, throughput_metric_name
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,
@@ -226,7 +226,7 @@ def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> 
 
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
     """Throughput as time per request under load, so that more is worse, as everywhere else."""
-    figure = throughput_figure(gate.concurrency)
+    figure = throughput_metric_name(gate.concurrency)
     of = f"the time per request at {figure}"
     yield from judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
     if gate.min is not None:
@@ -239,7 +239,7 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
         yield make_unlimited("throughput", figure)
 
 
-def _judge_minimum(minimum: float, figure: str, measured: Throughput, *, advisory: bool) -> GateResult:
+def _judge_minimum(minimum: float, figure: str, measured: ThroughputMeasurement, *, advisory: bool) -> GateResult:
     found = compare_quantile([1 / rate for rate in measured.per_second], 0.5, 1 / minimum)
     low = 1 / found.high if found.high > 0 else 0.0
     high = 1 / found.low if found.low > 0 else math.inf

@@ -7,9 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, Leftover, rolled_back
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.rollout_observations import Reading, ShadowTally, Tally, Thresholds, UnitSums
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+    UnitSums,
+)
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConflictError, ServiceUnavailableError, UserError
 from onnx_ops.testing.fakes.process import FakeClock
@@ -26,7 +32,7 @@ class FakeProvider:
         self.down = False
         self.applied: list[tuple[str, EndpointState]] = []
         self.counted = FakeMetrics()
-        self.left: dict[str, list[Leftover]] = {}
+        self.left: dict[str, list[OrphanedResource]] = {}
         self._states: dict[str, EndpointState] = {}
         self._generations: dict[str, int] = {}
         self._settings: dict[str, Mapping[str, Json]] = {}
@@ -70,13 +76,13 @@ class FakeProvider:
         current = self._states.get(name)
         if generation < last or (generation == last and current is not None and current != state):
             raise ConflictError(f"generation {last} was applied already", where=name)
-        if current is None or not current.same_as(state) or self._settings[name] != config.settings:
+        if current is None or not current.is_equivalent(state) or self._settings[name] != config.settings:
             self.applied.append((name, state))
         self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         held, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
-        target = state if held is None else rolled_back(held, state)
+        target = state if held is None else build_rollback_state(held, state)
         self.apply(replace(config, settings=made), target, generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
@@ -91,12 +97,12 @@ class FakeProvider:
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[Leftover]:
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
-    def discard(self, config: EndpointConfig, leftover: Leftover) -> None:
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
@@ -115,8 +121,8 @@ class FakeMetrics:
         self.down = False
         self.clock = FakeClock()
         self.origin = "first"
-        self.tallies: dict[str, Tally] = {}
-        self.shadow = ShadowTally()
+        self.tallies: dict[str, RequestCounts] = {}
+        self.shadow = ShadowCounts()
         self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
 
     def capabilities(self) -> frozenset[str]:
@@ -127,7 +133,7 @@ class FakeMetrics:
         self._answer(config)
         return self.histogram
 
-    def read(self, config: EndpointConfig, deployments: Mapping[str, Thresholds | None]) -> Reading:
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         self._answer(config)
         ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
         counts = {"errors": ("requests", "errors"), "outcomes": ("outcomes", "successes")}
@@ -136,11 +142,11 @@ class FakeMetrics:
             name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))
             for name, fields in counts.items()
         }
-        return Reading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
+        return MetricsReading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
 
     def count(self, deployment: str, **more: int) -> None:
         """So many more requests of a deployment, and of them so many errors, and so on."""
-        before = self.tallies.get(deployment, Tally(over_p50=0, over_p99=0))
+        before = self.tallies.get(deployment, RequestCounts(over_p50=0, over_p99=0))
         added: dict[str, Any] = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
         self.tallies[deployment] = replace(before, **added)
 

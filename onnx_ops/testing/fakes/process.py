@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-from onnx_ops.attestation import TrustedKeys, key_digest
+from onnx_ops.attestation import TrustedKeys, compute_key_digest
 from onnx_ops.domain.artifact import Digest
 
 
@@ -50,7 +50,7 @@ class FakeSigner:
 
         self._private = derive_private_key(int.from_bytes(seed[:31], "big"), SECP256R1())
         public = self._private.public_key()
-        self.key = key_digest(public)
+        self.key = compute_key_digest(public)
         self.trusted_keys = base64.b64encode(
             public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         ).decode()

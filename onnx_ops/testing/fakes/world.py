@@ -14,7 +14,7 @@ from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import manifest_of
-from onnx_ops.domain.artifact import Digest, Manifest, Stored
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import DigestMismatchError, MissingPackageError, ServiceUnavailableError
 from onnx_ops.ports import Ledger, Ports
@@ -55,9 +55,9 @@ class FakeModelFiles:
         self._admitted.setdefault(manifest.digest(), self.clock.now())
         return f"memory:{manifest.digest()}"
 
-    def kept(self) -> Sequence[Stored]:
+    def kept(self) -> Sequence[StoredObject]:
         admitted = sorted(self._admitted.items())
-        return tuple(Stored(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
+        return tuple(StoredObject(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
 
     def forget(self, manifest: Digest) -> None:
         self._admitted.pop(manifest, None)

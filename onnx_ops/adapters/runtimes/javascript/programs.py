@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from onnx_ops.domain.target import Finding
+from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import MeasurementError
 
 NODE = ("node", "nodejs")
@@ -45,14 +45,14 @@ def version_of(names: Sequence[str]) -> str:
     return _said(place) if place else "not installed"
 
 
-def diagnosed(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Finding]:
+def diagnosed(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
     """One line: what is there, or what is missing. A runtime that nobody uses here is no fault."""
     missing = [names[0] for names in needs if find(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
-        yield Finding(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
+        yield Diagnosis(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
     else:
-        yield Finding(check=check, ok=True, found=", ".join(f"{names[0]} {version_of(names)}" for names in needs))
+        yield Diagnosis(check=check, ok=True, found=", ".join(f"{names[0]} {version_of(names)}" for names in needs))
 
 
 @functools.cache

@@ -21,15 +21,15 @@ from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tenso
 from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
-from onnx_ops.domain.target import Finding, HardwareFingerprint, Target
+from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import external_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
-    RaceSamples,
-    RaceSchedule,
+    PairedBenchmarkSamples,
+    PairedBenchmarkSchedule,
     RunSamples,
     StartSamples,
     StartSchedule,
@@ -68,7 +68,7 @@ class NodeRuntime:
     def housed(self, folder: Path) -> NodeRuntime:
         return type(self)(folder=folder)
 
-    def diagnose(self) -> Iterable[Finding]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return diagnosed("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
@@ -104,7 +104,9 @@ class NodeRuntime:
             preempted=np.array(found["preempted"], dtype=bool),
         )
 
-    def race(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: RaceSchedule) -> RaceSamples:
+    def race(
+        self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
+    ) -> PairedBenchmarkSamples:
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
@@ -112,7 +114,7 @@ class NodeRuntime:
         found = self._measure("race", target, feed, **asked)
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
         probe = None if found["probe"] is None else np.array(found["probe"], dtype=np.int64).reshape(shape)
-        return RaceSamples(
+        return PairedBenchmarkSamples(
             nanoseconds=np.array(found["nanoseconds"], dtype=np.int64).reshape(shape),
             preempted=np.array(found["preempted"], dtype=bool).reshape(shape),
             probe=probe,
@@ -230,7 +232,7 @@ class BrowserRuntime(NodeRuntime):
 
     kind: ClassVar[str] = "browser"
 
-    def diagnose(self) -> Iterable[Finding]:
+    def diagnose(self) -> Iterable[Diagnosis]:
         return diagnosed("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
