@@ -12,7 +12,7 @@ from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading
-from onnx_ops.domain.target import Target
+from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import OnnxOpsError
 
 
