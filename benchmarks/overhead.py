@@ -151,10 +151,10 @@ def answers(url: str) -> bool:
 
 
 def stop_servers(folder: Path) -> None:
-    from onnx_ops.adapters.endpoints.server_process import ServerProcess
+    from onnx_ops.adapters.endpoints.local_server import LocalServer
 
     for endpoint in [*folder.glob("*/.onnx-ops/endpoints/*"), *folder.glob("*/endpoints/*")]:
-        ServerProcess(endpoint, sys.executable).stop()
+        LocalServer(endpoint, sys.executable).stop()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
 from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
-from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError
@@ -192,9 +192,9 @@ class Local(Site):
 
     def _kill(self, place: Place) -> None:
         folder = self._folder(place)
-        server = ServerProcess(folder, sys.executable)
+        server = LocalServer(folder, sys.executable)
         server.kill(None)
-        if not server.gone(PATIENCE_S) or server_process.list_workers(folder):
+        if not server.wait_until_stopped(PATIENCE_S) or server_process.list_workers(folder):
             raise MeasurementError("the server does not die", where=place.config.endpoint)
 
     def _port_taken(self, place: Place, variant: bool) -> Repair:

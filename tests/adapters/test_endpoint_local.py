@@ -20,7 +20,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.adapters.endpoints.server_process import ServerProcess
+from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import (
@@ -179,7 +179,7 @@ def test_a_stale_record_is_never_shown_the_token(folder: Path, provider: LocalEn
 
 
 def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(folder: Path) -> None:
-    server = ServerProcess(folder, sys.executable)
+    server = LocalServer(folder, sys.executable)
     folder.mkdir(parents=True)
     with (folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

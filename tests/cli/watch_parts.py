@@ -93,11 +93,11 @@ class Site:
         return told
 
     def stop_endpoint(self) -> None:
-        from onnx_ops.adapters.endpoints.server_process import ServerProcess
+        from onnx_ops.adapters.endpoints.local_server import LocalServer
 
         folder = self.settings.endpoints
         for endpoint in folder.iterdir() if folder.is_dir() else ():
-            ServerProcess(endpoint, sys.executable).stop()
+            LocalServer(endpoint, sys.executable).stop()
 
 
 class Watching:

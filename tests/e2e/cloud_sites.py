@@ -25,8 +25,8 @@ from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
+from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.adapters.endpoints.server_process import ServerProcess
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
@@ -126,7 +126,7 @@ class Local(Site):
 
     def stop(self) -> None:
         for endpoint in self._folder.iterdir() if self._folder.is_dir() else ():
-            ServerProcess(endpoint, sys.executable).stop()
+            LocalServer(endpoint, sys.executable).stop()
 
 
 class SageMaker(Site):

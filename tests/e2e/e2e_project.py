@@ -85,12 +85,12 @@ class Project:
         reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
-        from onnx_ops.adapters.endpoints.server_process import ServerProcess
+        from onnx_ops.adapters.endpoints.local_server import LocalServer
 
         self._end_what_a_rollback_left_to_do()
         folder = self.root / ".onnx-ops" / "endpoints"
         for endpoint in folder.iterdir() if folder.is_dir() else ():
-            ServerProcess(endpoint, sys.executable).stop()
+            LocalServer(endpoint, sys.executable).stop()
 
     def _end_what_a_rollback_left_to_do(self) -> None:
         """A process in the background that would bring an endpoint back as soon as it is stopped."""

@@ -1,4 +1,4 @@
-"""One endpoint server as a process of its own: start, find, ask, stop."""
+"""One endpoint server on this machine, as a detached process: start it, find it, send admin requests, stop it."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.objects import durable_file, exclusive_lock, try_lock
 from onnx_ops.config.server_options import format_flags
-from onnx_ops.errors import ConflictError, CorruptStateError, RefusedError, ServiceUnavailableError
-from onnx_ops.protocol import server_process
+from onnx_ops.errors import CorruptStateError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.messages import STATE_PATH, read_message
-from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerOptions, ServerRecord
+from onnx_ops.protocol.server_process import (
+    LOCK_FILE,
+    SERVER_FILE,
+    TOKEN_FILE,
+    ServerOptions,
+    ServerRecord,
+    list_workers,
+    signal_worker,
+)
 
 LOG_FILE = "server.log"
-
-_LOOPBACK = "127.0.0.1"
-_READY_PATH = "/v2/health/ready"
 APPLY_LOCK = "apply.lock"
+LOOPBACK = "127.0.0.1"
+
+_READY_PATH = "/v2/health/ready"
 _START_S = 60.0
 _STOP_S = 30.0
 _KILLED_S = 2.0
 _PAUSE_S = 0.02
 _LOG_LINES = 5
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_")
+"""The server's environment: what it needs, and none of the secrets of the process that starts it."""
 
 
-class ServerProcess:
-    """The server of one folder: a supervisor and its workers. It outlives the process that started it.
+class LocalServer:
+    """The server of one folder: a supervisor and its workers, which outlive the process that started them.
 
-    Whether it lives is told by the lock that it holds, which the system releases when it dies: neither a stale
-    record nor a reused process id is ever trusted, or shown the token.
+    It runs while its lock is held, which the system releases when it dies: neither a stale record nor a reused process
+    id is ever trusted, or sent the token.
+
+    Args:
+        folder: of the endpoint.
+        python: interpreter that runs the server.
     """
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder = folder
         self._python = python
 
-    @contextmanager
-    def alone(self, patience_s: float = 120.0) -> Iterator[None]:
-        """Keep others from starting, stopping or changing this server meanwhile.
+    def lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
+        """Keep other processes from starting, stopping or changing this server.
 
         Raises:
-            ConflictError: somebody else is at it for longer than `patience_s`.
+            ConflictError: another process holds the lock for longer than `timeout_s`.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        deadline = time.monotonic() + patience_s
-        with (self.folder / APPLY_LOCK).open("a") as stream:
-            while not _locked(stream.fileno(), fcntl.LOCK_EX):
-                if time.monotonic() > deadline:
-                    raise ConflictError("somebody else is changing this endpoint", where=self.folder.name)
-                time.sleep(_PAUSE_S)
-            yield
+        return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
 
     def record(self) -> ServerRecord | None:
-        """Where the server listens; None if none runs, or it is not ready."""
+        """Return the server's ports and options; None if none runs, or it is not ready."""
         pid = self._pid()
         if pid is None:
             return None
@@ -74,14 +79,13 @@ class ServerProcess:
             return None
         return record if record.pid == pid else None
 
-    def orphaned(self) -> bool:
-        """Whether workers serve whose supervisor died. A new server takes over their port, and then from them."""
-        return self._pid() is None and bool(server_process.list_workers(self.folder))
+    def is_orphaned(self) -> bool:
+        """Return whether workers serve whose supervisor died; a new server replaces them."""
+        return self._pid() is None and bool(list_workers(self.folder))
 
-    def ready(self, port: int, *, timeout_s: float) -> bool | None:
-        """Whether whoever serves on this port says that every deployment with traffic is loaded; None if nobody
-        answers."""
-        connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=timeout_s)
+    def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
+        """Return whether all deployments with traffic are loaded on this port; None if there is no answer."""
+        connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
         try:
             connection.request("GET", _READY_PATH)
             return connection.getresponse().status == 200
@@ -94,19 +98,18 @@ class ServerProcess:
         """Start the server and wait until it is ready.
 
         Raises:
-            ServiceUnavailableError: it ended, or was not ready in time; the error holds the end of its log.
+            ServiceUnavailableError: it exited, or was not ready in time; the error holds the end of its log.
         """
         self._make_token()
-        log = self.folder / LOG_FILE
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
-        with log.open("ab") as sink:
+        with (self.folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
-                [*command, "--host", _LOOPBACK, "--port", str(port), *format_flags(options)],
+                [*command, "--host", LOOPBACK, "--port", str(port), *format_flags(options)],
                 stdin=subprocess.DEVNULL,
-                stdout=sink,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
-                env=_environment(),
+                env={k: v for k, v in os.environ.items() if k in _VARIABLES or k.startswith(_PREFIXES)},
                 start_new_session=True,
             )
         # Reaps the server should it die before this process does.
@@ -123,56 +126,36 @@ class ServerProcess:
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def kill(self, port: int | None) -> None:
-        """End the supervisor at once, and its workers if nobody answers on the port. No error if none runs."""
+        """Kill the supervisor, and its workers if the port does not answer. No error if none runs."""
         if (pid := self._pid()) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            self.gone(_KILLED_S)
-        workers = server_process.list_workers(self.folder)
-        if workers and (port is None or self.ready(port, timeout_s=_KILLED_S) is None):
-            for worker in workers:
-                server_process.signal_worker(worker, self.folder, signal.SIGKILL)
-            deadline = time.monotonic() + _KILLED_S
-            while server_process.list_workers(self.folder) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
+            self.wait_until_stopped(_KILLED_S)
+        if list_workers(self.folder) and (port is None or self.is_ready(port, timeout_s=_KILLED_S) is None):
+            self._signal_workers(signal.SIGKILL, _KILLED_S)
 
     def stop(self) -> None:
-        """End the server and all of its workers: politely, and by force if they do not go. No error if none runs."""
-        for number, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+        """Stop the server and its workers by SIGTERM, then by SIGKILL. No error if none runs."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if (pid := self._pid()) is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-                self.gone(patience_s)
-            for worker in server_process.list_workers(self.folder):
-                server_process.signal_worker(worker, self.folder, number)
-            deadline = time.monotonic() + patience_s
-            while server_process.list_workers(self.folder) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
+                self.wait_until_stopped(_STOP_S)
+            self._signal_workers(number, _STOP_S)
 
-    def gone(self, patience_s: float) -> bool:
-        """Whether no server runs, or stops running within that time."""
-        deadline = time.monotonic() + patience_s
-        while self._pid() is not None:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_PAUSE_S)
-        return True
+    def wait_until_stopped(self, timeout_s: float) -> bool:
+        """Return whether no server runs, or it stops within the time."""
+        return _wait_until(lambda: self._pid() is None, timeout_s)
 
-    def ask(
-        self,
-        record: ServerRecord,
-        method: str,
-        body: bytes | None = None,
-        *,
-        path: str = STATE_PATH,
-        timeout_s: float,
+    def request(
+        self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body of the server's answer to an admin request.
+        """Return status and body of the answer to an admin request.
 
         Raises:
-            ServiceUnavailableError: it does not answer.
+            ServiceUnavailableError: there is no answer.
         """
-        connection = http.client.HTTPConnection(_LOOPBACK, record.admin_port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -193,12 +176,17 @@ class ServerProcess:
         """The process that holds the server's lock."""
         try:
             with (self.folder / LOCK_FILE).open(encoding="utf-8") as stream:
-                if _locked(stream.fileno(), fcntl.LOCK_SH):
+                if try_lock(stream.fileno(), fcntl.LOCK_SH):
                     return None
                 text = stream.read()
         except FileNotFoundError:
             return None
         return int(text) if text.isdecimal() else None
+
+    def _signal_workers(self, number: signal.Signals, timeout_s: float) -> None:
+        for worker in list_workers(self.folder):
+            signal_worker(worker, self.folder, number)
+        _wait_until(lambda: not list_workers(self.folder), timeout_s)
 
     def _make_token(self) -> None:
         path = self.folder / TOKEN_FILE
@@ -216,14 +204,10 @@ class ServerProcess:
         )
 
 
-def _locked(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+def _wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
     return True
-
-
-def _environment() -> dict[str, str]:
-    """What the server needs, and none of the secrets that whoever starts it may hold."""
-    return {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith(_PREFIXES)}
