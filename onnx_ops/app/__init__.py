@@ -139,7 +139,7 @@ def _registry(settings: Settings) -> Registry:
 
 
 def _registered(settings: Settings) -> RegisteredModels:
-    from onnx_ops.adapters.registries.mlflow_models import MlflowModels
+    from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 
     return MlflowModels(settings.tracking_uri)
 

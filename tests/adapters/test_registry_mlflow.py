@@ -19,7 +19,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow as mlflow_registry
 from onnx_ops.adapters.registries import mlflow_folder, mlflow_tags
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.decision import Verdict
@@ -507,7 +507,7 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
     verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
     longer = sign_record(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
     with pytest.raises(UserError, match="too long for a tag"):
-        mlflow_tags.judgement(dataclasses.replace(record, signed={"cpu-1t": longer}))
+        mlflow_tags.decision_tags(dataclasses.replace(record, signed={"cpu-1t": longer}))
 
 
 def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_path: Path) -> None:
@@ -697,7 +697,7 @@ def test_where_to_look(tmp_path: Path) -> None:
     assert f"--default-artifact-root {tmp_path}/mlartifacts --host 127.0.0.1 --port 5000" in command
     public = MlflowRegistry("http://u:secret@mlflow:5000", public_url="https://mlflow.example/")
     assert public.where("a b") == "https://mlflow.example/#/models/a%20b"
-    assert Connection("http://u:secret@mlflow:5000").shown == "http://u:***@mlflow:5000"
+    assert MlflowConnection("http://u:secret@mlflow:5000").shown == "http://u:***@mlflow:5000"
     database = MlflowRegistry("postgresql://u:secret@db/mlflow", artifact_root="s3://bucket/files")
     assert "secret" not in database.where("digits")
     with pytest.raises(UserError, match="artifact root"):

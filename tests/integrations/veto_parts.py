@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.config.policy import load_policy
@@ -102,7 +102,7 @@ class MemoryVersions:
     def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         for (name, version), found in self.kept.items():
             if name == record.model and version != record.version and found.tags.get(DIGEST) == record.manifest:
-                signed = decisions(found.tags).get(target)
+                signed = read_decisions(found.tags).get(target)
                 if signed is not None:
                     yield signed
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import EnvelopeSignature, OverrideRecord, override_reason_tag, override_record_tag
@@ -227,7 +227,7 @@ def test_a_genuine_tag_is_read_back() -> None:
     read = read_record("digits", "1", tags(HUGE))
     assert read is not None
     assert require_passing_decision(read, TARGET, SIGNER).record == record()
-    assert is_valid_for(decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
+    assert is_valid_for(read_decisions(tags(HUGE))[TARGET], read, TARGET, SIGNER)
 
 
 def override_tags(signer: FakeSigner = SIGNER, **changes: Any) -> dict[str, str]:

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries import mlflow_folder, mlflow_mirror
-from onnx_ops.adapters.registries.mlflow_connection import Connection
-from onnx_ops.adapters.registries.mlflow_download import Download
-from onnx_ops.adapters.registries.mlflow_publication import Publisher
-from onnx_ops.adapters.registries.mlflow_retention import listed_versions, remove_version
-from onnx_ops.adapters.registries.mlflow_tags import DIGEST, MLMODEL_DIGEST, RELEASE, VARIANT, read_record
+from onnx_ops.adapters.registries import mlflow_folder
+from onnx_ops.adapters.registries.mlflow_connection import ArtifactDownload, MlflowConnection, read_pages
+from onnx_ops.adapters.registries.mlflow_ledger import show_entry
+from onnx_ops.adapters.registries.mlflow_publication import ReleasePublisher
+from onnx_ops.adapters.registries.mlflow_tags import (
+    DIGEST,
+    EVIDENCE_DIGEST,
+    MLMODEL_DIGEST,
+    RELEASE,
+    VARIANT,
+    read_record,
+)
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
@@ -29,10 +35,13 @@ from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
+_EXISTS = "RESOURCE_ALREADY_EXISTS"
+_GONE = frozenset({"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"})
 _log = logging.getLogger(__name__)
 
 
@@ -50,41 +59,41 @@ class MlflowRegistry:
     """
 
     def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
-        self._mlflow = Connection(tracking_uri)
+        self._mlflow = MlflowConnection(tracking_uri)
         self._public_url = public_url.rstrip("/") if public_url else None
-        self._artifact_root = self._root(artifact_root) if self._mlflow.is_database else None
+        self._artifact_root = self._resolve_root(artifact_root) if self._mlflow.is_database else None
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
-        """One version per variant; returns version by variant. Publishing the same content again adds nothing.
+        """Register one version per variant; return versions by variant. Idempotent for the same content.
 
-        Killed anywhere, the next call completes the set. A version that is there keeps its content; its decisions,
-        evidence and description become those of this publication.
+        After a crash the next call completes the set. An existing version keeps its content; its decisions, evidence
+        and description become those of this publication.
 
         Raises:
             ServiceUnavailableError: MLflow does not answer.
-            UserError: a name does not fit, or a variant does not hold exactly one ONNX file.
+            UserError: a name is invalid, or a variant does not hold exactly one ONNX file.
             DigestMismatchError: a file is not what its manifest says.
         """
         model = _valid_name(publication.model)
         for record in publication.variants:
             _valid_name(record.variant)
-            mlflow_folder.check_record(record)
+            mlflow_folder.validate_record(record)
         with self._mlflow.session(f"model {model}") as client:
-            publisher = Publisher(
+            publisher = ReleasePublisher(
                 self._mlflow,
                 client,
                 publication,
-                experiment=self._experiment(client, model),
+                experiment=self._ensure_experiment(client, model),
                 pages=f"{self._public_url}/" if self._public_url else "",
             )
             self._ensure_model(client, model, publication.about)
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Raises NotFoundError if onnx-ops registered no such version; ServiceUnavailableError without a registry."""
-        found = self._version(model, version)
-        tags = {str(key): str(value) for key, value in found.tags.items()}
-        record = read_record(model, str(found.version), tags)
+        """Return a version that onnx-ops registered; raises NotFoundError or ServiceUnavailableError."""
+        entry = self._version(model, version)
+        tags = {str(key): str(value) for key, value in entry.tags.items()}
+        record = read_record(model, str(entry.version), tags)
         if record is None:
             raise NotFoundError(
                 "this version was not registered by onnx-ops",
@@ -95,9 +104,25 @@ class MlflowRegistry:
         return record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
-        """All versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        """Return all versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        wanted = f"name = '{_valid_name(model)}'"
         with self._mlflow.session(f"model {model}") as client:
-            return listed_versions(client, _valid_name(model))
+            entries = list(
+                read_pages(lambda token: client.search_model_versions(wanted, max_results=_PAGE, page_token=token))
+            )
+        listed = [
+            ListedVersion(
+                version=str(entry.version),
+                release=Digest(entry.tags[RELEASE]),
+                variant=entry.tags[VARIANT],
+                manifest=Digest(entry.tags[DIGEST]),
+                created_at=entry.creation_timestamp / 1000,
+                evidence=Digest(entry.tags[EVIDENCE_DIGEST]) if EVIDENCE_DIGEST in entry.tags else None,
+            )
+            for entry in entries
+            if {RELEASE, VARIANT, DIGEST} <= set(entry.tags)
+        ]
+        return tuple(sorted(listed, key=lambda entry: int(entry.version)))
 
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version, its LoggedModel and its run. MLflow keeps their files until `mlflow gc`.
@@ -109,80 +134,80 @@ class MlflowRegistry:
         if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
             raise RefusedError(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
         try:
-            found = self._version(model, version)
+            entry = self._version(model, version)
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            remove_version(client, found)
+            _delete(client, entry)
 
     def aliases(self, model: str) -> Mapping[str, str]:
-        """Version by alias; empty if the model does not exist."""
+        """Return version by alias; empty if the model does not exist."""
         with self._mlflow.session(f"model {model}") as client:
-            found = client.search_registered_models(f"name = '{_valid_name(model)}'", max_results=1)
-            return {alias: str(version) for entry in found for alias, version in sorted(entry.aliases.items())}
+            models = client.search_registered_models(f"name = '{_valid_name(model)}'", max_results=1)
+            return {alias: str(version) for entry in models for alias, version in sorted(entry.aliases.items())}
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Version by alias of every model, by model: one request for each 1,000 models, after the sign of life."""
-        found: dict[str, dict[str, str]] = {}
-        token = None
+        """Return version by alias of every model, by model, in one request for each 1,000 models."""
         with self._mlflow.session("all models") as client:
-            while True:
-                page = client.search_registered_models(max_results=_PAGE, page_token=token)
-                found |= {entry.name: {alias: str(to) for alias, to in entry.aliases.items()} for entry in page}
-                token = page.token
-                if not token:
-                    return found
+            models = read_pages(lambda token: client.search_registered_models(max_results=_PAGE, page_token=token))
+            return {model.name: {alias: str(to) for alias, to in model.aliases.items()} for model in models}
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Raises NotFoundError, RefusedError (vetoed), UserError (not an alias name) or ServiceUnavailableError."""
+        """Point an alias at a version.
+
+        Raises:
+            NotFoundError: there is no such version.
+            RefusedError: the server vetoes it.
+            UserError: the alias is not a valid name.
+            ServiceUnavailableError: MLflow does not answer.
+        """
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.set_registered_model_alias(model, alias, version)
 
     def delete_alias(self, model: str, alias: str) -> None:
-        """Deleting an alias that is not there is no error."""
+        """Delete an alias; no error if it does not exist."""
         if alias not in self.aliases(model):
             return
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.delete_registered_model_alias(model, alias)
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a version. Raises NotFoundError or ServiceUnavailableError."""
-        found = self._version(model, version)
+        """Set tags of a version; raises NotFoundError or ServiceUnavailableError."""
+        entry = self._version(model, version)
         with self._mlflow.session(f"{model} version {version}") as client:
             for key, value in sorted(tags.items()):
-                if found.tags.get(key) != value:
+                if entry.tags.get(key) != value:
                     client.set_model_version_tag(model, version, key, value)
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
-        """Download the version's model files into an empty folder and return the digests of what came.
+        """Download the version's model files into an empty folder; return their manifest.
 
         The caller compares the manifest's digest with the one that was signed.
 
         Raises:
             DigestMismatchError: the manifest or MLmodel is not what was registered, or a file is missing.
-            NotFoundError: there is no such version, or its files were not put there by onnx-ops.
+            NotFoundError: there is no such version, or its files were not registered by onnx-ops.
             ServiceUnavailableError: MLflow does not answer.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
         if source is None:
-            raise NotFoundError("the files of this version were not put there by onnx-ops", where=where)
+            raise NotFoundError("the files of this version were not registered by onnx-ops", where=where)
         with self._mlflow.session(where) as client, Scratch() as aside:
             logged = client.get_logged_model(source[1])
-            download = Download(self._mlflow, logged.artifact_location, where)
+            download = ArtifactDownload(self._mlflow, logged.artifact_location, where)
             mlmodel = download.file(mlflow_folder.MLMODEL, aside)
-            download.expect(mlmodel, Digest(logged.tags.get(MLMODEL_DIGEST, "")))
+            download.verify(mlmodel, Digest(logged.tags.get(MLMODEL_DIGEST, "")))
             manifest = download.file(mlflow_folder.MANIFEST, aside)
-            download.expect(manifest, record.manifest)
+            download.verify(manifest, record.manifest)
             names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
             if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
-                raise DigestMismatchError(f"{unsafe[0]!r} is no name for a model's file", where=where)
+                raise DigestMismatchError(f"{unsafe[0]!r} is not a valid name of a model's file", where=where)
             return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """An evidence document of the version, by the path it was published under. Whoever reads it compares its
-        digest with the signed one.
+        """Return an evidence document by the path it was published under. Callers verify its signed digest.
 
         Raises:
             NotFoundError: the version has no such document.
@@ -192,42 +217,38 @@ class MlflowRegistry:
         run_id = self._version(record.model, record.version).run_id
         with self._mlflow.session(where) as client, Scratch() as aside:
             if run_id and mlflow_folder.is_safe_name(name):
-                download = Download(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
+                download = ArtifactDownload(self._mlflow, client.get_run(run_id).info.artifact_uri, where)
                 if download.has(name):
                     return download.file(name, aside).read_bytes()
         raise NotFoundError(f"there is no document {name!r}", where=where, remedy="Register the release again")
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        """Show a ledger entry as a run of experiment `releases/<endpoint>`. Nothing depends on it: a failure is logged
-        and swallowed."""
+        """Show a ledger entry as a run of experiment `releases/<endpoint>`. A failure is logged and ignored."""
         name = f"releases/{entry.endpoint}"
         try:
             with self._mlflow.session(name) as client:
-                mlflow_mirror.mirror_entry(client, self._experiment(client, name), entry, model)
+                show_entry(client, self._ensure_experiment(client, name), entry, model)
         except OnnxOpsError as error:
             _log.warning("entry %d of %s is not shown in MLflow: %s", entry.sequence, entry.endpoint, error)
 
     def where(self, model: str) -> str:
-        """The page of the model, or the command that opens MLflow on this database."""
+        """Return the page of the model, or the command that opens MLflow on this database."""
         if pages := self._pages():
             return f"{pages}/#/models/{quote(model, safe='')}"
         path = self._mlflow.sqlite_path()
-        command = [
-            _program(),
-            "server",
-            "--backend-store-uri",
-            f"sqlite:///{path}" if path else self._mlflow.shown,
-            "--default-artifact-root",
-            str(self._artifact_root),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "5000",
-        ]
-        return shlex.join(command)
+        options = {
+            "--backend-store-uri": f"sqlite:///{path}" if path else self._mlflow.shown,
+            "--default-artifact-root": str(self._artifact_root),
+            "--host": "127.0.0.1",
+            "--port": "5000",
+        }
+        # The command of this environment, by its short name where the shell finds that one.
+        ours = Path(sys.executable).parent / "mlflow"
+        program = str(ours) if ours.exists() and shutil.which("mlflow") != str(ours) else "mlflow"
+        return shlex.join([program, "server", *(word for option in options.items() for word in option)])
 
     def page(self, model: str, version: str, name: str) -> str:
-        """The document among the artifacts of the version's run; empty on a database without `public_url`."""
+        """Return the address of a document of the version's run; empty on a database without `public_url`."""
         run_id = self._version(model, version).run_id
         if not (pages := self._pages()):
             return ""
@@ -238,9 +259,9 @@ class MlflowRegistry:
     def _pages(self) -> str:
         return self._public_url or ("" if self._mlflow.is_database else self._mlflow.shown.rstrip("/"))
 
-    def _root(self, given: str | None) -> str:
-        if given is not None:
-            return given if urlsplit(given).scheme else str(Path(given).absolute())
+    def _resolve_root(self, root: str | None) -> str:
+        if root is not None:
+            return root if urlsplit(root).scheme else str(Path(root).absolute())
         database = self._mlflow.sqlite_path()
         if database is None:
             raise UserError(
@@ -251,39 +272,39 @@ class MlflowRegistry:
             )
         return str(database.parent / "mlartifacts")
 
-    def _experiment(self, client: MlflowClient, name: str) -> str:
+    def _ensure_experiment(self, client: MlflowClient, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = client.get_experiment_by_name(name)
-        if found is None:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
             location = f"{self._artifact_root}/{quote(name)}" if self._artifact_root else None
             try:
                 return str(client.create_experiment(name, artifact_location=location))
             except MlflowException as error:
-                found = client.get_experiment_by_name(name)
-                if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+                experiment = client.get_experiment_by_name(name)
+                if error.error_code != _EXISTS or experiment is None:
                     raise
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise UserError(
                 "the experiment was deleted in MLflow",
                 where=f"experiment {name}",
-                remedy=f"mlflow experiments restore --experiment-id {found.experiment_id}",
+                remedy=f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _ensure_model(self, client: MlflowClient, model: str, about: str) -> None:
-        """Create the model, or bring its description up to date unless a person has written it."""
+        """Create the model, or update its description unless a person has written it."""
         from mlflow.exceptions import MlflowException
 
-        if found := client.search_registered_models(f"name = '{model}'", max_results=1):
-            there = found[0].description or ""
-            if about and there != about and (not there or there.endswith(KEPT)):
+        if models := client.search_registered_models(f"name = '{model}'", max_results=1):
+            description = models[0].description or ""
+            if about and description != about and (not description or description.endswith(KEPT)):
                 client.update_registered_model(model, about)
             return
         try:
             client.create_registered_model(model, description=about)
         except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            if error.error_code != _EXISTS:
                 raise
 
     def _version(self, model: str, version: str) -> Any:
@@ -293,32 +314,43 @@ class MlflowRegistry:
             with self._mlflow.session(f"{model} version {version}") as client:
                 return client.get_model_version(model, version)
         except NotFoundError as error:
-            raise self._unknown(model, version) from error
+            raise self._suggest(model, version) from error
 
-    def _unknown(self, model: str, version: str) -> NotFoundError:
+    def _suggest(self, model: str, version: str) -> NotFoundError:
+        """Return the error of an unknown version, with the names that exist."""
         with self._mlflow.session(f"model {model}") as client:
-            models = [entry.name for entry in client.search_registered_models(max_results=1000)]
+            models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
             if model not in models:
                 close = difflib.get_close_matches(model, models, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
-                return NotFoundError(f"no model is called {model!r}", where=self._mlflow.shown, remedy=hint)
-            found = client.search_model_versions(f"name = '{model}'", max_results=10)
+                remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
+                return NotFoundError(f"no model is called {model!r}", where=self._mlflow.shown, remedy=remedy)
             aliases = self.aliases(model)
-            newest = ", ".join(str(entry.version) for entry in found) or "none"
-            hint = f"{version!r} is an alias of {aliases[version]}" if version in aliases else f"Newest: {newest}"
-            return NotFoundError(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=hint)
+            if version in aliases:
+                remedy = f"{version!r} is an alias of {aliases[version]}"
+            else:
+                newest = client.search_model_versions(f"name = '{model}'", max_results=10)
+                remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
+            return NotFoundError(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=remedy)
 
 
 def _valid_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} is no name for a registered model or variant",
+            f"{name!r} is not a valid name of a registered model or variant",
             why="letters, digits, dots, dashes, underscores and spaces, at most 200",
         )
     return name
 
 
-def _program() -> str:
-    """MLflow's command: the one of this environment, by its short name where the shell finds that one."""
-    ours = Path(sys.executable).parent / "mlflow"
-    return str(ours) if ours.exists() and shutil.which("mlflow") != str(ours) else "mlflow"
+def _delete(client: MlflowClient, entry: ModelVersion) -> None:
+    """Delete run, LoggedModel and version; the version last, so that after a crash it is still listed."""
+    from mlflow.exceptions import MlflowException
+
+    model_id = str(entry.source).removeprefix("models:/")
+    for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
+        try:
+            delete(name)
+        except MlflowException as error:
+            if error.error_code not in _GONE:
+                raise
+    client.delete_model_version(entry.name, str(entry.version))

@@ -1,4 +1,4 @@
-"""How MLflow is reached: quietly, answering in seconds when it is down, with its errors made ours.
+"""MLflow as a service: sessions that fail within seconds when it is down, and downloads of its artifacts.
 
 Importing MLflow takes seconds, so that happens when the first call is made.
 """
@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
+from onnx_ops.domain.artifact import Digest, digest_file
+from onnx_ops.errors import (
+    DigestMismatchError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+    quoted,
+)
 from onnx_ops.plugins import imported, missing_package, require
 
 if TYPE_CHECKING:
@@ -25,7 +35,9 @@ if TYPE_CHECKING:
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
-_PROBE_SECONDS = 5
+_PROBE_S = 5
+_MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
+_ARTIFACT_REMEDY = "Find out who changed MLflow's artifacts, and register the release again"
 
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -40,7 +52,7 @@ _ENVIRONMENT: Mapping[str, str] = {
 _default_uri_lock = threading.Lock()
 
 
-class Connection:
+class MlflowConnection:
     """One MLflow: a tracking server, or the database behind one.
 
     Args:
@@ -57,7 +69,7 @@ class Connection:
         self._kind = parts.scheme.partition("+")[0]
         if self._kind not in (*_DATABASES, "http", "https"):
             raise UserError(
-                "this is no MLflow tracking URI that can be used",
+                "this MLflow tracking URI cannot be used",
                 where=self.shown,
                 why="folders of files are no longer a registry in MLflow 3",
                 remedy="Write http://HOST:PORT, or a database such as sqlite:///mlflow.db",
@@ -66,11 +78,12 @@ class Connection:
 
     @property
     def is_database(self) -> bool:
+        """Return whether the database is used directly."""
         return self._kind in _DATABASES
 
     @cached_property
     def shown(self) -> str:
-        """The URI without its password."""
+        """Return the URI without its password."""
         parts = urlsplit(self.uri)
         if parts.password is None:
             return self.uri
@@ -78,20 +91,20 @@ class Connection:
         return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
 
     def sqlite_path(self) -> Path | None:
-        """The file of a SQLite database."""
+        """Return the file of a SQLite database."""
         if self._kind != "sqlite":
             return None
         return Path(unquote(urlsplit(self.uri).path.removeprefix("/"))).absolute()
 
     @contextmanager
     def session(self, where: str) -> Iterator[MlflowClient]:
-        """A client for a few calls, whose errors become ours.
+        """Give a client for a few calls, whose errors become errors of onnx-ops.
 
         Raises:
             ServiceUnavailableError: MLflow does not answer or cannot do it now.
-            NotFoundError: it knows no such thing.
-            RefusedError: it said no.
-            UserError: it does not accept a name or value.
+            NotFoundError: there is no such resource.
+            RefusedError: it is not permitted.
+            UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
         self._probe()
@@ -110,7 +123,7 @@ class Connection:
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """MLflow's process-wide default, for the calls that look it up: creating a version on a database does."""
+        """Set MLflow's process-wide default for calls that read it, as creating a version on a database does."""
         if not self.is_database:
             yield
             return
@@ -143,37 +156,25 @@ class Connection:
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
     def _probe(self) -> None:
-        """Ask for a sign of life before MLflow starts to retry.
-
-        Raises:
-            ServiceUnavailableError: there is none.
-        """
+        """Raise ServiceUnavailableError unless there is an answer, before MLflow starts to retry."""
         if not self.is_database:
-            self._probe_server()
+            self.statuses("/health", 1)
             return
         host, port = urlsplit(self.uri).hostname, urlsplit(self.uri).port or _PORTS.get(self._kind)
         if host is None or port is None:
             return
         try:
-            socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+            socket.create_connection((host, port), timeout=_PROBE_S).close()
         except OSError as error:
             raise self._unavailable(str(error)) from error
 
-    def _probe_server(self) -> None:
-        from mlflow.exceptions import MlflowException
-
-        self._import()
-        try:
-            self._get("/health")
-        except MlflowException as error:
-            raise self._unavailable(str(error)) from error
-
     def statuses(self, path: str, count: int) -> list[int]:
-        """HTTP statuses of that many requests at once, so that several of the server's workers answer.
+        """Return the HTTP statuses of that many requests at once, which several of the server's workers answer.
 
         Raises:
             ServiceUnavailableError: there is no answer.
         """
+        self._import()
         from mlflow.exceptions import MlflowException
 
         try:
@@ -192,7 +193,7 @@ class Connection:
             path,
             "GET",
             max_retries=0,
-            timeout=_PROBE_SECONDS,
+            timeout=_PROBE_S,
             raise_on_status=False,
         )
         return int(answer.status_code)
@@ -201,16 +202,14 @@ class Connection:
         code = getattr(error, "error_code", "")
         text = self._clean(str(error))
         if code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"):
-            return NotFoundError("MLflow knows no such thing", where=where, why=text)
+            return NotFoundError("MLflow has no such resource", where=where, why=text)
         if code == "PERMISSION_DENIED":
-            return RefusedError(
-                "MLflow refused", where=where, why=text, remedy="Ask who keeps this MLflow for permission"
-            )
+            return RefusedError("MLflow refused", where=where, why=text, remedy="Ask an administrator of this MLflow")
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
             return UserError("MLflow does not accept this", where=where, why=text)
         if code == "UNAUTHENTICATED":
             return ServiceUnavailableError(
-                "MLflow does not know who you are",
+                "MLflow does not accept the credentials",
                 where=self.shown,
                 remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
             )
@@ -221,9 +220,93 @@ class Connection:
         return ServiceUnavailableError("MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy)
 
     def _clean(self, text: str) -> str:
-        """One line without the password."""
+        """Return one line without the password."""
         password = urlsplit(self.uri).password
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")
         lines = text.strip().splitlines()
         return quoted(lines[0]) if lines else ""
+
+
+def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
+    """Yield the entries of all pages. `read` returns the page of a token, None for the first."""
+    token: str | None = None
+    while True:
+        page = read(token)
+        yield from page
+        if not (token := page.token):
+            return
+
+
+class ArtifactDownload:
+    """Files of one LoggedModel or run, which anyone who can write to the artifact store may have changed.
+
+    Args:
+        connection: to MLflow.
+        location: artifact location of the LoggedModel or run.
+        where: names the version in errors.
+    """
+
+    def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        self._files = get_artifact_repository(location, tracking_uri=connection.uri)
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of that name."""
+        parent = name.rpartition("/")[0]
+        return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
+
+    def file(self, name: str, folder: Path) -> Path:
+        """Download one file, under its name, into `folder`; raise DigestMismatchError if it is missing."""
+        if not self.has(name):
+            what = f"{name} is missing from the artifacts"
+            raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
+        self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
+        return folder / name
+
+    def verify(self, path: Path, digest: Digest) -> None:
+        """Raise DigestMismatchError if a downloaded file is not what was registered."""
+        if digest_file(path) != digest:
+            what = f"{path.name} is not what was registered"
+            raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
+
+
+class MlflowModels:
+    """Any model of MLflow's registry, read only: `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self._mlflow = MlflowConnection(tracking_uri)
+
+    def fingerprint(self, uri: str) -> str:
+        """Return the version and the location of its files, neither of which ever changes.
+
+        Raises:
+            UserError: it is no such URI.
+            NotFoundError: there is no such version or alias.
+            ServiceUnavailableError: MLflow does not answer.
+        """
+        name, version, source = self._version(uri)
+        return f"{name}/{version} {source}"
+
+    def fetch(self, uri: str, folder: Path) -> None:
+        """Download the version's files into an empty folder; raise as `fingerprint` does."""
+        name, version, _ = self._version(uri)
+        with self._mlflow.session(uri), self._mlflow.as_default():
+            from mlflow.artifacts import download_artifacts
+
+            source = f"models:/{name}/{version}"
+            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri)
+
+    def _version(self, uri: str) -> tuple[str, str, str]:
+        match = _MODEL_URI.fullmatch(uri)
+        if match is None:
+            remedy = "Write models:/NAME/VERSION or models:/NAME@ALIAS."
+            raise UserError(f"{uri!r} names no version", where="model", remedy=remedy)
+        with self._mlflow.session(uri) as client:
+            if match["alias"]:
+                entry = client.get_model_version_by_alias(match["name"], match["alias"])
+            else:
+                entry = client.get_model_version(match["name"], match["version"])
+        return str(entry.name), str(entry.version), str(entry.source)

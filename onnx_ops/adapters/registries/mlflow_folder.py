@@ -1,4 +1,4 @@
-"""The folder that becomes a LoggedModel: the ONNX files as they are, and what lets MLflow load them."""
+"""The folder that becomes a LoggedModel: the ONNX files unchanged, and what MLflow needs to load them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,12 @@ _REQUIREMENTS = "requirements.txt"
 _PYTHON_ENV = "python_env.yaml"
 _EXAMPLE, _SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"
 _OWN = frozenset(
-    {
-        MLMODEL,
-        MANIFEST,
-        _REQUIREMENTS,
-        _PYTHON_ENV,
-        _EXAMPLE,
-        _SERVING_EXAMPLE,
-        "conda.yaml",
-        "registered_model_meta",
-    }
+    (MLMODEL, MANIFEST, _REQUIREMENTS, _PYTHON_ENV, _EXAMPLE, _SERVING_EXAMPLE, "conda.yaml", "registered_model_meta")
 )
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a file of that name stays in the folder it is written to, on every system."""
+    """Return whether a file of that name stays in the folder it is written to, on every system."""
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..") or part.endswith((" ", ".")) or any(ord(c) < 32 or c in '\\:*?"<>|' for c in part)
@@ -46,32 +37,34 @@ def is_safe_name(name: str) -> bool:
     )
 
 
-def check_record(record: VariantRecord) -> None:
-    """What can be known to be wrong before anything is sent.
+def validate_record(record: VariantRecord) -> None:
+    """Validate names, weights and digests of a variant before anything is sent.
 
     Raises:
-        UserError: a file name is not safe, or is one that MLflow keeps for itself; or there is not one ONNX file.
+        UserError: a file name is not safe, or is reserved by MLflow; or there is not exactly one ONNX file.
         RefusedError: the model's weights are not all among the files.
         DigestMismatchError: a file is not what the manifest says.
     """
     where = f"variant {record.variant}"
     for name in (*record.files, *record.evidence):
         if not is_safe_name(name):
-            raise UserError(f"{name!r} is no name for an artifact", where=where, why="it must stay in its folder")
+            raise UserError(
+                f"{name!r} cannot be the name of an artifact", where=where, why="it must stay in its folder"
+            )
     if reserved := sorted(set(record.files) & _OWN):
-        raise UserError(f"{reserved[0]} is a name that MLflow keeps for itself", where=where)
+        raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
     _check_weights(record.files, where)
     if set(record.files) != set(record.manifest.files):
         raise DigestMismatchError("the manifest names other files than those given", where=where)
     for name, path in record.files.items():
         if digest_file(path) != record.manifest[name]:
             raise DigestMismatchError(
-                f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed anew"
+                f"{name} is not what the manifest says", where=where, remedy="Run again: the stage is computed again"
             )
 
 
 def _check_weights(files: Mapping[str, Path], where: str) -> None:
-    """A version holds its weights: a model that takes them from anywhere else could not be verified."""
+    """Require all weights among the files: a model that takes them from elsewhere could not be verified."""
     named = {PurePosixPath(name).as_posix() for name in external_names(files[model_file(files)])}
     if outside := sorted(named - set(files)):
         raise RefusedError(
@@ -82,7 +75,7 @@ def _check_weights(files: Mapping[str, Path], where: str) -> None:
 
 
 def model_file(names: Iterable[str]) -> str:
-    """The ONNX file among the model's files; the others hold its external data.
+    """Return the ONNX file among the model's files; the others hold its external data.
 
     Raises:
         UserError: there is none, or more than one.
@@ -94,7 +87,7 @@ def model_file(names: Iterable[str]) -> str:
 
 
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
-    """Fill an empty folder with everything that the LoggedModel holds; returns the digest of its MLmodel.
+    """Fill an empty folder with the LoggedModel's files; return the digest of its MLmodel.
 
     The ONNX files are linked, not copied: they may be larger than the disk that holds temporary files.
     """
@@ -113,7 +106,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The manifest as it is stored: the digest of these bytes is the manifest's digest."""
+    """Return the manifest as it is stored; the digest of these bytes is the manifest's."""
     return canonical_json(dict(manifest.files))
 
 
@@ -149,7 +142,7 @@ def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id
 
 
 def _write_example(example: bytes, folder: Path) -> dict[str, str] | None:
-    """MLflow keeps two: what its loader reads back as arrays, and what its server may be sent."""
+    """Write both of MLflow's examples: for its loader, as arrays, and for requests to its server."""
     if not example:
         return None
     (folder / _EXAMPLE).write_text(json.dumps(json.loads(example)["inputs"]))
@@ -163,7 +156,7 @@ def _write_example(example: bytes, folder: Path) -> dict[str, str] | None:
 
 
 def _signature(path: Path) -> ModelSignature | None:
-    """Inputs and outputs as MLflow describes them; None where it has no words for one of them."""
+    """Return inputs and outputs as MLflow describes them; None if it cannot describe one of them."""
     from mlflow.models import ModelSignature
 
     graph = parse(path).graph

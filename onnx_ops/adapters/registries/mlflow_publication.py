@@ -1,19 +1,19 @@
 """Publishing a release: one parent run, a nested run and a LoggedModel per variant, and one version of each.
 
-The version is the commit point. It is created last, with all its tags, so a version that exists is complete; what a
-killed attempt left before that point is taken up if it is finished, and marked FAILED if it is not.
+The version is the commit point. It is created last, with all its tags, so a version that exists is complete. What a
+killed attempt left before that point is reused if it is finished, and marked FAILED if it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops.adapters.registries import mlflow_folder
-from onnx_ops.adapters.registries.mlflow_connection import Connection
-from onnx_ops.adapters.registries.mlflow_figures import dataset, log_datasets, log_metrics, log_parameters
+from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, read_pages
 from onnx_ops.adapters.registries.mlflow_tags import (
     DATA_REV,
     DECISION,
@@ -24,36 +24,48 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     MLMODEL_DIGEST,
     RELEASE,
     VARIANT,
-    judgement,
+    decision_tags,
 )
-from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.artifact import Digest, hex_of, short_digest
 from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Run
+    from mlflow.entities import Dataset, DatasetInput, LoggedModel, Run
     from mlflow.entities.model_registry import ModelVersion
 
 DESCRIPTION_LIMIT = 5000
 """Characters; PostgreSQL refuses more."""
 
 _KIND = "onnx_ops.kind"
+_BATCH = 100
+_CONFLICT_ATTEMPTS = 5
+_DIGEST_CHARACTERS = 36
+"""MLflow takes no longer digest of a data set; the tags `data.<name>` hold the whole one."""
+
+T = TypeVar("T")
 
 
-class Publisher:
+class ReleasePublisher:
     """Publishes one publication into an experiment and a registered model that exist.
 
     Args:
-        connection: for the process-wide default that creating a version looks up.
-        client: MLflow's own.
+        connection: for the process-wide default that creating a version reads.
+        client: of MLflow.
         publication: what to publish; its records have been checked.
         experiment: id of the model's experiment.
         pages: address of MLflow's UI, or empty where links can only be relative to it.
     """
 
     def __init__(
-        self, connection: Connection, client: MlflowClient, publication: Publication, *, experiment: str, pages: str
+        self,
+        connection: MlflowConnection,
+        client: MlflowClient,
+        publication: Publication,
+        *,
+        experiment: str,
+        pages: str,
     ) -> None:
         self._connection = connection
         self._client = client
@@ -69,53 +81,51 @@ class Publisher:
         self._common = {key: value for key, value in self._common.items() if value}
 
     def publish(self) -> dict[str, str]:
-        """Version by variant, all of them complete."""
+        """Complete all variants; return version by variant."""
         parent = self._find_parent()
         if parent is not None and parent.info.status != "FINISHED":
-            self._fail_leftovers()
+            self._fail_unfinished()
         versions: dict[str, str] = {}
         missing: list[VariantRecord] = []
         for record in self._publication.variants:
-            found = self._settled(record)
-            if found is None:
+            version = self._find_version(record)
+            if version is None:
                 missing.append(record)
             else:
-                self._refresh(found, record)
-                versions[record.variant] = str(found.version)
+                self._refresh(version, record)
+                versions[record.variant] = str(version.version)
         if missing or parent is None or parent.info.status != "FINISHED":
             with self._running(parent or self._create_parent()) as parent_id:
                 for record in missing:
                     versions[record.variant] = self._create(record, parent_id)
         return {record.variant: versions[record.variant] for record in self._publication.variants}
 
-    def _settled(self, record: VariantRecord) -> ModelVersion | None:
-        """The version of this release, variant and content. Where two publishers raced, the lower number counts and the
-        higher is taken away, unless somebody has pointed an alias at it.
+    def _find_version(self, record: VariantRecord) -> ModelVersion | None:
+        """Return the version of this release, variant and content.
 
-        A variant made anew from the same export (another recipe of quantization) is another version.
+        After a race of two publishers the lower number counts, and the higher is deleted unless it has an alias. A
+        variant made anew from the same export (another recipe of quantization) is another version.
         """
         name = self._publication.model
-        found = sorted(
+        versions = sorted(
             self._client.search_model_versions(
                 f"name = '{name}' and tags.{RELEASE} = '{self._publication.lineage.release}' "
                 f"and tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'"
             ),
             key=lambda version: int(version.version),
         )
-        if not found:
-            return None
-        for twin in found[1:]:
-            self._remove(name, str(twin.version))
-        return found[0]
+        for duplicate in versions[1:]:
+            self._delete_duplicate(name, str(duplicate.version))
+        return versions[0] if versions else None
 
-    def _remove(self, name: str, version: str) -> None:
+    def _delete_duplicate(self, name: str, version: str) -> None:
         from mlflow.exceptions import MlflowException
 
         try:
             if not self._client.get_model_version(name, version).aliases:
                 self._client.delete_model_version(name, version)
         except MlflowException as error:
-            # The other publisher has taken its version away itself.
+            # The other publisher has deleted its version itself.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
 
@@ -123,7 +133,7 @@ class Publisher:
         model = self._finished_model(record) or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
         self._upload_evidence(run_id, record)
-        judged = judgement(record)
+        decisions = decision_tags(record)
         with self._connection.as_default():
             created = self._client.create_model_version(
                 self._publication.model,
@@ -132,21 +142,20 @@ class Publisher:
                 model_id=model.model_id,
                 tags={
                     VARIANT: record.variant,
-                    **{key: value for key, value in judged.items() if key.startswith(GATE)},
+                    **{key: value for key, value in decisions.items() if key.startswith(GATE)},
                     **self._common,
                     **self._identity(record),
-                    **judged,
+                    **decisions,
                 },
                 description=self._description(record, run_id),
             )
-        settled = self._settled(record)
-        return str((settled or created).version)
+        return str((self._find_version(record) or created).version)
 
     def _finished_model(self, record: VariantRecord) -> LoggedModel | None:
-        """A model that was uploaded whole by an attempt that ended before its version was created."""
-        found = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
-        whole = (model for model in found if str(model.status) == "READY")
-        return next((model for model in whole if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
+        """Return a model that was uploaded whole by an attempt that ended before its version was created."""
+        models = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
+        ready = (model for model in models if str(model.status) == "READY")
+        return next((model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
 
     def _log_model(self, record: VariantRecord, parent_id: str) -> LoggedModel:
         from mlflow.entities import LoggedModelOutput
@@ -160,43 +169,42 @@ class Publisher:
             model = client.create_logged_model(
                 self._experiment, name=record.variant, source_run_id=run_id, tags=tags, params=parameters
             )
-            log_parameters(client, run_id, parameters)
+            _log_parameters(client, run_id, parameters)
             with Scratch() as built:
                 digest = mlflow_folder.build_folder(record, built, model_id=model.model_id, run_id=run_id)
                 client.set_logged_model_tags(model.model_id, {MLMODEL_DIGEST: str(digest)})
                 client.log_model_artifacts(model.model_id, str(built))
-            self._log_figures(run_id, model.model_id, record, child.info.start_time)
+            self._log_metrics(run_id, model.model_id, record, child.info.start_time)
             client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
             client.finalize_logged_model(model.model_id, "READY")
         return client.get_logged_model(model.model_id)
 
-    def _refresh(self, found: ModelVersion, record: VariantRecord) -> None:
-        """Bring an existing version up to this publication's decisions: its gates may have changed since."""
-        name, version, run_id = self._publication.model, str(found.version), str(found.run_id)
-        wanted = judgement(record)
-        changed = {key: value for key, value in wanted.items() if found.tags.get(key) != value}
+    def _refresh(self, entry: ModelVersion, record: VariantRecord) -> None:
+        """Update an existing version to this publication's decisions: its gates may have changed."""
+        name, version, run_id = self._publication.model, str(entry.version), str(entry.run_id)
+        changed = {key: value for key, value in decision_tags(record).items() if entry.tags.get(key) != value}
         description = self._description(record, run_id)
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)
-            self._log_figures_anew(run_id, _model_id(found), record)
+            self._refresh_metrics(run_id, str(entry.source).removeprefix("models:/"), record)
         for target in record.decisions:
-            # What was signed earlier is not what has been decided now.
-            if target not in record.signed and f"{DECISION}{target}" in found.tags:
+            # An earlier signature does not hold for the present decision.
+            if target not in record.signed and f"{DECISION}{target}" in entry.tags:
                 self._client.delete_model_version_tag(name, version, f"{DECISION}{target}")
-        if found.description != description:
+        if entry.description != description:
             self._client.update_model_version(name, version, description)
         for key, value in sorted(changed.items(), key=lambda item: item[0] == EVIDENCE_DIGEST):
             self._client.set_model_version_tag(name, version, key, value)
 
     def _find_parent(self) -> Run | None:
         release = self._publication.lineage.release
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [self._experiment],
             f"tags.{RELEASE} = '{release}' and tags.`{_KIND}` = 'release'",
             max_results=1,
             order_by=["attributes.start_time ASC"],
         )
-        return found[0] if found else None
+        return runs[0] if runs else None
 
     def _create_parent(self) -> Run:
         lineage = self._publication.lineage
@@ -205,10 +213,10 @@ class Publisher:
             run_name=f"release {short_digest(lineage.release)}",
             tags={**self._run_tags("release", None), **self._common},
         )
-        log_parameters(self._client, run.info.run_id, lineage.parameters)
+        _log_parameters(self._client, run.info.run_id, lineage.parameters)
         return run
 
-    def _fail_leftovers(self) -> None:
+    def _fail_unfinished(self) -> None:
         release = self._publication.lineage.release
         runs = self._client.search_runs(
             [self._experiment],
@@ -221,19 +229,13 @@ class Publisher:
                 self._client.finalize_logged_model(model.model_id, "FAILED")
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
-        """This release's models. Their status is looked at here: MLflow compares a number with a word, which
-        PostgreSQL refuses."""
-        wanted = " and ".join([f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions])
-        token: str | None = None
-        while True:
-            page = self._client.search_logged_models([self._experiment], wanted, page_token=token)
-            yield from page
-            if not (token := page.token):
-                return
+        """Yield this release's models, whatever their status: PostgreSQL refuses MLflow's comparison of it."""
+        query = " and ".join([f"tags.{RELEASE} = '{self._publication.lineage.release}'", *conditions])
+        return read_pages(lambda token: self._client.search_logged_models([self._experiment], query, page_token=token))
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[str]:
-        """A run that is RUNNING inside, FINISHED afterwards, and FAILED if an error came out."""
+        """Keep a run RUNNING inside, FINISHED afterwards, and FAILED after an error."""
         run_id = run.info.run_id
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
@@ -257,19 +259,51 @@ class Publisher:
                 link.symlink_to(path.absolute())
             self._client.log_artifacts(run_id, str(folder))
 
-    def _log_figures(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
-        lineage, name = self._publication.lineage, record.measured_on
-        log_datasets(self._client, run_id, lineage, measured_on=name)
-        known = name in lineage.data
-        measured_on = dataset(name, lineage.data[name], lineage.origins.get(name)) if known else None
-        log_metrics(self._client, run_id, model_id, record.metrics, timestamp, measured_on)
+    def _log_metrics(self, run_id: str, model_id: str, record: VariantRecord, timestamp: int) -> None:
+        """Log the data sets of the run, and the metrics of run and model.
 
-    def _log_figures_anew(self, run_id: str, model_id: str, record: VariantRecord) -> None:
-        """What was measured again, one millisecond after what stands there: MLflow takes one figure a name and time."""
+        Without the model's id only the first model of a run would get the metrics.
+        """
+        from mlflow.entities import Metric
+
+        lineage, name = self._publication.lineage, record.measured_on
+        inputs = [
+            self._dataset_input(key, digest, measured=key == name) for key, digest in sorted(lineage.data.items())
+        ]
+        if inputs:
+            _log_inputs(self._client, run_id, inputs)
+        measured_on = _dataset(name, lineage.data[name], lineage.origins.get(name)) if name in lineage.data else None
+        metrics = [
+            Metric(
+                key,
+                value,
+                timestamp,
+                step=0,
+                model_id=model_id,
+                dataset_name=measured_on.name if measured_on else None,
+                dataset_digest=measured_on.digest if measured_on else None,
+            )
+            for key, value in sorted(record.metrics.items())
+        ]
+        for batch in _batches(metrics):
+            self._client.log_batch(run_id, metrics=batch)
+
+    def _dataset_input(self, name: str, digest: Digest, *, measured: bool) -> DatasetInput:
+        """Return a data set; the one that the metrics were measured on is marked as `evaluation`."""
+        from mlflow.entities import DatasetInput, InputTag
+
+        origin = self._publication.lineage.origins.get(name, {})
+        tags = {f"{origin.get('kind', '')}.{fact}": value for fact, value in sorted(origin.items()) if fact != "kind"}
+        if measured:
+            tags["mlflow.data.context"] = "evaluation"
+        return DatasetInput(_dataset(name, digest, origin), [InputTag(key, value) for key, value in tags.items()])
+
+    def _refresh_metrics(self, run_id: str, model_id: str, record: VariantRecord) -> None:
+        """Log new metrics one millisecond after the present ones: MLflow keeps one value for a name and time."""
         run = self._client.get_run(run_id)
         if run.data.metrics != dict(record.metrics):
             times = [metric.timestamp for metric in self._client.get_logged_model(model_id).metrics or ()]
-            self._log_figures(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
+            self._log_metrics(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
 
     def _identity(self, record: VariantRecord) -> dict[str, str]:
         return {VARIANT: record.variant, DIGEST: str(record.manifest.digest())}
@@ -290,12 +324,47 @@ class Publisher:
         run = f"{self._pages}#/experiments/{self._experiment}/runs/{run_id}/artifacts"
         reports = [f"[Report]({run}/{name}) · " for name in sorted(record.evidence) if name.endswith(".html")]
         link = f"\n\n{''.join(reports)}[Evidence run]({run})"
-        note = "\n\nCut here; the evidence holds the whole."
+        note = "\n\nCut here; the evidence holds the whole text."
         text = record.description
         if len(text) + len(link) > DESCRIPTION_LIMIT:
             text = text[: DESCRIPTION_LIMIT - len(link) - len(note)] + note
         return text + link
 
 
-def _model_id(found: ModelVersion) -> str:
-    return str(found.source).removeprefix("models:/")
+def _dataset(name: str, digest: Digest, origin: Mapping[str, str] | None = None) -> Dataset:
+    """Return a data set of the pipeline as MLflow describes it, with its origin."""
+    from mlflow.entities import Dataset
+
+    source = {key: value for key, value in (origin or {}).items() if key != "kind"}
+    return Dataset(
+        name=name,
+        digest=hex_of(digest)[:_DIGEST_CHARACTERS],
+        source_type=(origin or {}).get("kind", "onnx-ops"),
+        source=json.dumps({"digest": digest, **source}),
+    )
+
+
+def _log_parameters(client: MlflowClient, run_id: str, parameters: Mapping[str, str]) -> None:
+    from mlflow.entities import Param
+
+    for batch in _batches([Param(key, value) for key, value in sorted(parameters.items())]):
+        client.log_batch(run_id, params=batch)
+
+
+def _log_inputs(client: MlflowClient, run_id: str, inputs: Sequence[DatasetInput]) -> None:
+    """Log data sets, again where another publisher created one at the same time: MLflow checks before it inserts."""
+    from mlflow.exceptions import MlflowException
+
+    for attempt in range(_CONFLICT_ATTEMPTS):
+        try:
+            client.log_inputs(run_id, inputs)
+        except MlflowException as error:
+            if attempt == _CONFLICT_ATTEMPTS - 1 or "unique" not in str(error).lower():
+                raise
+        else:
+            return
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), _BATCH):
+        yield items[start : start + _BATCH]

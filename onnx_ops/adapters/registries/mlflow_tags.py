@@ -1,4 +1,4 @@
-"""The tags of a version: what it is, what was decided about it, and how a decision is read back."""
+"""The tags of a version: what it is and what was decided about it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onnx_ops.domain.release import VariantRecord, VersionRecord
 from onnx_ops.errors import CorruptStateError, UserError
 
 VARIANT, GATE, GIT_SHA, DATA_REV, RELEASE = "variant", "gate.", "git.sha", "data.rev", "release"
-"""What people read. MLflow's list of versions has a version's tags in the order in which they were set."""
+"""Tags for people. MLflow's list of versions shows them in the order in which they were set."""
 
 _HIDDEN = "mlflow.onnx_ops."
-"""MLflow's page of a version leaves out tags that begin with `mlflow.` (`isUserFacingTag` of its UI): digests and
-signatures are neither in the way there, nor deleted by a slip. Its API serves them like others."""
+"""MLflow's UI hides tags that begin with `mlflow.` (its `isUserFacingTag`), so digests and signatures cannot be deleted
+there by accident. Its API serves them like others."""
 
 DIGEST, EVIDENCE_DIGEST, DECISION = f"{_HIDDEN}digest", f"{_HIDDEN}evidence", f"{_HIDDEN}decision."
 
@@ -26,8 +26,8 @@ TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
 
 
-def judgement(record: VariantRecord) -> dict[str, str]:
-    """The tags that change when a release is judged again.
+def decision_tags(record: VariantRecord) -> dict[str, str]:
+    """Return the tags that change when a release is judged again.
 
     Raises:
         UserError: a signed decision is longer than a tag may be; cut, its signature would not fit.
@@ -47,7 +47,7 @@ def judgement(record: VariantRecord) -> dict[str, str]:
 
 
 def read_record(model: str, version: str, tags: Mapping[str, str]) -> VersionRecord | None:
-    """What the tags say the version is; None if they do not say it, as on a version that onnx-ops did not register."""
+    """Return the version that the tags describe; None if onnx-ops did not register it."""
     release, manifest, variant = tags.get(RELEASE, ""), tags.get(DIGEST, ""), tags.get(VARIANT, "")
     if not (is_digest(release) and is_digest(manifest) and variant):
         return None
@@ -57,14 +57,14 @@ def read_record(model: str, version: str, tags: Mapping[str, str]) -> VersionRec
         release=Digest(release),
         variant=variant,
         manifest=Digest(manifest),
-        decisions=decisions(tags),
+        decisions=read_decisions(tags),
         tags=tags,
     )
 
 
-def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
-    """By target, the decisions that can be read; others are left out. Who signed them is for the caller to verify."""
-    found = {}
+def read_decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
+    """Return the readable decisions by target. Callers verify their signatures."""
+    decisions = {}
     for key, value in sorted(tags.items()):
         target = key.removeprefix(DECISION)
         if target == key:
@@ -74,5 +74,5 @@ def decisions(tags: Mapping[str, str]) -> dict[str, SignedDecision]:
         except (CorruptStateError, RecursionError, UnicodeEncodeError):
             continue
         if signed.record.target == target:
-            found[target] = signed
-    return found
+            decisions[target] = signed
+    return decisions

@@ -1,4 +1,4 @@
-"""The project's own webhook in MLflow: made, tested by real deliveries, put right, removed."""
+"""The project's webhook in MLflow: install, test with real deliveries, repair, remove."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from onnx_ops.adapters.registries.mlflow_connection import Connection
+from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, read_pages
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, quoted
 from onnx_ops.protocol.webhooks import ALIAS_EVENTS
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.webhook import Webhook, WebhookEvent, WebhookEventStr
 
-TRIES = 4
-"""Deliveries of a test."""
+TEST_DELIVERIES = 4
 
 _READS = 8
-"""Requests at once for the list of webhooks. Workers of one server without a common key fail in some of them."""
+"""Concurrent requests for the list of webhooks: workers of a server without a common key fail some of them."""
 
 KEY_REMEDY = (
     "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a Fernet key). What was "
@@ -35,7 +34,7 @@ _HINTS = (
     ("timed out", "The receiver cannot be reached from MLflow's server."),
     ("500 error", f"If it answers other requests: {KEY_REMEDY}"),
 )
-"""What MLflow says (in lower case), and what a keeper of the server can do about it."""
+"""Remedies for an administrator of the server, by what MLflow's message contains (in lower case)."""
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
@@ -47,7 +46,7 @@ _STATUS_HINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookReport:
-    """What stands in MLflow, what was done about it, and what came of `tests` deliveries, `arrived` of them well.
+    """The webhook in MLflow, what `install` changed, and how many of the `tests` deliveries have `arrived`.
 
     `problem` says what is wrong with it or with the first delivery that failed, and `remedy` what to do.
     """
@@ -62,11 +61,12 @@ class WebhookReport:
 
     @property
     def ok(self) -> bool:
+        """Return whether nothing is wrong."""
         return not self.problem
 
 
 class MlflowWebhooks:
-    """The webhook of one name. A person who looks at MLflow's list knows by the name whose it is.
+    """The webhook of one name, by which people recognise it in MLflow's list.
 
     Args:
         tracking_uri: a tracking server's URL.
@@ -77,18 +77,18 @@ class MlflowWebhooks:
     """
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
-        self._mlflow = Connection(tracking_uri)
+        self._mlflow = MlflowConnection(tracking_uri)
         self._name = name
         if self._mlflow.is_database:
             raise UserError(
                 "webhooks need an MLflow server",
                 where=self._mlflow.shown,
-                why="a database that is used directly sends none",
+                why="a database sends none",
                 remedy="Set tracking_uri to http://HOST:PORT; without webhooks the reconciler polls.",
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Make the webhook, or put everything about it right; then test it. Doing it again changes nothing.
+        """Create the webhook, or correct all that is wrong with it; then test it. Idempotent.
 
         Raises:
             UserError: MLflow does not accept the URL.
@@ -98,7 +98,7 @@ class MlflowWebhooks:
             found = _named(client, self._name)
             did = _wrong(found[0], url) if found else ("created",)
             if found[1:]:
-                did += ("removed a double",)
+                did += ("removed a duplicate",)
             for extra in found[1:]:
                 client.delete_webhook(extra.webhook_id)
             if found:
@@ -110,7 +110,7 @@ class MlflowWebhooks:
             return self._tested(client, did)
 
     def repair(self, secret: str) -> WebhookReport | None:
-        """Put right what `check` finds wrong, at the URL that the webhook has; None if there is no such webhook."""
+        """Install the webhook again at its URL if `check` finds a problem; return None if there is no webhook."""
         try:
             report = self.check()
         except NotFoundError:
@@ -118,7 +118,7 @@ class MlflowWebhooks:
         return report if report.ok else self.install(report.url, secret)
 
     def check(self) -> WebhookReport:
-        """Look at the webhook and test it; changes nothing.
+        """Compare and test the webhook without changing it.
 
         Raises:
             NotFoundError: there is none.
@@ -140,7 +140,7 @@ class MlflowWebhooks:
             return self._tested(client, ())
 
     def remove(self) -> bool:
-        """Delete the webhook; whether there was one."""
+        """Delete the webhook; return whether there was one."""
         with self._session() as client:
             found = _named(client, self._name)
             for webhook in found:
@@ -154,17 +154,17 @@ class MlflowWebhooks:
         if unread := sum(status >= _SERVER_ERROR for status in statuses):
             problem = f"{unread} of {_READS} requests for the webhooks failed: MLflow's workers cannot read the secret"
             return replace(report, problem=problem, remedy=KEY_REMEDY)
-        for number in range(1, TRIES + 1):
+        for number in range(1, TEST_DELIVERIES + 1):
             result = client.test_webhook(webhook.webhook_id)
             if not result.success:
-                problem, remedy = _diagnosis(result.response_status, result.error_message or result.response_body or "")
-                told = f"a test delivery failed: {problem}"
-                return replace(report, tests=number, arrived=number - 1, problem=told, remedy=remedy)
-        return replace(report, tests=TRIES, arrived=TRIES)
+                problem, remedy = _diagnose(result.response_status, result.error_message or result.response_body or "")
+                what = f"a test delivery failed: {problem}"
+                return replace(report, tests=number, arrived=number - 1, problem=what, remedy=remedy)
+        return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
-        """A client, whose errors are told with what a keeper of the server can do about them."""
+        """Give a client, whose errors name the remedy for an administrator of the server."""
         try:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client
@@ -178,15 +178,10 @@ class MlflowWebhooks:
 
 
 def _named(client: MlflowClient, name: str) -> list[Webhook]:
-    """The webhooks of that name, oldest first."""
-    found: list[Webhook] = []
-    token = None
-    while True:
-        page = client.list_webhooks(max_results=100, page_token=token)
-        found += [webhook for webhook in page if webhook.name == name]
-        token = page.token
-        if not token:
-            return sorted(found, key=lambda webhook: (webhook.creation_timestamp, webhook.webhook_id))
+    """Return the webhooks of that name, oldest first."""
+    webhooks = read_pages(lambda token: client.list_webhooks(max_results=100, page_token=token))
+    named = (webhook for webhook in webhooks if webhook.name == name)
+    return sorted(named, key=lambda webhook: (webhook.creation_timestamp, webhook.webhook_id))
 
 
 def _events() -> list[WebhookEvent | WebhookEventStr]:
@@ -196,7 +191,7 @@ def _events() -> list[WebhookEvent | WebhookEventStr]:
 
 
 def _wrong(webhook: Webhook, url: str) -> tuple[str, ...]:
-    """What is not as it should be. Nobody can see which secret it has; the test tells."""
+    """Return what is not as it should be. Its secret cannot be read; the test shows whether it is right."""
     wrong = {
         "url": webhook.url != url,
         "events": {str(event) for event in webhook.events} != set(ALIAS_EVENTS),
@@ -205,15 +200,15 @@ def _wrong(webhook: Webhook, url: str) -> tuple[str, ...]:
     return tuple(what for what, is_so in wrong.items() if is_so)
 
 
-def _diagnosis(status: int | None, said: str) -> tuple[str, str]:
+def _diagnose(status: int | None, message: str) -> tuple[str, str]:
     if status is not None:
-        return f"the receiver answered {status} {_short(said)}".rstrip(), _STATUS_HINTS.get(status, "")
-    return _short(said.rpartition("(Caused by ")[2]), _hint(said)
+        return f"the receiver answered {status} {_short(message)}".rstrip(), _STATUS_HINTS.get(status, "")
+    return _short(message.rpartition("(Caused by ")[2]), _hint(message)
 
 
-def _hint(said: str) -> str:
-    lower = said.lower()
-    return next((hint for word, hint in _HINTS if word in lower), "")
+def _hint(message: str) -> str:
+    lower = message.lower()
+    return next((hint for text, hint in _HINTS if text in lower), "")
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onnx_ops import codec
-from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, decisions, read_record
+from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions, read_record
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.attestation import MAX_REASON_LENGTH, OVERRIDE_TAG_PREFIX, override_reason_tag, override_record_tag
 from onnx_ops.domain.decision import Verdict
@@ -183,7 +183,7 @@ class Guard:
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(f"write it {DECISION}{target}", remedy="Some databases hold both spellings for one tag.")
-        keys, new = self._configuration.keys, decisions({key: value}).get(target)
+        keys, new = self._configuration.keys, read_decisions({key: value}).get(target)
         if keys is None or not self._counts(record, target):
             return
         if new is None or not is_valid_for(new, record, target, keys):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, decisions
+from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, read_decisions
 from onnx_ops.domain.decision import SignedDecision
 from onnx_ops.domain.release import VersionRecord
 
@@ -84,7 +84,7 @@ class ServerStore:
             page = _store().search_model_versions(query, max_results=100, page_token=token)
             for found in page:
                 if str(found.name) == record.model and str(found.version) != record.version:
-                    signed = decisions({str(key): str(value) for key, value in found.tags.items()}).get(target)
+                    signed = read_decisions({str(key): str(value) for key, value in found.tags.items()}).get(target)
                     if signed is not None:
                         yield signed
             if not (token := page.token):

@@ -1,4 +1,4 @@
-"""A ledger entry as a run that people can read: experiment `releases/<endpoint>`, one run per entry, in order."""
+"""Ledger entries as runs of MLflow for people: experiment `releases/<endpoint>`, one run per entry, in order."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _TAG_LIMIT = 5000
 
 
-def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry unless it is there; its time is the run's time. One that was begun is completed."""
-    found = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
-    if found and found[0].info.status != "RUNNING":
+def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
+    """Write the entry as a run at its time, unless there is one; complete a run that was begun."""
+    runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
+    if runs and runs[0].info.status != "RUNNING":
         return
     body = entry.body
     at = round(entry.at * 1000)
-    said = {
+    tags = {
         "sequence": str(entry.sequence),
         "endpoint": entry.endpoint,
         "model": model,
@@ -49,13 +49,13 @@ def mirror_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, mode
         "entry": codec.dumps(entry).decode(),
     }
     run = (
-        found[0]
-        if found
+        runs[0]
+        if runs
         else client.create_run(
             experiment,
             start_time=at,
             run_name=f"{entry.sequence:05d} {_title(entry)}",
-            tags={key: value[:_TAG_LIMIT] for key, value in said.items() if value},
+            tags={key: value[:_TAG_LIMIT] for key, value in tags.items() if value},
         )
     )
     if isinstance(body, Intent):
@@ -74,11 +74,11 @@ def _title(entry: LedgerEntry) -> str:
         case Intent():
             return str(body.action.kind.value)
         case RollbackRequested():
-            return f"asked for: {body.action.kind.value}"
+            return f"requested: {body.action.kind.value}"
         case ActionOutcome():
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case OperatorCommandSent():
-            return f"word: {body.word.value}"
+            return f"command: {body.word.value}"
         case (
             EndpointBound()
             | AliasesWritten()
