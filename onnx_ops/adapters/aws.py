@@ -39,7 +39,7 @@ _UNAVAILABLE = frozenset(
         "InternalServerError",
         "RequestLimitExceeded",
         "RequestTimeout",
-        "ServiceUnavailableError",
+        "ServiceUnavailable",
         "SlowDown",
         "Throttling",
         "ThrottlingException",

@@ -190,7 +190,7 @@ class AzureCloud:
         endpoint = call.path.split("/")[2]
         with self._lock:
             if endpoint not in self.control.keys:
-                return refuse(404, "NotFoundError", "There is no such endpoint.")
+                return refuse(404, "NotFound", "There is no such endpoint.")
             if call.headers.get("authorization") != f"Bearer {self.control.keys[endpoint]}":
                 return refuse(401, "Unauthorized", "The key is wrong.")
             pinned = call.headers.get(_PIN)
@@ -199,7 +199,7 @@ class AzureCloud:
             copies = [] if pinned else list(self.control.mirrors.get(endpoint, {}).items())
             mirrored = [self.control.nodes[endpoint, name] for name, percent in copies if self._served % 100 < percent]
         if node is None or chosen is None:
-            return refuse(404, "NotFoundError", "No deployment takes the request.")
+            return refuse(404, "NotFound", "No deployment takes the request.")
         before, place = SystemClock().monotonic(), (endpoint, chosen)
         with self._lock:
             if self._running[place] >= self.control.concurrency(endpoint, chosen):
