@@ -20,7 +20,13 @@ from onnx_ops.adapters.objects import durable_file
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state, drop_idle_deployments
+from onnx_ops.domain.endpoint import (
+    EndpointConfig,
+    EndpointState,
+    OrphanedResource,
+    build_rollback_state,
+    drop_idle_deployments,
+)
 from onnx_ops.domain.execution import CPU
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target

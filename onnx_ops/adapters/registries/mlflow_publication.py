@@ -26,7 +26,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     VARIANT,
     decision_tags,
 )
-from onnx_ops.domain.artifact import Digest, hex_of, short_digest
+from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
 from onnx_ops.scratch import Scratch
 
@@ -338,7 +338,7 @@ def _dataset(name: str, digest: Digest, origin: Mapping[str, str] | None = None)
     source = {key: value for key, value in (origin or {}).items() if key != "kind"}
     return Dataset(
         name=name,
-        digest=hex_of(digest)[:_DIGEST_CHARACTERS],
+        digest=hex_digits(digest)[:_DIGEST_CHARACTERS],
         source_type=(origin or {}).get("kind", "onnx-ops"),
         source=json.dumps({"digest": digest, **source}),
     )
