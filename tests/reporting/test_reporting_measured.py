@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from onnx_ops.reporting.metrics import headline, sampled_rows, task_metric, unit_of
 
 from onnx_ops import codec
 from onnx_ops.domain.evidence import Evidence, Interval, SampledRows, ScoreComparison
 from onnx_ops.domain.gate import Gate, MetricGate, SizeGate
+from onnx_ops.reporting.metrics import headline, sampled_rows, task_metric, unit_of
 from onnx_ops.statistics.judge import judge
 from tests.reporting.test_reporting_html import evidence_of, page_of
 
