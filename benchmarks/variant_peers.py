@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.adapters.isolation.environments import Environments, clean_environ
+from onnx_ops.adapters.isolation.environments import Environments
+from onnx_ops.adapters.isolation.process import clean_environ
 from onnx_ops.domain.execution import Environment
 
 OLIVE, OPTIMUM = "Olive 0.13.0", "Optimum 0.1.0"

@@ -21,7 +21,7 @@ from benchmarks.truth.evidence import evidence
 from benchmarks.truth.sklearn_models import fitted_models
 from benchmarks.truth.torch_nets import cases
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
-from onnx_ops.adapters.exporters.naming import output_names
+from onnx_ops.adapters.exporters.signature import output_names
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime

@@ -21,8 +21,7 @@ from benchmarks.truth.latency import LAYERS, WIDTH
 from benchmarks.truth.parity import equivalence, optimise
 from benchmarks.truth.quantization import FAULTS as ROUNDED_FAULTS
 from benchmarks.truth.recipes import make, variants
-from onnx_ops.adapters.optimizers.halves import HalfOptimizer
-from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.builtin import BUILTIN
 from onnx_ops.domain.decision import Verdict

@@ -17,8 +17,7 @@ from torch import nn
 
 from benchmarks.truth.families import CLASSES, TOKENS, Cnn, Mlp, Transformer, trained
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.adapters.optimizers.calibration import BatchReader
-from onnx_ops.adapters.optimizers.library import quiet
+from onnx_ops.adapters.optimizers.library import BatchReader, quiet
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.measure.quantization import AS_WRITTEN

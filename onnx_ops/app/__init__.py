@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from onnx_ops import plugins
-from onnx_ops.adapters.brought import BroughtModels, RegisteredModels
+from onnx_ops.adapters.external_model import BroughtModels, RegisteredModels
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.adapters.ledgers.log import ObjectLedger

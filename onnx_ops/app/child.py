@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops import codec, plugins
-from onnx_ops.adapters.isolation.output import Marked, Tail, ending
+from onnx_ops.adapters.isolation.process import Marked, Tail, ending
 from onnx_ops.app.remote import ask, pool_of
 from onnx_ops.app.turns import Quiet, machine_lock
 from onnx_ops.config.settings import Settings, to_environ

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
-from onnx_ops.adapters.isolation.exporter import IsolatedExporter
-from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, IsolatedOptimizer
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.execution import Environment

@@ -196,7 +196,7 @@ class Preflight:
 
     def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Finding]:
         """Free axes of inputs that do not exist, and options that the exporter does not have."""
-        from onnx_ops.adapters.exporters.section import section_problems
+        from onnx_ops.adapters.exporters.signature import section_problems
 
         export = self.draft.export
         plugin = self._plugin("exporters", export.framework) if export else None
@@ -210,7 +210,7 @@ class Preflight:
 
     def _quantize_options(self) -> Iterator[Finding]:
         """Options that an optimizer does not take."""
-        from onnx_ops.adapters.optimizers.options import read_options
+        from onnx_ops.adapters.optimizers.library import read_options
 
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)

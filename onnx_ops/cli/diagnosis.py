@@ -122,7 +122,7 @@ def _own(kind: str, name: str) -> Iterable[Diagnosis]:
 
 def _providers(project: Project) -> Iterator[Diagnosis]:
     del project
-    from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices
+    from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, devices
 
     found = available_providers()
     yield Diagnosis(

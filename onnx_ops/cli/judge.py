@@ -95,7 +95,7 @@ def judge(
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
-    from onnx_ops.adapters.runtimes.shielded import shielded_runtime
+    from onnx_ops.adapters.runtimes.placement import shielded_runtime
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
@@ -305,7 +305,7 @@ def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_
 
 
 def _functions(gate: MetricGate) -> Mapping[str, Any]:
-    from onnx_ops.pipeline.user_code import importable, load_function
+    from onnx_ops.measure.user_functions import importable, load_function
 
     if not gate.use:
         return {}

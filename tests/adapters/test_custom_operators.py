@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Verdict

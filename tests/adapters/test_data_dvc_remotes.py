@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.data.dvc.source import DvcSource
-from onnx_ops.adapters.isolation.npm import NpmPackages
+from onnx_ops.adapters.isolation.environments import NpmPackages
 from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,

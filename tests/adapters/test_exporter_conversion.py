@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
@@ -35,7 +35,7 @@ CPU = Target(name="cpu")
 @pytest.fixture(scope="module", autouse=True)
 def loaded_modules() -> None:
     """Let the processes of the converter have what they need, which takes a second to import."""
-    fork_context("onnx_ops.adapters.exporters.conversion", "onnx_ops.adapters.runtimes.shielded")
+    fork_context("onnx_ops.adapters.exporters.onnx", "onnx_ops.adapters.runtimes.placement")
 
 
 def section(opset: int = 18, ir_version: int = 10, **options: object) -> Export:

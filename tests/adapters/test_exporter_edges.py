@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.exporters.naming import OUTPUT
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.exporters.signature import OUTPUT
 from onnx_ops.adapters.exporters.sklearn import LABEL, PROBABILITIES, VARIABLE, SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from onnx import TensorProto, ValueInfoProto, helper
 
-from onnx_ops.adapters.exporters.naming import check_opset, name_axes
+from onnx_ops.adapters.exporters.signature import check_opset, name_axes
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, Environments, clean_environ, find_uv
-from onnx_ops.adapters.isolation.places import MARKER
+from onnx_ops.adapters.isolation.environments import BASE, MARKER, Environments, find_uv
+from onnx_ops.adapters.isolation.process import clean_environ
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import NotFoundError, StageError, UserError
 

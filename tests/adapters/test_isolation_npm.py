@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.npm import NpmPackages, pinned
-from onnx_ops.adapters.isolation.places import MARKER
+from onnx_ops.adapters.isolation.environments import MARKER, NpmPackages, pinned
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from tests.adapters.runtime_places import require
 

@@ -13,9 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from onnx_ops.adapters.isolation.exporter import IsolatedExporter, Remote
-from onnx_ops.adapters.isolation.output import LAST_LINES
-from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, Remote
+from onnx_ops.adapters.isolation.process import LAST_LINES, Limits
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
@@ -24,7 +23,7 @@ CONVERTER = """
 import ctypes, os, subprocess, sys, threading, time
 from pathlib import Path
 import numpy as np
-from onnx_ops.errors import Refused
+from onnx_ops.errors import RefusedError
 
 class Converter:
     tools = ()
@@ -83,7 +82,7 @@ class Converter:
         self.write(model, request)
 
     def refuse(self, model, request):
-        raise Refused("not today", where="the moon", why="it is full", remedy="Wait.")
+        raise RefusedError("not today", where="the moon", why="it is full", remedy="Wait.")
 
     def stumble(self, model, request):
         return {}["no such key"]
@@ -255,7 +254,7 @@ def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
 import sys, os, signal
 from pathlib import Path
 sys.path.insert(0, {str(tmp_path)!r})
-from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 root, python = Path({str(tmp_path)!r}), Path(sys.executable)
 exporter = IsolatedExporter(exporter="converter_of_mine:Converter", python=lambda: python, root=root)
 model = exporter.load(Path({str(tmp_path / "m")!r}))

@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_ops.adapters.isolation.shield import Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime, shielded_runtime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.testing.models import rows, write_perceptron

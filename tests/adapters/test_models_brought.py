@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.brought import BroughtModels
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.external_model import BroughtModels
 from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError

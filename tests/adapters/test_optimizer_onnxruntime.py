@@ -18,8 +18,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
-from onnx_ops.adapters.optimizers.calibration import BATCH, BatchReader
-from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.library import BATCH, BatchReader
+from onnx_ops.adapters.optimizers.low_precision import WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file

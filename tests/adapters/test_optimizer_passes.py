@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
 from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.optimizers.passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
@@ -38,7 +38,7 @@ CPU = Target(name="cpu")
 @pytest.fixture(scope="module", autouse=True)
 def loaded_tools() -> None:
     """Let the processes of the tools have them, which take seconds to import."""
-    fork_context("onnxoptimizer", "onnxsim", "onnxslim", __name__, "onnx_ops.adapters.runtimes.shielded")
+    fork_context("onnxoptimizer", "onnxsim", "onnxslim", __name__, "onnx_ops.adapters.runtimes.placement")
 
 
 class TestSlim(OptimizerSuite):
@@ -211,10 +211,10 @@ def test_an_interface_with_another_dimension_is_refused(tmp_path: Path, side: st
 
 
 def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
-    from onnx_ops.adapters.optimizers import passes
+    from onnx_ops.adapters.optimizers import graph_passes
 
     sys.modules["onnxslim"] = None  # type: ignore[assignment]
-    passes._slim(source, result, skip)
+    graph_passes._slim(source, result, skip)
 
 
 def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> None:

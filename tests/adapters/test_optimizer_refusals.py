@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from onnx_ops.adapters.optimizers import halves
-from onnx_ops.adapters.optimizers.halves import HalfOptimizer
+from onnx_ops.adapters.optimizers import low_precision
+from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
@@ -95,7 +95,7 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
 
 def test_a_model_that_no_protobuf_holds_is_not_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_perceptron(tmp_path / "model.onnx")
-    monkeypatch.setattr(halves, "PROTOBUF_LIMIT", 100)
+    monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)
     section = Quantize(name="v", method="fp16")
     with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
         HalfOptimizer().optimize(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
-from onnx_ops.adapters.optimizers.graphs import FusionOptimizer, GraphOptimizer, ShapeOptimizer
-from onnx_ops.adapters.optimizers.halves import HalfOptimizer
-from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.graph_passes import FusionOptimizer, GraphOptimizer, ShapeOptimizer
+from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize

@@ -13,8 +13,7 @@ import pytest
 
 from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, build_of
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime, shielded_runtime
-from onnx_ops.adapters.runtimes.targeted import TargetedRuntime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime, TargetedRuntime, shielded_runtime
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_load import window
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, window
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import LoadSchedule

@@ -16,8 +16,7 @@ import pytest
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
 from onnx_ops.adapters.runtimes.hardware import conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
-from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
+from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, new_session
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError

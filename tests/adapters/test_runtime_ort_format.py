@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
 from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, USABILITY, loaded_file, write_package
-from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import DigestMismatchError, MeasurementError

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers, devices, provider_values
+from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, devices, provider_values
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError

@@ -12,8 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.adapters.runtimes import onnxruntime_child as child
-from onnx_ops.adapters.runtimes import onnxruntime_start as parent
+from onnx_ops.adapters.runtimes import cold_start
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
@@ -80,9 +79,9 @@ def test_a_process_that_crashes_is_a_failure_to_measure(
 ) -> None:
     (tmp_path / "crashing.py").write_text(module, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(parent, "CHILD", "crashing")
+    monkeypatch.setattr(cold_start, "CHILD", "crashing")
     with pytest.raises(MeasurementError, match=told) as caught:
-        parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        cold_start.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)
 
@@ -90,17 +89,17 @@ def test_a_process_that_crashes_is_a_failure_to_measure(
 def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(3600)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(parent, "CHILD", "hanging")
-    monkeypatch.setattr(parent, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(cold_start, "CHILD", "hanging")
+    monkeypatch.setattr(cold_start, "PATIENCE_S", 0.2)
     with pytest.raises(MeasurementError, match="did not answer within"):
-        parent.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        cold_start.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
 
 
 def test_what_the_fresh_process_raises_keeps_its_words(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "m.onnx")
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
-    with pytest.raises(MeasurementError, match="cannot run the model"), parent.stored_feed(rows(1)) as feed:
-        parent.start(tmp_path / "m.onnx", target, feed, 1)
+    with pytest.raises(MeasurementError, match="cannot run the model"), cold_start.stored_feed(rows(1)) as feed:
+        cold_start.start(tmp_path / "m.onnx", target, feed, 1)
 
 
 def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,24 +125,24 @@ def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monke
 def test_a_peak_before_loading_is_forgotten(tmp_path: Path) -> None:
     ballast = np.ones(20 * MB, dtype=np.float64)
     del ballast
-    resident, mark = child.memory_mark()
+    resident, mark = cold_start.memory_mark()
     assert mark - resident < 40 * MB
     more = np.ones(10 * MB, dtype=np.float64)
-    assert 70 * MB < child.added(resident, mark) < 200 * MB
+    assert 70 * MB < cold_start.added(resident, mark) < 200 * MB
     assert more.nbytes == 80 * MB
 
 
 def test_a_peak_that_did_not_rise_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
-    assert child.memory_mark() == (50, 90)
-    assert child.added(50, 90) == child.UNKNOWN
-    assert child.added(50, 80) == 40
+    monkeypatch.setattr(cold_start, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
+    assert cold_start.memory_mark() == (50, 90)
+    assert cold_start.added(50, 90) == cold_start.UNKNOWN
+    assert cold_start.added(50, 80) == 40
 
 
 def test_where_there_is_no_proc_the_peak_of_getrusage_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_status", dict)
+    monkeypatch.setattr(cold_start, "_status", dict)
     peaks = iter([100, 100, 100, 130])
-    monkeypatch.setattr(child, "_highest", lambda: next(peaks))
-    assert child.memory_mark() == (100, 100)
-    assert child.added(100, 100) == child.UNKNOWN
-    assert child.added(100, 100) == 30
+    monkeypatch.setattr(cold_start, "_highest", lambda: next(peaks))
+    assert cold_start.memory_mark() == (100, 100)
+    assert cold_start.added(100, 100) == cold_start.UNKNOWN
+    assert cold_start.added(100, 100) == 30

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.output import LAST_LINES
+from onnx_ops.adapters.isolation.process import LAST_LINES
 from onnx_ops.app import connect, worker
 from onnx_ops.app.child import Performer, in_child
 from onnx_ops.app.turns import machine_lock

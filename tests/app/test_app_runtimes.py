@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.environments import Environments, find_uv
-from onnx_ops.adapters.isolation.places import MARKER
+from onnx_ops.adapters.isolation.environments import MARKER, Environments, find_uv
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import summarise
 from onnx_ops.domain.decision import Verdict
@@ -147,7 +146,7 @@ def of_browser(process: psutil.Process) -> bool:
 
 
 def of_isolated(process: psutil.Process) -> bool:
-    return any("onnx_ops.adapters.runtimes.inside" in part for part in process.cmdline())
+    return any("onnx_ops.adapters.runtimes.isolated" in part for part in process.cmdline())
 
 
 VICTIMS = {"node": of_node, "browser-wasm": of_browser, "apart": of_isolated}

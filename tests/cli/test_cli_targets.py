@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onnx_ops.adapters.runtimes.onnxruntime_providers import available_providers
+from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers
 from onnx_ops.app.project import open_project
 from onnx_ops.cli.diagnosis import _providers
 from onnx_ops.cli.main import app

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.npm import NpmPackages
+from onnx_ops.adapters.isolation.environments import NpmPackages
 from tests.adapters.runtime_places import environments, require
 from tests.infra.infra_tools import ROOT
 

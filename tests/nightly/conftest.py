@@ -11,7 +11,7 @@ import pytest
 
 from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments, find_uv
-from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.ports import Dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.isolation.exporter import IsolatedExporter
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target

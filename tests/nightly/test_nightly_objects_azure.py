@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.npm import NpmPackages
+from onnx_ops.adapters.isolation.environments import NpmPackages
 from tests.support.objects import RemoteLedgerSuite, RemoteStoreSuite
 from tests.support.ports import free_port
 

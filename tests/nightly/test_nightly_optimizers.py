@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops import plugins
 from onnx_ops.adapters.isolation.environments import Environments
-from onnx_ops.adapters.isolation.optimizer import IsolatedOptimizer
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
 from onnx_ops.adapters.isolation.process import Limits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Calibrate, Quantize

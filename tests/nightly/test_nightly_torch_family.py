@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.adapters.exporters.huggingface import HuggingfaceExporter
-from onnx_ops.adapters.exporters.keras import KerasExporter
+from onnx_ops.adapters.exporters.torch import HuggingfaceExporter, KerasExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.model_info import info

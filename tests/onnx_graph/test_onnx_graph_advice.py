@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
-from onnx_ops.adapters.optimizers.calibration import BatchReader
+from onnx_ops.adapters.optimizers.library import BatchReader
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.quantization import AS_WRITTEN

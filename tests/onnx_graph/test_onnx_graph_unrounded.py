@@ -99,7 +99,7 @@ def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> N
     """A bound of the Clip is a constant that the variant no longer has; a residual sum is cut off too."""
     from onnxruntime.quantization import QuantFormat, quantize_static
 
-    from onnx_ops.adapters.optimizers.calibration import BatchReader
+    from onnx_ops.adapters.optimizers.library import BatchReader
     from onnx_ops.onnx_graph.model_info import info
 
     source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"

@@ -136,7 +136,7 @@ def look(model: Path) -> Outcome:
 
 def hold_against_itself(model: Path) -> Outcome:
     """What the parity of `judge` makes of a file and itself, on a few random rows."""
-    from onnx_ops.adapters.runtimes.shielded import ShieldedRuntime
+    from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
     from onnx_ops.config.builtin import BUILTIN
     from onnx_ops.tools.compare import compare
     from onnx_ops.tools.probing import generate_samples, shared_inputs

@@ -9,7 +9,7 @@ import multiprocessing
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
-_loaded: set[str] = {"onnx", "onnxruntime", "onnx_ops.adapters.isolation.shield"}
+_loaded: set[str] = {"onnx", "onnxruntime", "onnx_ops.adapters.isolation.crash_guard"}
 
 
 def fork_context(*modules: str) -> ForkServerContext:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.halves import HalfOptimizer
-from onnx_ops.adapters.optimizers.narrow import WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.ports import OptimizeRequest

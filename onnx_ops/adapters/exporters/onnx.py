@@ -1,4 +1,4 @@
-"""A ready ONNX file: bring your own."""
+"""Take ready ONNX files as they are, or convert them to another opset."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.conversion import convert
-from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.signature import check_section
+from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.compatibility import CONVERT, ceiling, check_libraries, drop_zipmaps, newer, no_tensors, remedy
+from onnx_ops.onnx_graph.compatibility import (
+    CONVERT,
+    ceiling,
+    check_libraries,
+    drop_zipmaps,
+    full_check,
+    newer,
+    no_tensors,
+    remedy,
+)
 from onnx_ops.onnx_graph.files import copy_model, model_file, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.rewrites import like_source
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -67,7 +77,7 @@ class OnnxExporter:
         found, section = info(source), request.section
         if why := no_tensors(source):
             raise UserError("the file cannot be brought", where=source.name, why=why)
-        converts = _converts(section, request.samples)
+        converts = _is_conversion(section, request.samples)
         if converts and (found.opsets.get("", 0), found.ir_version) != (section.opset, section.ir_version):
             convert(source, request.path, section)
             return
@@ -105,7 +115,7 @@ class OnnxExporter:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
-def _converts(section: Export, samples: Tensors) -> bool:
+def _is_conversion(section: Export, samples: Tensors) -> bool:
     """Raises UserError for an option that does not exist."""
     others = {name: value for name, value in section.options.items() if name != CONVERT}
     if others:
@@ -125,3 +135,32 @@ def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
         return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
     except Exception as error:  # kernels in numpy raise whatever numpy raises
         raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
+
+
+def convert(source: Path, result: Path, section: Export) -> None:
+    """Write the file at exactly the opset and IR version of the section.
+
+    Raises:
+        UserError: the converter cannot, or what it made is not valid at that version.
+    """
+    try:
+        shielded(_run_converter, source, result, section.opset, section.ir_version)
+    except Fallen as fallen:
+        raise UserError(
+            f"the file cannot be converted to opset {section.opset}",
+            where="export",
+            why="\n".join(part for part in (fallen.how, fallen.said) if part),
+            remedy=f"Export the model anew at opset {section.opset}, or choose another export.opset "
+            f"(the file has {info(source).opsets.get('', 0)}).",
+        ) from None
+
+
+def _run_converter(source: Path, result: Path, opset: int, ir_version: int) -> None:
+    from onnx import version_converter
+
+    model = read_model(source)
+    converted = version_converter.convert_version(model, opset)
+    like_source(converted, model)
+    converted.ir_version = ir_version
+    write_model(converted, result)
+    full_check(result)

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.naming import check_opset, name_axes, output_names, output_values, rename_outputs
-from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.signature import (
+    check_opset,
+    check_section,
+    name_axes,
+    output_names,
+    output_values,
+    rename_outputs,
+)
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.ports.data import Array, Tensors

@@ -10,10 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.known_wrong import check_convertible
-from onnx_ops.adapters.exporters.section import check_section
-from onnx_ops.adapters.exporters.sklearn_inputs import Layout, connect, layout_of, rows_of
-from onnx_ops.adapters.exporters.sklearn_outputs import check_runnable, tidy_outputs
+from onnx_ops.adapters.exporters.known_defects import check_convertible
+from onnx_ops.adapters.exporters.signature import check_section
+from onnx_ops.adapters.exporters.sklearn_signature import (
+    Layout,
+    check_runnable,
+    connect,
+    layout_of,
+    rows_of,
+    tidy_outputs,
+)
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber

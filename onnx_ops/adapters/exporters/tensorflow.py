@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.keras import import_classes
-from onnx_ops.adapters.exporters.naming import (
+from onnx_ops.adapters.exporters.signature import (
     check_opset,
+    check_section,
     free_axes,
     name_axes,
     output_names,
     output_values,
     rename_outputs,
 )
-from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber

@@ -1,4 +1,4 @@
-"""PyTorch modules, by `torch.onnx.export(dynamo=True)`."""
+"""Export PyTorch modules with torch.onnx.export: plain ones, Keras 3 models on PyTorch, and transformers models."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import copy
 import importlib
 import inspect
 import io
+import json
 import logging
+import os
 import re
 import warnings
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.naming import free_axes, output_names, output_values
-from onnx_ops.adapters.exporters.section import check_section
+from onnx_ops.adapters.exporters.signature import check_section, free_axes, output_names, output_values
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.measure.user_functions import load_function
 from onnx_ops.onnx_graph.files import graphs, nodes, write_model
 from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
-from onnx_ops.pipeline.user_code import load_function
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 
@@ -324,3 +326,143 @@ def _strip(proto: Any) -> None:
     for graph in graphs(proto):
         for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del value.metadata_props[:]
+
+
+KERAS_FILE = "model.keras"
+KERAS_BACKEND = "torch"
+
+
+class KerasExporter(TorchExporter):
+    """Inputs are passed in the order of the data set's `inputs:`. Models of other backends are read too: a `.keras`
+    file knows none."""
+
+    tools = ("keras", *TorchExporter.tools)
+
+    def save(self, model: object, folder: Path) -> None:
+        keras = _keras()
+        if not isinstance(model, keras.Model):
+            raise UserError(
+                f"{type(model).__name__} is no keras.Model", where="train.run", remedy="It must return a Keras model."
+            )
+        model.save(folder / KERAS_FILE)
+
+    def load(self, folder: Path) -> object:
+        files = sorted(folder.glob("*.keras"))
+        if len(files) != 1:
+            raise NotFoundError(
+                f"{len(files)} .keras files there", where=str(folder), remedy="There must be exactly one."
+            )
+        keras = _keras()
+        try:
+            import_classes(files[0])
+            model = keras.saving.load_model(files[0], compile=False)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            raise UserError(f"cannot load the model: {error}", where=files[0].name) from error
+        return model.eval()
+
+
+def import_classes(path: Path) -> None:
+    """Import the modules of a `.keras` file's own classes, which register them there: Keras imports none but its own.
+
+    Raises:
+        ImportError: a module cannot be imported.
+    """
+    with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
+        for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
+            importlib.import_module(module)
+
+
+def _own_modules(config: Any) -> Iterator[str]:
+    if isinstance(config, dict):
+        if config.get("module") and config.get("registered_name"):
+            yield config["module"]
+        config = list(config.values())
+    if isinstance(config, list):
+        for part in config:
+            yield from _own_modules(part)
+
+
+def _keras() -> Any:
+    """Keras chooses its backend when it is first imported."""
+    os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
+    keras = importlib.import_module("keras")
+    if keras.backend.backend() != KERAS_BACKEND:
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()} here",
+            where="export.framework",
+            remedy="Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow.",
+        )
+    return keras
+
+
+TRANSFORMERS_CONFIG = "config.json"
+
+
+class HuggingfaceExporter(TorchExporter):
+    """The data set's `inputs:` are the names of `forward`'s arguments: input_ids, attention_mask, pixel_values,
+    decoder_input_ids. The outputs are the tensors that the model answers: logits, last_hidden_state …"""
+
+    tools = ("transformers", *TorchExporter.tools)
+
+    def save(self, model: object, folder: Path) -> None:
+        if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
+            raise UserError(
+                f"{type(model).__name__} is no model of transformers",
+                where="train.run",
+                remedy="It must return a PreTrainedModel; export.framework: torch takes any module.",
+            )
+        if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
+            raise UserError(
+                f"{type(model).__name__} is no class of transformers",
+                where="train.run",
+                why="the files of save_pretrained hold no code, and another class of that name would be loaded",
+                remedy="Set export.framework: torch, which takes any module, and give it inputs and outputs there.",
+            )
+        model.save_pretrained(folder)
+
+    def load(self, folder: Path) -> object:
+        """A folder that `save_pretrained` wrote. Nothing is asked of a hub, and no code of the folder runs."""
+        transformers = importlib.import_module("transformers")
+        if not (folder / TRANSFORMERS_CONFIG).is_file():
+            raise NotFoundError(
+                "no config.json", where=str(folder), remedy="Name a folder that save_pretrained has written."
+            )
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        names = config.architectures or []
+        if len(names) != 1 or not hasattr(transformers, names[0]):
+            raise UserError(
+                f"transformers has no architecture {names}",
+                where="config.json",
+                remedy="Install the version that wrote it.",
+            )
+        found = getattr(transformers, names[0])
+        return found.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        super().export(_named(model, tuple(request.samples)), request)
+
+    def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        return super().tracer(_named(model, tuple(request.samples)), request)
+
+    def reference(
+        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
+    ) -> Mapping[str, Array] | None:
+        return super().reference(_named(model, tuple(inputs)), inputs, precision)
+
+
+def _named(model: Any, names: tuple[str, ...]) -> object:
+    """The model as a module that takes its inputs in order and answers tensors only."""
+    torch: Any = importlib.import_module("torch")
+
+    class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, *tensors: Any) -> dict[str, Any]:
+            given = dict(zip(names, tensors, strict=True))
+            extra = {"use_cache": False} if "use_cache" in vars(self.inner.config) else {}
+            answer = self.inner(**given, **extra, return_dict=True)
+            return {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
+
+    return Named().eval()

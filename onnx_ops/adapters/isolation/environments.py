@@ -1,20 +1,26 @@
-"""Python environments of their own, by what they hold: made once, whole or not at all, and used again offline."""
+"""Make isolated environments of Python and JavaScript packages: once, whole or not at all, then used offline."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.adapters.isolation.places import made_once, run_installer
+from onnx_ops.adapters.isolation.process import clean_environ, last_lines
+from onnx_ops.adapters.objects import durable_file
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
 """What the inner side of the protocol imports, beside this package itself. `onnx` and `numpy` stay loose: the
@@ -22,17 +28,6 @@ framework decides."""
 
 _LAYOUT = 1
 """Raised when environments made by an older release cannot be used any more."""
-
-_NOT_INHERITED = (
-    "KERAS_BACKEND",
-    "PIP_PREFIX",
-    "PIP_TARGET",
-    "PIP_USER",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "UV_PROJECT",
-    "VIRTUAL_ENV",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +85,6 @@ def find_uv() -> str | None:
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
-def clean_environ() -> dict[str, str]:
-    """This process's variables without those that would let one Python see into another, or choose for it."""
-    return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
-
-
 def _interpreter(asked: str | None) -> str:
     if asked is None:
         return sys.executable
@@ -106,3 +96,119 @@ def _interpreter(asked: str | None) -> str:
             remedy="Install it, or install uv, which brings it.",
         )
     return found
+
+
+_PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
+
+_NPM_LAYOUT = 1
+"""Raised when folders made by an older release cannot be used any more."""
+
+NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or bring the project's environments along."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NpmPackages:
+    """Folders of packages below a folder, each named for the digest of its requirements."""
+
+    folder: Path
+
+    def installed(self, requirements: Sequence[str]) -> Path:
+        """The folder whose `node_modules` holds the packages, which is made if it is not there.
+
+        No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
+
+        Raises:
+            UserError: a requirement is not an exact version.
+            MeasurementError: there is no npm to make it with.
+            StageError: the packages could not be installed.
+        """
+        pinned(requirements)
+        place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
+        made_once(place, place / "node_modules", lambda: _install(place, requirements))
+        return place
+
+
+def pinned(requirements: Sequence[str]) -> Mapping[str, str]:
+    """Versions by name.
+
+    Raises:
+        UserError: a requirement is not `package@1.2.3`.
+    """
+    found = {requirement: _PINNED.fullmatch(requirement) for requirement in requirements}
+    for requirement, match in found.items():
+        if match is None:
+            raise UserError(
+                f"{requirement!r} is no exact version of a package",
+                where="env.requirements",
+                remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
+            )
+    return {match["name"]: match["version"] for match in found.values() if match}
+
+
+def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise MeasurementError("there is no npm here to install its packages", why="", remedy=NPM_REMEDY)
+    place.mkdir()
+    (place / "package.json").write_text('{"private": true}\n', encoding="utf-8")
+    quiet = ("--ignore-scripts", "--no-audit", "--no-fund", "--no-progress", "--save-exact", "--loglevel=error")
+    run_installer([npm, "install", *quiet, *sorted(requirements)], os.environ, place)
+    lock = json.loads((place / "package-lock.json").read_text(encoding="utf-8"))
+    installed = {name: str(entry.get("version", "")) for name, entry in lock["packages"].items() if name}
+    return {"requirements": sorted(requirements), "installed": installed}
+
+
+MARKER = "onnx-ops.json"
+"""Written last: a folder without it was being made when its maker died."""
+
+
+def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
+    """Have `make` fill the folder `place`, unless it is whole; its answer is kept in the marker.
+
+    Args:
+        place: the folder; others may ask for it at the same time.
+        needed: a file below it, without which it is not whole.
+        make: fills it.
+    """
+    with locked(place.with_suffix(".lock")):
+        if (place / MARKER).is_file() and needed.exists():
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        document = make()
+        with durable_file(place / MARKER) as temporary:
+            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
+    """What it prints.
+
+    Raises:
+        StageError: it failed.
+    """
+    done = subprocess.run(
+        command,
+        env=environ,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if done.returncode:
+        raise StageError(
+            "its environment cannot be made",
+            where="env.requirements",
+            why=last_lines(done.stdout),
+            remedy="Mend the requirements, or look whether the package index can be reached; then run again.",
+        )
+    return done.stdout.decode("utf-8", errors="replace")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock; the file is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

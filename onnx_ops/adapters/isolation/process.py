@@ -1,31 +1,42 @@
-"""A process that answers requests, one at a time: JSON lines in, JSON lines out, arrays in files beside."""
+"""Run processes that answer requests one at a time: JSON lines in, JSON lines out, arrays in files beside them."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from onnx_ops.adapters.isolation.environments import clean_environ
-from onnx_ops.adapters.isolation.interpreter import Command
-from onnx_ops.adapters.isolation.output import Tail, ending
-from onnx_ops.errors import StageError, from_document
+from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
 
 GRACE_S = 5.0
 """Seconds that a process gets, after its time is up, to say where it hangs; and to end when it is asked to."""
 
 _STEP_S = 0.005
+
+
+_NOT_INHERITED = (
+    "KERAS_BACKEND",
+    "PIP_PREFIX",
+    "PIP_TARGET",
+    "PIP_USER",
+    "PYTHONHOME",
+    "PYTHONPATH",
+    "UV_PROJECT",
+    "VIRTUAL_ENV",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,3 +187,144 @@ def _wait_until(done: Callable[[], bool], patience: float) -> None:
     deadline = time.monotonic() + patience
     while not done() and time.monotonic() < deadline:
         time.sleep(_STEP_S)
+
+
+PACKAGE = "onnx_ops"
+
+Command = Callable[[Path, int, int], list[str]]
+"""Given a scratch folder, the descriptor for answers, and bytes of memory: what to start."""
+
+
+def interpreter(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
+    """Return a command that calls a function of this package in an isolated environment.
+
+    Args:
+        python: the interpreter.
+        entry: `module:function`.
+        packages: further top-level packages or modules of this installation that it may import.
+    """
+    module, _, function = entry.partition(":")
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {function}; {function}()"
+
+    def command(scratch: Path, answers: int, memory: int) -> list[str]:
+        visible = scratch / "packages"
+        visible.mkdir()
+        for name in {PACKAGE, *packages}:
+            path = _place(name)
+            (visible / (name if path.is_dir() else path.name)).symlink_to(path)
+        return [str(python), "-I", "-c", code, str(visible), str(answers), str(memory)]
+
+    return command
+
+
+def _place(name: str) -> Path:
+    """The folder or file of a top-level package or module of this installation."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise NotFoundError(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
+    path = Path(spec.origin)
+    return path.parent if path.name == "__init__.py" else path
+
+
+KEPT_BYTES = 1 << 16
+LAST_LINES = 30
+_LONGEST_LINE = 400
+_CHUNK = 1 << 16
+_MUCH = 1_000_000
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Lines that begin with `mark` go to `tell`, without it, as they come; they are not kept."""
+
+    mark: bytes
+    tell: Callable[[str], None]
+
+
+class Tail:
+    """Reads a stream to its end in a thread of its own and keeps its last 64 KiB."""
+
+    def __init__(self, stream: IO[bytes], marked: Marked | None = None) -> None:
+        self.total = 0
+        self._kept = b""
+        self._marked = marked
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def text(self, patience: float = 2.0) -> str:
+        """Its last lines. A process that has ended may have left something to read."""
+        self._thread.join(patience)
+        with self._lock:
+            return last_lines(self._kept)
+
+    def summary(self) -> str:
+        """Its last lines, and how much there was if it was much."""
+        said = self.text()
+        return f"{said}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else said
+
+    def _drain(self, stream: IO[bytes]) -> None:
+        rest = b""
+        with stream:
+            while chunk := stream.read1(_CHUNK):  # type: ignore[attr-defined]
+                if self._marked is None:
+                    self._keep(chunk)
+                    continue
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._hear(line + b"\n", self._marked)
+                if len(rest) > KEPT_BYTES:  # a line without an end is none of ours
+                    self._keep(rest)
+                    rest = b""
+        self._keep(rest)
+
+    def _hear(self, line: bytes, marked: Marked) -> None:
+        if line.startswith(marked.mark):
+            marked.tell(line.removeprefix(marked.mark).decode("utf-8", errors="replace").rstrip("\n"))
+        else:
+            self._keep(line)
+
+    def _keep(self, output: bytes) -> None:
+        with self._lock:
+            self.total += len(output)
+            self._kept = (self._kept + output)[-KEPT_BYTES:]
+
+
+def last_lines(output: bytes) -> str:
+    """The last lines of an output, each cut where it is too long for a person."""
+    lines = output[-KEPT_BYTES:].decode("utf-8", errors="replace").splitlines()
+    return "\n".join(line[:_LONGEST_LINE] for line in lines[-LAST_LINES:])
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+@dataclass(slots=True)
+class Held:
+    """At most one process: a second would take the machine's cores from the first."""
+
+    _kept: tuple[str, Process] | None = None
+
+    def get(self, key: str, start: Callable[[], Process]) -> Process:
+        """The one that was started under the key, if it lives; else a new one, after the old one has ended."""
+        if self._kept is not None:
+            kept, process = self._kept
+            if kept == key and process.alive:
+                return process
+            self.stop()
+        process = start()
+        self._kept = key, process
+        return process
+
+    def stop(self) -> None:
+        """End it."""
+        if self._kept is not None:
+            self._kept[1].stop()
+            self._kept = None
+
+
+def clean_environ() -> dict[str, str]:
+    """This process's variables without those that would let one Python see into another, or choose for it."""
+    return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

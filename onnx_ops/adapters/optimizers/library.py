@@ -1,4 +1,4 @@
-"""Calls into libraries that print, log and raise whatever their parts raise."""
+"""Options and calibration rows of optimizers, and calls into the libraries behind them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ import importlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
+
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import OnnxOpsError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import constants, nodes
 from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.ports.data import Array, Tensors
+
+Names = Annotated[tuple[str, ...], MinLen(1)]
+
+
+def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
+    """Return the options that are given, as the optimizer's dataclass has them.
+
+    Raises:
+        UserError: One is unknown or wrong, or they do not fit together.
+    """
+    where = f"variant {section.name}, options"
+    options: Any = bind_settings(section.options, kind, where=where)
+    if problem := find_type_conflict(section.options):
+        raise UserError(problem, where=where)
+    return {name: getattr(options, name) for name in section.options}
+
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 _FLOAT = 1
@@ -136,3 +158,67 @@ def _type_name(data_type: int) -> str:
 
     name: str = TensorProto.DataType.Name(data_type).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+BATCH = 16
+"""Rows of one calibration run of a model with a free batch axis; every activation of them is held in memory."""
+
+
+class BatchReader:
+    """Batches in the order of the rows. A model with a fixed batch gets exactly that many; rows left over go unused.
+
+    The quantizer asks for ranges of batches (`set_range`), so that it holds the activations of one range only.
+
+    Raises:
+        UserError: the rows do not fit the model's inputs, are too few, or are not finite.
+    """
+
+    def __init__(self, rows: Tensors, info: ModelInfo) -> None:
+        _check_rows(rows, info)
+        fixed = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
+        count = len(next(iter(rows.values())))
+        self._rows = rows
+        self._size = int(min(fixed)) if fixed else BATCH
+        self._batches = count // self._size if fixed else -(-count // self._size)
+        if not self._batches:
+            raise UserError(
+                f"{count} calibration rows, and the model takes {self._size} at once",
+                where="quantize.calibrate",
+                remedy="Raise `samples`.",
+            )
+        self._queue: Iterator[int] = iter(range(self._batches))
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        return iter(self.get_next, None)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        self._queue = iter(range(start_index, min(end_index, self._batches)))
+
+    def get_next(self) -> dict[str, Array] | None:
+        """The next batch of the range; None after the last."""
+        index = next(self._queue, None)
+        if index is None:
+            return None
+        return {name: rows[index * self._size : (index + 1) * self._size] for name, rows in self._rows.items()}
+
+
+def _check_rows(rows: Tensors, info: ModelInfo) -> None:
+    import numpy as np
+
+    wanted = {spec.name for spec in info.inputs}
+    if wanted != set(rows):
+        raise UserError(
+            f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}",
+            where="quantize.calibrate",
+            remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
+        )
+    for name, array in rows.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(
+                f"calibration rows of input {name} hold NaN or infinity: no range can be read off them",
+                where="quantize.calibrate",
+                remedy="Calibrate with clean rows.",
+            )

@@ -12,8 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.optimizers.options import read_options
+from onnx_ops.adapters.optimizers.library import check_interface, read_options
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.optimizers.library import nothing_quantized, quiet, told
-from onnx_ops.adapters.optimizers.options import Names, read_options
+from onnx_ops.adapters.optimizers.library import Names, nothing_quantized, quiet, read_options, told
 from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
@@ -150,7 +149,7 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job) -> None:
-    from onnx_ops.adapters.optimizers.calibration import BatchReader
+    from onnx_ops.adapters.optimizers.library import BatchReader
 
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration

@@ -1,4 +1,4 @@
-"""ONNX Runtime in this process, with any execution provider that its build has."""
+"""Run models with ONNX Runtime in this process, on any execution provider of its build."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import gc
 import importlib
 import resource
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.runtimes.onnxruntime_load import window
+from onnx_ops.adapters.runtimes.cold_start import start, stored_feed
 from onnx_ops.adapters.runtimes.onnxruntime_session import failures, machine, new_session
-from onnx_ops.adapters.runtimes.onnxruntime_start import start, stored_feed
 from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
+from onnx_ops.errors import MeasurementError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -214,3 +215,50 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
+    """Answer `requests` requests, `concurrency` of them at any moment.
+
+    Args:
+        call: answers one request; called from several threads at once.
+        pool: has a free thread for each of `concurrency` calls.
+        concurrency: threads; at least 1.
+        requests: those of the window, shared out among the threads as they become free.
+
+    Returns:
+        Nanoseconds from the moment that all threads stand ready to the last answer.
+
+    Raises:
+        MeasurementError: the threads could not be started.
+        Exception: what `call` raised first; the other threads end with the request they are at.
+    """
+    waiting = deque(range(requests))
+    clock = time.perf_counter_ns
+    begun: list[int] = []
+    ready = Barrier(concurrency, action=lambda: begun.append(clock()))
+
+    def work() -> int:
+        ready.wait()
+        try:
+            while waiting:
+                try:
+                    waiting.pop()
+                except IndexError:  # another thread took the last one
+                    break
+                call()
+        except BaseException:
+            waiting.clear()
+            raise
+        return clock()
+
+    try:
+        workers = [pool.submit(work) for _ in range(concurrency)]
+    except RuntimeError as error:
+        ready.abort()
+        raise MeasurementError(
+            f"{concurrency} threads could not be started",
+            why=str(error),
+            remedy="Lower `concurrency`, or raise the limit of threads on this machine.",
+        ) from error
+    return max(worker.result() for worker in workers) - begun[0]

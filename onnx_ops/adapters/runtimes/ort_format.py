@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from onnx_ops.adapters.isolation.shield import Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
 from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementError, UserError

@@ -34,11 +34,11 @@ from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
 from onnx_ops.measure.speed import ComparisonSpec, measure_speed
 from onnx_ops.measure.timing import build_feed
+from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.onnx_graph.compatibility import refusal
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
-from onnx_ops.pipeline.user_code import importable, load_function
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import unscored

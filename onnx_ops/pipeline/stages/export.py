@@ -22,10 +22,10 @@ from onnx_ops.measure.files import (
     widen_columns,
 )
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
+from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import carry_libraries
 from onnx_ops.onnx_graph.model_info import info, write_lineage
 from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
-from onnx_ops.pipeline.user_code import importable
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.scratch import Scratch
 

@@ -13,7 +13,7 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.search import SearchContext, search
-from onnx_ops.pipeline.user_code import importable, load_function
+from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.ports import Ports
 from onnx_ops.scratch import Scratch
 

@@ -19,8 +19,8 @@ from onnx_ops.measure.files import (
     put_folder,
     widen_columns,
 )
+from onnx_ops.measure.user_functions import call_training, importable
 from onnx_ops.pipeline.stage_settings import get_exporter
-from onnx_ops.pipeline.user_code import call_training, importable
 from onnx_ops.ports import Ports, TrainingExporter
 from onnx_ops.scratch import Scratch
 

@@ -23,10 +23,10 @@ from onnx_ops.measure.parity import (
     measure_parity,
 )
 from onnx_ops.measure.reference_outputs import get_reference
+from onnx_ops.measure.user_functions import importable
 from onnx_ops.onnx_graph.compatibility import full_check
 from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
-from onnx_ops.pipeline.user_code import importable
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.tree_parity import compare_trees

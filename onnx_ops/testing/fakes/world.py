@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from onnx_ops.adapters.brought import BroughtModels
+from onnx_ops.adapters.external_model import BroughtModels
 from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects

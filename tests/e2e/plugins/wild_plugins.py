@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.optimizers.graphs import GraphOptimizer, GraphOptions
+from onnx_ops.adapters.optimizers.graph_passes import GraphOptimizer, GraphOptions
 from onnx_ops.ports import ExportRequest, OptimizeRequest
 
 

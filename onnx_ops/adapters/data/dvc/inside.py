@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from onnx_ops.adapters.isolation.inside import serve
+from onnx_ops.adapters.isolation.worker_main import serve
 from onnx_ops.errors import MissingPackageError, ServiceUnavailableError, UserError
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from onnx_ops.adapters.data.dvc.config import DvcConfig
 from onnx_ops.adapters.data.dvc.pointers import FOLDER_MARK, Pointer
-from onnx_ops.adapters.isolation.interpreter import interpreter
-from onnx_ops.adapters.isolation.process import Limits, Process
+from onnx_ops.adapters.isolation.process import Limits, Process, interpreter
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError
 
-INSIDE = "onnx_ops.adapters.data.dvc.inside"
+INSIDE = "onnx_ops.adapters.data.dvc.inside:main"
 
 PATIENCE_S = 3600.0
 """Seconds in which one object must have come."""

@@ -15,8 +15,7 @@ from onnx_ops.adapters.data.dvc.objects import Objects
 from onnx_ops.adapters.data.dvc.pointers import LOCK, SUFFIX, Pointer, find_pointer, working_pointer
 from onnx_ops.adapters.data.dvc.settings import DvcSettings, settings_of
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
-from onnx_ops.adapters.isolation.environments import Environments, find_uv
-from onnx_ops.adapters.isolation.places import locked
+from onnx_ops.adapters.isolation.environments import Environments, find_uv, locked
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.errors import DigestMismatchError, NotFoundError

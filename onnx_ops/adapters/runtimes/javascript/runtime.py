@@ -1,8 +1,12 @@
-"""ONNX Runtime for JavaScript: in Node, natively or as WebAssembly, and in a page of a headless browser."""
+"""Run ONNX Runtime for JavaScript: in Node, natively or as WebAssembly, and in a page of a headless browser."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.interpreter import Command
-from onnx_ops.adapters.isolation.npm import NpmPackages, pinned
-from onnx_ops.adapters.isolation.process import Limits, Process
+from onnx_ops.adapters.isolation.environments import NpmPackages, pinned
+from onnx_ops.adapters.isolation.process import Command, Held, Limits, Process
 from onnx_ops.adapters.runtimes.hardware import fingerprint
-from onnx_ops.adapters.runtimes.held import Held
-from onnx_ops.adapters.runtimes.javascript.programs import BROWSER, NODE, diagnosed, needed, version_of
-from onnx_ops.adapters.runtimes.javascript.tensors import get_tensors, put_tensors
 from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
@@ -279,3 +279,114 @@ def _model(path: Path) -> dict[str, Any]:
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {name: file for name, file in files.items() if file.is_relative_to(place.parent) and file.is_file()}
     return {"path": str(place), "external": [{"name": name, "path": str(file)} for name, file in inside.items()]}
+
+
+NODE = ("node", "nodejs")
+BROWSER = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+_REMEDIES = {
+    "node": "Install Node.js 18 or newer (Debian, Ubuntu: `apt-get install nodejs npm`).",
+    "npm": "Install npm (Debian, Ubuntu: `apt-get install npm`).",
+    "chromium": "Install Chromium (Debian: `apt-get install chromium`).",
+}
+
+
+def find(names: Sequence[str]) -> str | None:
+    """The first of the programs that is on the path."""
+    return next((place for name in names if (place := shutil.which(name))), None)
+
+
+def needed(names: Sequence[str], target: str) -> str:
+    """The program's place.
+
+    Raises:
+        MeasurementError: it is not on the path.
+    """
+    place = find(names)
+    if place is None:
+        raise MeasurementError(
+            f"there is no {names[0]} on this machine", where=f"target {target}", remedy=_REMEDIES[names[0]]
+        )
+    return place
+
+
+def version_of(names: Sequence[str]) -> str:
+    """What the program says of its version, without its name; `not installed` if there is none."""
+    place = find(names)
+    return _said(place) if place else "not installed"
+
+
+def diagnosed(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
+    """One line: what is there, or what is missing. A runtime that nobody uses here is no fault."""
+    missing = [names[0] for names in needs if find(names) is None]
+    if missing:
+        remedy = " ".join(_REMEDIES[name] for name in missing)
+        yield Diagnosis(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
+    else:
+        yield Diagnosis(check=check, ok=True, found=", ".join(f"{names[0]} {version_of(names)}" for names in needs))
+
+
+@functools.cache
+def _said(place: str) -> str:
+    try:
+        done = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not answer"
+    words = [word.removeprefix("v") for word in done.stdout.split()]
+    return next((word for word in words if word[:1].isdecimal()), "unknown")
+
+
+_TYPES = {
+    "bool": "bool",
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "int8": "i1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "uint8": "u1",
+}
+"""Layouts by the name that JavaScript and numpy share."""
+
+
+def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
+    """Write each tensor to a file `stem-<number>`, and tell what a worker must know of them.
+
+    Raises:
+        MeasurementError: a tensor has a type that JavaScript has not.
+    """
+    found = []
+    for number, (name, array) in enumerate(tensors.items()):
+        file = stem.with_name(f"{stem.name}-{number}")
+        kind = "string" if array.dtype.kind in "OUS" else array.dtype.name
+        if kind == "string":
+            file.write_text(json.dumps([_text(value) for value in array.ravel().tolist()]), encoding="utf-8")
+        elif kind in _TYPES:
+            file.write_bytes(array.astype(_TYPES[kind]).tobytes())
+        else:
+            raise MeasurementError(f"input {name} is of type {kind}, which tensors of JavaScript cannot hold")
+        found.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
+    return found
+
+
+def get_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+    """What a worker wrote."""
+    import numpy as np
+
+    found: dict[str, Any] = {}
+    for entry in entries:
+        data, dims = Path(entry["file"]).read_bytes(), tuple(entry["dims"])
+        if entry["type"] == "string":
+            found[entry["name"]] = np.array(json.loads(data), dtype=object).reshape(dims)
+        else:
+            values = np.frombuffer(data, dtype=_TYPES[entry["type"]])
+            found[entry["name"]] = values.astype(values.dtype.newbyteorder("=")).reshape(dims)
+    return found
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""An exporter whose framework lives in an environment of its own."""
+"""Run exporters and optimizers whose packages live in an isolated environment."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.interpreter import interpreter
-from onnx_ops.adapters.isolation.process import Limits, Process
-from onnx_ops.adapters.runtimes.arrays import get_arrays, put_arrays
+from onnx_ops.adapters.isolation.process import Limits, Process, interpreter
+from onnx_ops.adapters.isolation.worker_main import get_arrays, put_arrays
+from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports.data import Array, Dataset, Tensors
 from onnx_ops.ports.export import ExportRequest
+from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
 
-INSIDE = "onnx_ops.adapters.isolation.inside_exporter"
+_EXPORTER_WORKER = "onnx_ops.adapters.isolation.worker_main:run_exporter"
 
 PATIENCE_S = 1800.0
 """Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
@@ -111,7 +112,7 @@ class IsolatedExporter:
 
     def _start(self, where: str) -> Process:
         package = self.exporter.partition(".")[0].partition(":")[0]
-        process = Process(interpreter(self.python(), INSIDE, (package,)), self.limits, where)
+        process = Process(interpreter(self.python(), _EXPORTER_WORKER, (package,)), self.limits, where)
         process.ask("start", timeout=self._timeout, exporter=self.exporter, root=str(self.root.resolve()))
         return process
 
@@ -132,3 +133,63 @@ def _scratch(process: Process) -> Iterator[Path]:
     """A folder that both sides see, gone after the answer: arrays may be large."""
     with tempfile.TemporaryDirectory(dir=process.folder) as folder:
         yield Path(folder)
+
+
+_OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.worker_main:run_optimizer"
+
+
+@dataclass(slots=True, kw_only=True)
+class IsolatedOptimizer:
+    """Does in another process what an optimizer does here; what needs no package of its own is asked here.
+
+    Args:
+        here: the optimizer.
+        place: `module:Class`, as its entry point says.
+        python: makes the environment if it must, and gives its interpreter.
+        limits: of the process.
+    """
+
+    here: Optimizer
+    place: str
+    python: Callable[[], Path]
+    limits: Limits = field(default_factory=Limits)
+    tools: tuple[str, ...] = ()
+    """None of this installation."""
+
+    quantized: bool = field(init=False)
+    needs_calibration: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quantized, self.needs_calibration = self.here.quantized, self.here.needs_calibration
+
+    def files(self, section: Quantize) -> tuple[str, ...]:
+        return self.here.files(section) if isinstance(self.here, ConfiguredOptimizer) else ()
+
+    def settle(self, section: Quantize, root: Path) -> Quantize:
+        return self.here.settle(section, root) if isinstance(self.here, ConfiguredOptimizer) else section
+
+    def quantizes(self, section: Quantize) -> bool:
+        return self.here.quantizes(section) if isinstance(self.here, ConfiguredOptimizer) else self.quantized
+
+    def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        package = self.place.partition(".")[0].partition(":")[0]
+        process = Process(
+            interpreter(self.python(), _OPTIMIZER_WORKER, (package,)), self.limits, f"variant {request.section.name}"
+        )
+        try:
+            with tempfile.TemporaryDirectory(dir=process.folder) as scratch:
+                given = request.calibration
+                rows = None if given is None else str(put_arrays(given, Path(scratch) / "calibration.npz"))
+                notes = process.ask(
+                    "optimize",
+                    timeout=self.limits.timeout or PATIENCE_S,
+                    optimizer=self.place,
+                    section=codec.to_json(request.section),
+                    source=str(request.source.resolve()),
+                    path=str(request.path.resolve()),
+                    calibration=rows,
+                    machines=[codec.to_json(one) for one in request.machines],
+                )
+        finally:
+            process.stop()
+        return tuple(notes)

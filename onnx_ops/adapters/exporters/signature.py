@@ -1,12 +1,14 @@
-"""Names that converters choose for themselves, put in the pipeline's words."""
+"""Names of inputs, outputs and axes in exported files, and the checks of an export section that exporters share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
+from onnx_ops.ports.data import Tensors
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
 """Free axes of an input that `export.dynamic` says nothing about."""
@@ -75,3 +77,48 @@ def _rename_axis(dimension: Any, name: str) -> None:
     dimension.Clear()
     if name:
         dimension.dim_param = name
+
+
+def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
+    """Check that free axes are those of inputs that exist, and that the exporter has the options.
+
+    Raises:
+        UserError: an entry would take no effect.
+    """
+    for _, problem in section_problems(section, samples, options):
+        raise problem
+
+
+def section_problems(
+    section: Export, samples: Tensors, options: Collection[str]
+) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
+    """Yield entries that would take no effect, each with its location in the section."""
+    for name, axes in section.dynamic.items():
+        if name not in samples:
+            close = difflib.get_close_matches(name, list(samples), n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(samples)}."
+            yield ("dynamic", name), UserError(f"no input is called {name!r}", where="export.dynamic", remedy=hint)
+            continue
+        rank = samples[name].ndim
+        for axis, symbol in axes.items():
+            if not 0 <= axis < rank:
+                text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
+                yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
+            if not symbol.isidentifier():
+                yield (
+                    ("dynamic", name, axis),
+                    UserError(
+                        f"{symbol!r} is no name of a dimension", where="export.dynamic", remedy="Write it like `batch`."
+                    ),
+                )
+    for name in section.options:
+        if name not in options:
+            close = difflib.get_close_matches(name, options, n=1)
+            yield (
+                ("options", name),
+                UserError(
+                    f"exporter {section.framework} has no option {name!r}",
+                    where="export.options",
+                    remedy=f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(options) or 'none'}.",
+                ),
+            )

@@ -1,16 +1,19 @@
-"""ONNX Runtime where each target has it: in this process, or in an environment of its own."""
+"""Run ONNX Runtime where a target places it: in this process, in a crash guard, or in an isolated environment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from onnx_ops.adapters.isolation.crash_guard import PATIENCE_S, Fallen, shielded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.adapters.runtimes.ort_format import loaded_file
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
-from onnx_ops.errors import UserError
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -94,3 +97,43 @@ class TargetedRuntime:
         if self.folder is None:
             raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
         return IsolatedRuntime(python=Environments(folder=self.folder, uv=find_uv()).python)
+
+
+_Answers = tuple[Mapping[str, Array], ...]
+
+
+class ShieldedRuntime(OnnxRuntime):
+    """Runs each call of `run` in a process of its own.
+
+    Args:
+        timeout: seconds that one call may take.
+        memory: bytes that its process may use, by default what the machine has.
+    """
+
+    def __init__(self, timeout: float = PATIENCE_S, memory: int | None = None) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._memory = memory
+
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
+        loaded = loaded_file(model, target)  # a shielded process starts no other
+        try:
+            return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+        except Fallen as fallen:
+            what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
+            remedy = (
+                "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
+            )
+            raise MeasurementError(what, where=model.name, why=fallen.how, remedy=remedy) from None
+
+
+def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
+    """The same runtime, shielded where it runs models in this process; `timeout` in seconds of one call."""
+    shield = ShieldedRuntime(timeout or PATIENCE_S)
+    if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
+        return replace(runtime, here=shield)
+    return shield if type(runtime) is OnnxRuntime else runtime
+
+
+def _run(model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
+    return OnnxRuntime().run(model, target, batches)

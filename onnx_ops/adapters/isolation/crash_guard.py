@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
-from onnx_ops.adapters.isolation.output import Tail
+from onnx_ops.adapters.isolation.process import Tail
 from onnx_ops.errors import OnnxOpsError, quoted
 
 T = TypeVar("T")

@@ -1,0 +1,198 @@
+"""Answer requests inside an isolated environment, which brings annotated-types, cattrs, numpy and onnx at least."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from onnx_ops import codec
+from onnx_ops.domain.pipeline import Export, Quantize
+from onnx_ops.domain.quantization import Arithmetic
+from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, quoted
+from onnx_ops.measure.user_functions import call_training
+from onnx_ops.ports.data import Array, Dataset, Tensors
+from onnx_ops.ports.export import Exporter, ExportRequest
+from onnx_ops.ports.optimize import OptimizeRequest
+
+
+class Worker(Protocol):
+    """Its methods are what can be asked for, by name; they take and give what JSON can say.
+
+    `where` is what errors name; `refusing` are the methods that refuse inputs by ValueError.
+    """
+
+    where: str
+    refusing: tuple[str, ...]
+
+
+def serve(worker: Worker) -> None:
+    """Answer until nobody asks. Arguments of the process: the folder of visible packages, the file descriptor for
+    answers, bytes of memory."""
+    faulthandler.enable(all_threads=False)
+    limit = int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
+        while True:
+            answers.write(json.dumps(_answer(worker, json.loads(requests.get()), limit)) + "\n")
+            answers.flush()
+
+
+def _listen(requests: queue.SimpleQueue[str]) -> None:
+    """Whoever asks holds the other end of standard input; when that is gone, nobody waits for an answer."""
+    for line in sys.stdin:
+        requests.put(line)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _answer(worker: Worker, request: dict[str, Any], limit: int) -> dict[str, Any]:
+    work: Callable[..., Any] = getattr(worker, request.pop("do"))
+    timeout = request.pop("timeout")
+    if timeout is not None:
+        # A thread of C: it speaks and ends the process even where a converter never gives the interpreter back.
+        faulthandler.dump_traceback_later(timeout, exit=True)
+    try:
+        return {"done": work(**request)}
+    except OnnxOpsError as error:
+        return {"error": error.as_document()}
+    except MemoryError:
+        traceback.print_exc()
+        return {"error": _no_memory(worker, limit).as_document()}
+    except ValueError as error:
+        if work.__name__ in worker.refusing:
+            return {"refused": str(error)}
+        return {"error": _unexpected(worker, error).as_document()}
+    except Exception as error:  # a framework raises whatever its parts raise
+        return {"error": _unexpected(worker, error).as_document()}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _no_memory(worker: Worker, limit: int) -> StageError:
+    return StageError(
+        f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+        where=worker.where,
+        remedy="Raise `env.memory` if the machine has more.",
+    )
+
+
+def _unexpected(worker: Worker, error: Exception) -> StageError:
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return StageError(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))
+
+
+PREFIX = "input/"
+"""Stands before each name in a file: a tensor may be called as savez calls an argument of its own."""
+
+
+def put_arrays(tensors: Tensors, path: Path) -> Path:
+    """Write named tensors to an `.npz` file; texts as such, since objects would need pickle.
+
+    Raises:
+        MeasurementError: a value is no tensor.
+    """
+    import numpy as np
+
+    arrays: dict[str, Any] = {PREFIX + name: _plain(name, array) for name, array in tensors.items()}
+    np.savez(path, **arrays)
+    return path
+
+
+def get_arrays(path: Path) -> Mapping[str, Array]:
+    """What `put_arrays` wrote; texts are objects again."""
+    import numpy as np
+
+    with np.load(path, allow_pickle=False) as archive:
+        found = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
+    return {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in found.items()}
+
+
+def _plain(name: str, array: Any) -> Any:
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        remedy = "Export the model with tensors, for example without ZipMap."
+        raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
+    return array.astype(str) if array.dtype == object else array
+
+
+class ExporterWorker:
+    """One exporter and at most one loaded model."""
+
+    where = "export"
+    refusing: tuple[str, ...] = ("answer",)
+
+    def __init__(self) -> None:
+        self._exporter: Any = None
+        self._model: object = None
+
+    def start(self, exporter: str, root: str) -> None:
+        module, _, name = exporter.partition(":")
+        sys.path.insert(0, root)
+        made: Exporter = getattr(importlib.import_module(module), name)()
+        self._exporter = made
+
+    def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
+        sets = {name: _dataset(path) for name, path in data.items()}
+        self._exporter.save(call_training(run, sets, parameters), Path(folder))
+
+    def load(self, folder: str) -> None:
+        self._model = self._exporter.load(Path(folder))
+
+    def export(self, section: Any, samples: str, path: str) -> None:
+        asked = codec.from_json(section, Export, where="export")
+        self._exporter.export(
+            self._model, ExportRequest(section=asked, samples=get_arrays(Path(samples)), path=Path(path))
+        )
+
+    def answer(self, inputs: str, precision: str, outputs: str) -> bool:
+        answers = self._exporter.reference(self._model, get_arrays(Path(inputs)), precision)
+        if answers is not None:
+            put_arrays(answers, Path(outputs))
+        return answers is not None
+
+
+def run_exporter() -> None:
+    serve(ExporterWorker())
+
+
+def _dataset(path: str) -> Dataset:
+    arrays = get_arrays(Path(path))
+    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
+    return Dataset(inputs=inputs, label=arrays.get("label"))
+
+
+class OptimizerWorker:
+    """One optimizer."""
+
+    where = "quantize"
+    refusing: tuple[str, ...] = ()
+
+    def optimize(
+        self, optimizer: str, section: Any, source: str, path: str, calibration: str | None, machines: Any
+    ) -> list[str]:
+        module, _, name = optimizer.partition(":")
+        request = OptimizeRequest(
+            section=codec.from_json(section, Quantize, where=self.where),
+            source=Path(source),
+            path=Path(path),
+            calibration=None if calibration is None else get_arrays(Path(calibration)),
+            machines=tuple(codec.from_json(one, Arithmetic, where=self.where) for one in machines),
+        )
+        return list(getattr(importlib.import_module(module), name)().optimize(request))
+
+
+def run_optimizer() -> None:
+    serve(OptimizerWorker())

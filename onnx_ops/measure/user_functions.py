@@ -1,0 +1,105 @@
+"""Load and call functions of the project by reference. Isolated environments import this module too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, quoted
+from onnx_ops.plugins import imported, missing_package
+
+
+@contextmanager
+def importable(root: Path) -> Iterator[None]:
+    """Let the project's modules be imported, to call them and to read what training pickled."""
+    text = str(root)
+    added = text not in sys.path
+    if added:
+        sys.path.insert(0, text)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(text)
+
+
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` names. Importing its module runs that module.
+
+    Raises:
+        MissingPackageError: a package that it imports is not installed.
+        NotFoundError: the module cannot be imported, or has no such function.
+        UserError: its module raises an error of its own.
+    """
+    module_name, _, function_name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        why = f"{reference} cannot be imported: there is no module {error.name}"
+        raise missing_package(imported(error), where=where, why=why) from error
+    except Exception as error:  # a module's own code runs when it is imported
+        raise _failed(f"{module_name} cannot be imported", error) from error
+    found: Callable[..., Any] | None = getattr(module, function_name, None)
+    if found is None:
+        raise NotFoundError(f"{module_name} has no {function_name}", where=where)
+    return found
+
+
+def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:
+    """Return the model that the training function returns.
+
+    Raises:
+        UserError: the function cannot be called like that, or raises an error.
+        InfrastructureError: it raises an error of the machine or of a service, as OSError.
+    """
+    function = load_function(reference, "train.run")
+    try:
+        inspect.signature(function).bind(data, **parameters)
+    except TypeError as error:
+        remedy = "Give its parameters in `train.with`."
+        raise UserError(f"{reference} cannot be called: {error}", where="train.with", remedy=remedy) from error
+    except ValueError:  # a function in C has no signature
+        pass
+    try:
+        model: object = function(data, **parameters)
+    except (OnnxOpsError, MemoryError):  # who runs it knows its limit
+        raise
+    except Exception as error:
+        raise _failed(f"{reference} failed", error) from error
+    if model is None:
+        raise UserError(f"{reference} returned nothing", where="train.run", remedy="Let it return the trained model.")
+    return model
+
+
+def _failed(what: str, error: Exception) -> OnnxOpsError:
+    """Return an error that names the line of the project, not of the libraries that it calls."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{_shown_path(error.filename)}:{error.lineno}"
+    else:
+        own = [frame for frame in frames if _is_project_file(frame.filename)] or frames[-1:]
+        place = f"{_shown_path(own[-1].filename)}:{own[-1].lineno}"
+    kind = StageError if isinstance(error, OSError) else UserError
+    why = f"{type(error).__name__}: {quoted(error)}"
+    return kind(what, where=place, why=why, remedy="Mend the code there, or the data that it gets, and run again.")
+
+
+def _is_project_file(filename: str) -> bool:
+    """Whether a file is neither of an installed package, nor of Python, nor of onnx-ops."""
+    path = Path(filename)
+    installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+    library = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
+    return not filename.startswith("<") and not installed and not any(path.is_relative_to(one) for one in library)
+
+
+def _shown_path(filename: str) -> str:
+    """Return a path relative to the working directory where the file lies below it."""
+    path = Path(filename)
+    return str(path.resolve().relative_to(Path.cwd())) if path.resolve().is_relative_to(Path.cwd()) else filename
