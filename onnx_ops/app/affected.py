@@ -8,8 +8,8 @@ from pathlib import Path
 
 from onnx_ops.app.history import ask_git
 from onnx_ops.app.project import Project, check
-from onnx_ops.config.parameters import FILE as PARAMETERS
 from onnx_ops.config.settings import FILE
+from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.config.targets import FOLDER
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline
@@ -107,7 +107,7 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
         elif isinstance(source, TracedSource):
             yield from source.rests_on(section)
     if pipeline.parameters:
-        yield PARAMETERS
+        yield PARAMETERS_FILE
     if pipeline.model:
         yield from _with_pointers(pipeline.model)
         if pipeline.export.framework != "onnx":  # whose files hold all that they compute

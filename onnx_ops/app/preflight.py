@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
-from onnx_ops.config.document import Finding, Loc
-from onnx_ops.config.functions import import_problems, siblings
-from onnx_ops.config.project import plugin_setting_findings
-from onnx_ops.config.words import did_you_mean
+from onnx_ops.config.document import Issue, Loc
+from onnx_ops.config.functions import find_missing_imports, list_siblings
+from onnx_ops.config.messages import did_you_mean
+from onnx_ops.config.project_rules import check_plugin_settings
 from onnx_ops.domain.gate import MetricGate
 from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
@@ -25,7 +25,7 @@ from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get
 from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
 
 if TYPE_CHECKING:
-    from onnx_ops.config.draft import Draft
+    from onnx_ops.config.rules import Draft
     from onnx_ops.domain.artifact import ModelInfo
     from onnx_ops.domain.pipeline import DataSection
     from onnx_ops.domain.target import Target
@@ -54,7 +54,7 @@ class Preflight:
     absent: list[str] = field(default_factory=list)
     _told: set[str] = field(default_factory=set)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Issue]:
         """Everything that is wrong with what the sections name."""
         sets: dict[str, _Set] = {}
         findings = [finding for name in self.draft.data for finding in self._open(name, sets)]
@@ -63,14 +63,14 @@ class Preflight:
         model = None
         if place is not None:
             problems, model = self._model(place)
-            findings += [Finding(loc=("model",), message=message) for message in problems]
+            findings += [Issue(("model",), message) for message in problems]
         if model is not None:
             findings += self._inputs(sets, model)
         findings += [*self._labels(sets, model), *self._export_options(sets), *self._quantize_options()]
         self._note_labels(sets)
         return findings
 
-    def _open(self, name: str, sets: dict[str, _Set]) -> Iterator[Finding]:
+    def _open(self, name: str, sets: dict[str, _Set]) -> Iterator[Issue]:
         section = self.draft.data[name]
         loc: Loc = ("data", name)
         if get_source_name(section) not in plugins.names("data"):
@@ -81,13 +81,13 @@ class Preflight:
         except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:
-            yield Finding(loc=_source_loc(loc, section), message=_source_message(error, section, self.ports.root))
+            yield Issue(_source_loc(loc, section), _source_message(error, section, self.ports.root))
             return
         if sample is None:
             return
         problems = list(find_data_problems(sample.arrays, section, ""))
         for below, problem in problems:
-            yield Finding(loc=loc + below, message=str(problem))
+            yield Issue(loc + below, str(problem))
         if not problems:
             dataset = build_dataset(sample.arrays, section, "")
             sets[name] = _Set(section, dataset, sample.whole)
@@ -104,18 +104,18 @@ class Preflight:
                     "the model must take that"
                 )
 
-    def _trained_files(self) -> Iterator[Finding]:
+    def _trained_files(self) -> Iterator[Issue]:
         root, draft = self.ports.root, self.draft
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
-                yield Finding(loc=("train", "depends", index), message=f"no file {name!r} below the project's root")
+                yield Issue(("train", "depends", index), f"no file {name!r} below the project's root")
         if draft.model and is_path(draft.model) and not (root / draft.model).exists():
             folder = (root / draft.model).parent
             beside = [path.name for path in folder.iterdir()] if folder.is_dir() else []
             hint = did_you_mean(Path(draft.model).name, beside) or "; the path is relative to the project's root"
-            yield Finding(loc=("model",), message=f"no such model: '{draft.model}'{hint}")
+            yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
-    def _imports(self) -> Iterator[Finding]:
+    def _imports(self) -> Iterator[Issue]:
         for loc, reference in self._functions():
             yield from self._imports_of(loc, reference)
 
@@ -128,8 +128,8 @@ class Preflight:
             if isinstance(gate, MetricGate) and gate.use:
                 yield (*loc, "use"), gate.use
 
-    def _imports_of(self, loc: Loc, reference: str) -> Iterator[Finding]:
-        for module, text in import_problems(reference, self.ports.root):
+    def _imports_of(self, loc: Loc, reference: str) -> Iterator[Issue]:
+        for module, text in find_missing_imports(reference, self.ports.root):
             if module in self._told:
                 continue
             self._told.add(module)
@@ -137,13 +137,13 @@ class Preflight:
             if plugins.has_extra(first):
                 self.absent.append(plugins.distribution_of(first))
                 message = f"{text}, which is not installed. {plugins.install_hint(first)}"
-                yield Finding(loc=loc, message=message, environment=True)
+                yield Issue(loc, message, environment=True)
             else:
                 own = (self.ports.root / first).is_dir()
-                hint = did_you_mean(module, siblings(module, self.ports.root))
+                hint = did_you_mean(module, list_siblings(module, self.ports.root))
                 hint = hint if own else hint or did_you_mean(first, plugins.packages())
                 message = f"{text}, which is neither in the project nor installed{hint}"
-                yield Finding(loc=loc, message=message)
+                yield Issue(loc, message)
 
     def _isolated(self, framework: str, env: Any) -> bool:
         from onnx_ops.app.housing import environment
@@ -168,7 +168,7 @@ class Preflight:
         except OnnxOpsError as error:
             return [error.without_place()], None
 
-    def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Finding]:
+    def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Issue]:
         """What of the rows that the model is run on it does not take."""
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
@@ -180,11 +180,11 @@ class Preflight:
             try:
                 inputs = convert_inputs(found.dataset.inputs, model)
             except OnnxOpsError as error:
-                yield Finding(loc=loc, message=error.without_place())
+                yield Issue(loc, error.without_place())
                 continue
             for key, message in find_input_problems(model.inputs, inputs):
                 below = ("inputs", key) if key in found.section.inputs else ("inputs",) if found.section.inputs else ()
-                yield Finding(loc=(*loc, *below), message=message)
+                yield Issue((*loc, *below), message)
 
     def _run_on(self) -> list[str]:
         """Names of the sets that are scored, calibrated or tuned with."""
@@ -194,7 +194,7 @@ class Preflight:
         names += [entry.tune.data for _, entry in draft.quantize if entry.tune]
         return list(dict.fromkeys(names))
 
-    def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Finding]:
+    def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Issue]:
         """Free axes of inputs that do not exist, and options that the exporter does not have."""
         from onnx_ops.adapters.exporters.signature import section_problems
 
@@ -206,16 +206,16 @@ class Preflight:
         if scored is None:
             export = replace(export, dynamic={})
         for loc, problem in section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
-            yield Finding(loc=("export", *loc), message=problem.without_place(), on_key=True)
+            yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
-    def _quantize_options(self) -> Iterator[Finding]:
+    def _quantize_options(self) -> Iterator[Issue]:
         """Options that an optimizer does not take."""
         from onnx_ops.adapters.optimizers.library import read_options
 
         for loc, entry in self.draft.quantize:
             plugin = self._plugin("optimizers", entry.method)
             if hasattr(plugin, "options") and not find_type_conflict(entry.options):
-                yield from plugin_setting_findings(
+                yield from check_plugin_settings(
                     (*loc, "options"), functools.partial(read_options, entry, plugin.options)
                 )
 
@@ -226,7 +226,7 @@ class Preflight:
         except OnnxOpsError:
             return None
 
-    def _labels(self, sets: Mapping[str, _Set], model: ModelInfo | None) -> Iterator[Finding]:
+    def _labels(self, sets: Mapping[str, _Set], model: ModelInfo | None) -> Iterator[Issue]:
         """Gates whose metric cannot be computed with the labels, or with a ready model's outputs."""
         from onnx_ops.measure.scoring import find_label_problem
 
@@ -243,7 +243,7 @@ class Preflight:
             if message and message not in told:
                 told.add(message)
                 name = self.draft.validate.samples.data if self.draft.validate else ""
-                yield Finding(loc=("data", name, "label"), message=message)
+                yield Issue(("data", name, "label"), message)
 
     def _note_labels(self, sets: Mapping[str, _Set]) -> None:
         """Classes that are scored and were never trained."""

@@ -24,8 +24,8 @@ from onnx_ops.ports import Executor, Observer, Ports
 
 if TYPE_CHECKING:
     from onnx_ops.app.handler import StageHandler
-    from onnx_ops.config.document import Finding
-    from onnx_ops.config.draft import Draft
+    from onnx_ops.config.document import Issue
+    from onnx_ops.config.rules import Draft
     from onnx_ops.config.targets import TargetFiles
     from onnx_ops.domain.pipeline import Deploy, Pipeline, Plan, Stage, StageKind, StageOutcome
     from onnx_ops.domain.release import BaseRelease
@@ -107,13 +107,13 @@ def check(
         ConfigError: the file has problems; the error holds all of them.
         NotReadyError: the file has none, and a package or a credential is missing.
     """
-    from onnx_ops.config.loader import check_pipeline
-    from onnx_ops.config.project import no_preflight
+
+    from onnx_ops.config.loader import load_pipeline
 
     known = {kind: plugins.names(kind) for kind in plugins.KINDS}
     notes: list[str] = []
 
-    def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Finding]:
+    def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Issue]:
         from onnx_ops.app.preflight import Preflight
 
         look = Preflight(project.ports, draft, targets)
@@ -126,7 +126,7 @@ def check(
             notes.extend(_silent_notifiers(project) if pipeline.deploy else ())
         return findings
 
-    pipeline = check_pipeline(
+    pipeline = load_pipeline(
         file,
         root=project.settings.root,
         plugins=known,
@@ -134,7 +134,7 @@ def check(
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
         unservable=lambda entry, target: project.ports.provider(entry.provider).unservable(target),
-        preflight=no_preflight if static else preflight,
+        preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
         environ=os.environ,
@@ -144,28 +144,28 @@ def check(
 
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
-) -> list[Finding]:
+) -> list[Issue]:
     """Packages that a run of the whole pipeline needs here and that are missing, but for those reported already."""
     from onnx_ops.app.probe import OutlineProbe
-    from onnx_ops.config.document import Finding
+    from onnx_ops.config.document import Issue
     from onnx_ops.pipeline import plan
 
     probe = OutlineProbe(project.ports, signing=project.settings.signing)
     try:
         planned = plan(pipeline, {name: targets[name] for name in pipeline.benchmark.targets}, probe)
     except OnnxOpsError as error:
-        return [Finding(loc=(), message=str(error), environment=isinstance(error, MissingPackageError))]
+        return [Issue((), str(error), environment=isinstance(error, MissingPackageError))]
     findings = []
     for stage, names in _missing_packages(project, planned):
         if new := [name for name in names if name not in reported]:
             text = f"needs {', '.join(new)}, not installed. {plugins.install_hint(*new)}"
-            findings.append(Finding(loc=_location(pipeline, stage), message=text, environment=True))
+            findings.append(Issue(_location(pipeline, stage), text, environment=True))
     seen: set[str] = set()
     for stage in planned.stages:
         for lack in _lacking(project, stage):
             if lack.what not in seen:  # a provider's own metrics need what it needs itself
                 loc = _location(pipeline, stage)
-                findings.append(Finding(loc=loc, message=lack.without_place(), environment=True))
+                findings.append(Issue(loc, lack.without_place(), environment=True))
             seen.add(lack.what)
     return findings
 

@@ -50,7 +50,7 @@ def inspect(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect_report import survey_document, survey_report
-    from onnx_ops.config.builtin import find_target, known_targets
+    from onnx_ops.config.targets import list_targets
     from onnx_ops.onnx_graph.compatibility import ceiling, lacking
     from onnx_ops.onnx_graph.model_summary import survey
     from onnx_ops.onnx_graph.python_source import as_python
@@ -67,7 +67,7 @@ def inspect(
         written += as_python(looked_at, source) if source else ()
         found = survey(looked_at, batch=batch, dims=sizes_of(dims or []))
         files = open_project().targets
-        known = {name: find_target(name, files) for name in known_targets(files)}
+        known = {name: files.load(name, where="--target") for name in list_targets(files)}
         targets = {name: ceiling(found.info, one) or lacking(found.foreign, one) for name, one in known.items()}
         if as_json:
             print_json(survey_document(looked_at, found, targets, written))

@@ -99,7 +99,6 @@ def judge(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
-    from onnx_ops.config.builtin import find_target
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
@@ -118,7 +117,7 @@ def judge(
     if data is None and (labels or metric):
         raise UserError("a metric needs rows", where="--metric" if metric else "--labels", remedy="Give --data FILE.")
     project = open_project()
-    chosen = [find_target(name, project.targets) for name in dict.fromkeys(targets or ["cpu-1t"])]
+    chosen = [project.targets.load(name, where="--target") for name in dict.fromkeys(targets or ["cpu-1t"])]
     with ExitStack() as stack:
         a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
         kind, given = read_candidate_kind(a, b), (a, b)
@@ -249,7 +248,7 @@ def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
 
 def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
     """All rows of the file, with labels if they are named."""
-    from onnx_ops.config.words import did_you_mean
+    from onnx_ops.config.messages import did_you_mean
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.ports import Dataset
     from onnx_ops.tools.probing import check_samples
@@ -271,13 +270,13 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
-    from onnx_ops.config.functions import function_problem
-    from onnx_ops.config.words import did_you_mean
+    from onnx_ops.config.functions import explain_missing_function
+    from onnx_ops.config.messages import did_you_mean
     from onnx_ops.domain.gate import METRICS
 
     known = [str(one) for one in METRICS]
     if name is not None and ":" in name:
-        if problem := function_problem(name, Path.cwd()):
+        if problem := explain_missing_function(name, Path.cwd()):
             raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"

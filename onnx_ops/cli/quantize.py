@@ -75,7 +75,6 @@ def quantize(
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.tools import telling
-    from onnx_ops.config.builtin import find_target
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.quantization import AUTO
     from onnx_ops.tools.quantize import quantize_file
@@ -84,7 +83,7 @@ def quantize(
     ports = project.ports
     if method != AUTO:
         require(*tools(ports.optimizer(method)), where=f"method {method}")
-    chosen = [find_target(name, project.targets) for name in targets or ["cpu-1t"]]
+    chosen = [project.targets.load(name, where="--target") for name in targets or ["cpu-1t"]]
     section = Quantize(
         name=out.stem,
         method=method,

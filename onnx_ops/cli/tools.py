@@ -98,10 +98,9 @@ def bench(
 def _bench_of(name: str) -> tuple[Ports, Target]:
     """The outside world and the target, in a project or anywhere else."""
     from onnx_ops.app.project import open_project
-    from onnx_ops.config.builtin import find_target
 
     project = open_project()
-    return project.ports, find_target(name, project.targets)
+    return project.ports, project.targets.load(name, where="--target")
 
 
 def _samples(

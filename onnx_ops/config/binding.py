@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, g
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, Unit
 
-from onnx_ops.config.document import BROKEN, Document, Finding, Loc, path_text
+from onnx_ops.config.document import BROKEN, Document, Issue, Loc, path_text
+from onnx_ops.config.messages import describe, did_you_mean, quote_names
 from onnx_ops.config.quantities import format_quantity, parse_quantity
-from onnx_ops.config.words import describe, did_you_mean, listing
 from onnx_ops.domain.quantities import Json, Notation, Pattern
 from onnx_ops.domain.quantization import DISTRIBUTION
 from onnx_ops.errors import UserError
@@ -50,22 +50,22 @@ class Binding:
     """The result of binding a value.
 
     Attributes:
-        value: The bound value; None if there are findings.
-        findings: Every problem.
+        value: The bound value; None if there are issues.
+        issues: Every problem.
         objects: The dataclasses that could be built, by location. Where a part was wrong, its default stands in.
     """
 
     value: Any = None
-    findings: list[Finding] = field(default_factory=list)
+    issues: list[Issue] = field(default_factory=list)
     objects: dict[Loc, Any] = field(default_factory=dict)
 
 
 class SettingsError(UserError):
-    """Settings of a plugin with problems. `findings` has the location of each in the settings."""
+    """Settings of a plugin with problems. `issues` has the location of each in the settings."""
 
-    def __init__(self, findings: Sequence[Finding], *, where: str = "", remedy: str = "") -> None:
-        self.findings = tuple(findings)
-        texts = [f"{path_text(f.shown)}: {f.message}" if f.shown else f.message for f in findings]
+    def __init__(self, issues: Sequence[Issue], *, where: str = "", remedy: str = "") -> None:
+        self.issues = tuple(issues)
+        texts = [f"{path_text(i.shown)}: {i.message}" if i.shown else i.message for i in issues]
         super().__init__("; ".join(texts), where=where, remedy=remedy)
 
 
@@ -74,7 +74,7 @@ def bind(value: Any, kind: type) -> Binding:
     binder = _Binder()
     bound = binder.bind(value, kind, ())
     return Binding(
-        value=None if binder.findings or bound is BROKEN else bound, findings=binder.findings, objects=binder.objects
+        value=None if binder.issues or bound is BROKEN else bound, issues=binder.issues, objects=binder.objects
     )
 
 
@@ -99,18 +99,18 @@ def bind_settings(
         SettingsError: There are problems; it has all of them.
     """
     binding = bind(dict(given), kind)
-    findings = binding.findings or [Finding(loc=(name,), message=text) for name, text in rules(binding.value)]
-    if findings:
-        raise SettingsError(findings, where=where, remedy=remedy)
+    issues = binding.issues or [Issue((name,), text) for name, text in rules(binding.value)]
+    if issues:
+        raise SettingsError(issues, where=where, remedy=remedy)
     bound: T = binding.value
     return bound
 
 
 def bind_document(document: Document, kind: type) -> Binding:
-    """Bind a document. The findings include those of the document itself."""
+    """Bind a document. Its issues get those of the types."""
     binding = bind(document.value, kind)
-    known = {finding.loc for finding in document.findings if not finding.on_key}
-    document.findings += [finding for finding in binding.findings if finding.on_key or finding.loc not in known]
+    known = {issue.loc for issue in document.issues if not issue.on_key}
+    document.issues += [issue for issue in binding.issues if issue.on_key or issue.loc not in known]
     return binding
 
 
@@ -178,10 +178,10 @@ def tag_of(kind: type) -> str | None:
 
 
 class _Binder:
-    """One pass over a value. Methods return BROKEN where there is no value, after they have added a finding."""
+    """One pass over a value. Methods return BROKEN where there is no value, after they have added an issue."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.issues: list[Issue] = []
         self.objects: dict[Loc, Any] = {}
 
     def bind(self, value: Any, hint: Any, loc: Loc) -> Any:
@@ -218,7 +218,7 @@ class _Binder:
         return self._refuse(loc, problem) if problem else bound
 
     def _refuse(self, loc: Loc, message: str, *, on_key: bool = False) -> Any:
-        self.findings.append(Finding(loc=loc, message=message, on_key=on_key))
+        self.issues.append(Issue(loc, message, on_key=on_key))
         return BROKEN
 
     def _json(self, value: Any, loc: Loc) -> Any:
@@ -253,7 +253,7 @@ class _Binder:
             return self._refuse(loc, _REFUSED[value])
         hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
         among = "one of " if len(choices) > 1 else ""
-        return self._refuse(loc, f"expected {among}{listing(map(str, choices))}, got {describe(value)}{hint}")
+        return self._refuse(loc, f"expected {among}{quote_names(map(str, choices))}, got {describe(value)}{hint}")
 
     def _entries(self, value: Any, item: Any, loc: Loc) -> Any:
         if not isinstance(value, list | tuple):
@@ -269,7 +269,7 @@ class _Binder:
         for name, entry in value.items():
             keys = _Binder()
             if keys.bind(name, key, ()) is BROKEN:
-                message = keys.findings[0].message
+                message = keys.issues[0].message
                 message = message.replace("expected", "a key here must be", 1).replace(", got ", ", not ", 1)
                 self._refuse((*loc, name), message, on_key=True)
                 result[name] = BROKEN
@@ -285,17 +285,17 @@ class _Binder:
         if None not in tags:
             known = [str(tag) for tag in tags]
             if "kind" not in value:
-                return self._refuse((*loc, "kind"), f"missing key 'kind', one of {listing(known)}", on_key=True)
+                return self._refuse((*loc, "kind"), f"missing key 'kind', one of {quote_names(known)}", on_key=True)
             kind = value["kind"]
             member = tags.get(kind) if isinstance(kind, str) else None
             return self._choice(kind, known, (*loc, "kind")) if member is None else self._object(value, member, loc)
         own = {own_key(member, members): member for member in members}
         present = [key for key in own if key in value]
         if len(present) > 1:
-            return self._refuse((*loc, present[1]), f"{listing(present)} exclude each other; keep one")
+            return self._refuse((*loc, present[1]), f"{quote_names(present)} exclude each other; keep one")
         if not present:
             hint = next((h for key in value if isinstance(key, str) and (h := did_you_mean(key, own))), "")
-            return self._refuse(loc, f"needs one of the keys {listing(own)}{hint}")
+            return self._refuse(loc, f"needs one of the keys {quote_names(own)}{hint}")
         return self._object(value, own[present[0]], loc)
 
     def _object(self, value: Any, kind: type, loc: Loc) -> Any:

@@ -9,11 +9,11 @@ from typing import Any, Final
 from onnx_ops.errors import Problem
 
 Loc = tuple[str | int, ...]
-"""The way from the root to a value: keys of mappings and indices of lists."""
+"""Path from the root to a value: keys of mappings and indices of lists."""
 
 
 class _Broken:
-    """Stands for a value that cannot be read; a finding at its location says why."""
+    """Stands for a value that cannot be read; an issue at its location says why."""
 
     def __repr__(self) -> str:
         return "BROKEN"
@@ -31,12 +31,14 @@ class Place:
     column: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+@dataclass(frozen=True, slots=True)
+class Issue:
     """Something wrong at a location.
 
-    `on_key` blames the key itself (or its absence), not the value under it. `place` is given where the document
-    cannot know it from the location, as for the second of two equal keys. `environment` is that of `Problem`.
+    Attributes:
+        on_key: The key itself, or its absence, is wrong, not the value under it.
+        place: The position where the document cannot know it from the location, as for the second of two equal keys.
+        environment: The file is right, and this machine lacks something.
     """
 
     loc: Loc
@@ -53,45 +55,47 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Document:
-    """One file, read. Overrides and substitutions change it in place before it is bound to types.
+    """One file as plain values. Overrides and substitutions change it in place before it is bound to types.
 
-    `findings` are about its values; `refused` are overrides that led nowhere.
+    Attributes:
+        places: Where each value stands, and in `keys` each key.
+        issues: Problems of its values.
+        refused: Problems of overrides that name no place.
     """
 
     source: str
     value: Any
     places: dict[Loc, Place]
     keys: dict[Loc, Place]
-    findings: list[Finding] = field(default_factory=list)
+    issues: list[Issue] = field(default_factory=list)
     refused: list[Problem] = field(default_factory=list)
 
     def at(self, loc: Loc) -> Any:
-        """The plain value at a location, or None if there is none."""
+        """Return the plain value at a location, or None if there is none."""
         value = self.value
         for part in loc:
             value = child(value, part)
         return value
 
     def written(self, loc: Loc) -> Loc:
-        """The location as it stands in the file.
+        """Return the location as it stands in the file, where an entry may stand without its list.
 
-        A lone mapping may stand for a list of one, and a text for a mapping; parts that exist only in the binding
-        are dropped. A last part that is missing from the file is kept.
+        A last part that is missing from the file is kept.
         """
-        value, found = self.value, []
+        value, parts = self.value, []
         for part in loc:
             if isinstance(part, int) and isinstance(value, dict) and part not in value:
                 continue
             if not isinstance(value, dict | list):
                 break
-            found.append(part)
+            parts.append(part)
             value = child(value, part)
-        return tuple(found)
+        return tuple(parts)
 
-    def problem(self, finding: Finding) -> Problem:
-        """The finding with its position: that of the value or key, else of what would contain it."""
-        place = finding.place or (self.keys.get(finding.loc) if finding.on_key else None)
-        nearest = finding.loc
+    def problem(self, issue: Issue) -> Problem:
+        """Return an issue with its position: that of the value or key, else of what would contain it."""
+        place = issue.place or (self.keys.get(issue.loc) if issue.on_key else None)
+        nearest = issue.loc
         while place is None:
             place = self.places.get(nearest)
             nearest = nearest[:-1]
@@ -99,21 +103,23 @@ class Document:
             file=place.source,
             line=place.line,
             column=place.column,
-            path=path_text(finding.shown),
-            message=finding.message,
-            environment=finding.environment,
+            path=path_text(issue.shown),
+            message=issue.message,
+            environment=issue.environment,
         )
 
     def problems(self) -> list[Problem]:
-        """Every problem of the document, with its position."""
-        return [*self.refused, *(self.problem(finding) for finding in self.findings)]
+        """Return every problem of the document, with its position."""
+        return [*self.refused, *(self.problem(issue) for issue in self.issues)]
 
     def replace(self, loc: Loc, value: Any, places: Mapping[Loc, Place], keys: Mapping[Loc, Place]) -> None:
-        """Put another value, with its own places, where `loc` leads; its container must exist."""
+        """Put another value, with its own places, at `loc`, whose container must exist."""
         for table in (self.places, self.keys):
             for old in [known for known in table if known[: len(loc)] == loc]:
                 del table[old]
-        self.findings = [f for f in self.findings if f.loc[: len(loc)] != loc or (f.loc == loc and f.on_key)]
+        self.issues = [
+            issue for issue in self.issues if issue.loc[: len(loc)] != loc or (issue.loc == loc and issue.on_key)
+        ]
         self.places.update({loc + below: place for below, place in places.items()})
         self.keys.update({loc + below: place for below, place in keys.items()})
         if loc:
@@ -124,7 +130,7 @@ class Document:
 
 
 def child(value: Any, part: str | int) -> Any:
-    """What a mapping or list holds there, or None."""
+    """Return what a mapping or list holds there, or None."""
     if isinstance(value, dict):
         return value.get(part)
     if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value):
@@ -133,7 +139,7 @@ def child(value: Any, part: str | int) -> Any:
 
 
 def path_text(loc: Loc) -> str:
-    """`gates[1].max_drop`."""
+    """Return a location as it is printed: `gates[1].max_drop`."""
     text = ""
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

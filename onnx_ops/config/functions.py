@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from onnx_ops.config.text import MAX_BYTES, shown_path
-from onnx_ops.config.words import did_you_mean, listing, shorten
+from onnx_ops.config.messages import did_you_mean, quote_names, shorten
+from onnx_ops.config.yaml_reader import MAX_BYTES, format_path
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
 _PARSING = threading.Lock()
@@ -28,7 +28,7 @@ def parse_python(source: bytes) -> ast.Module:
         return ast.parse(source)
 
 
-def function_problem(reference: str, root: Path) -> str | None:
+def explain_missing_function(reference: str, root: Path) -> str | None:
     """Why the reference leads to no function, or None if it leads to one.
 
     Modules are looked for below the project's root, then on `sys.path`. A module that takes names from elsewhere by
@@ -40,21 +40,21 @@ def function_problem(reference: str, root: Path) -> str | None:
     module, function = match.groups()
     path = _source(module, root)
     if path is None:
-        hint = did_you_mean(module, siblings(module, root))
+        hint = did_you_mean(module, list_siblings(module, root))
         return f"no module '{module}' in the project or on sys.path{hint}"
     try:
         tree = _parsed(path)
     except SyntaxError as error:
-        return f"{shown_path(path)}, line {error.lineno}, is not valid Python: {error.msg}"
+        return f"{format_path(path)}, line {error.lineno}, is not valid Python: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:
-        return f"{shown_path(path)} cannot be read: {error}"
+        return f"{format_path(path)} cannot be read: {error}"
     known = set(_names(tree.body))
     if function in known or "*" in known:
         return None
-    return f"no function '{function}' in {shown_path(path)}{did_you_mean(function, known)}"
+    return f"no function '{function}' in {format_path(path)}{did_you_mean(function, known)}"
 
 
-def argument_problems(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
+def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tuple[str, str]]:
     """Return why the function cannot be called with its data and the given parameters.
 
     Decorators may change what a function takes: of one that has some, nothing is known.
@@ -68,25 +68,25 @@ def argument_problems(reference: str, given: Iterable[str], root: Path) -> list[
     path, function = found
     takes = function.args
     positional = [*takes.posonlyargs, *takes.args]
-    place = f"{function.name}() in {shown_path(path)}, line {function.lineno},"
+    place = f"{function.name}() in {format_path(path)}, line {function.lineno},"
     if not positional and takes.vararg is None:
         return [("", f"{place} takes no data: its first parameter receives the data sets")]
     known = [one.arg for one in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
     problems = []
     for name in given:
         if name not in known and takes.kwarg is None:
-            hint = did_you_mean(name, known) or f"; it takes {listing(known) or 'none'}"
+            hint = did_you_mean(name, known) or f"; it takes {quote_names(known) or 'none'}"
             problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
     bound = positional[1:]
     optional = {one.arg for one in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
     optional |= {one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None}
     needed = [one.arg for one in [*bound, *takes.kwonlyargs] if one.arg not in optional]
     if missing := [name for name in needed if name not in set(given)]:
-        problems.append(("", f"{place} needs {listing(missing)}, which 'with' does not give"))
+        problems.append(("", f"{place} needs {quote_names(missing)}, which 'with' does not give"))
     return problems
 
 
-def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
+def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     """Return what the module of a function, and the project's modules that it imports, cannot import.
 
     Only statements at the top level of a module count: others may never run.
@@ -111,7 +111,7 @@ def import_problems(reference: str, root: Path) -> list[tuple[str, str]]:
             if _is_importable(module, root):
                 waiting.append(module)
             else:
-                problems.setdefault(module, f"{shown_path(path)}, line {line}, imports '{module}'")
+                problems.setdefault(module, f"{format_path(path)}, line {line}, imports '{module}'")
     return list(problems.items())
 
 
@@ -187,7 +187,7 @@ def _source(module: str, root: Path) -> Path | None:
     return None
 
 
-def siblings(module: str, root: Path) -> list[str]:
+def list_siblings(module: str, root: Path) -> list[str]:
     """Return the project's modules beside the place where a module would be."""
     package = module.rpartition(".")[0]
     folder = root.joinpath(*package.split(".")) if package else root

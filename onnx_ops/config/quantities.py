@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
-from onnx_ops.config.words import describe, did_you_mean
+from onnx_ops.config.messages import describe, did_you_mean
 
 _QUANTITY = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?([A-Za-zµ%]*)")
 _LONGEST = 40

@@ -1,153 +1,339 @@
-"""What must hold between the parts of one pipeline file. Each rule looks at a draft and yields findings."""
+"""Rules within one pipeline file. Each looks at a draft of the pipeline and yields issues."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from onnx_ops.config.document import Finding, Loc
-from onnx_ops.config.draft import Draft
-from onnx_ops.config.gates import gate_findings
-from onnx_ops.config.metrics import label_findings, metric_findings
-from onnx_ops.config.rollouts import rollout_findings, staging_findings
-from onnx_ops.config.searches import preference_findings, search_findings
-from onnx_ops.config.words import did_you_mean, listing, shorten
-from onnx_ops.domain.pipeline import EXPORT
-from onnx_ops.domain.quantization import find_type_conflict
-
-Rule = Callable[[Draft], Iterator[Finding]]
+from onnx_ops.config.binding import Binding
+from onnx_ops.config.document import Document, Issue, Loc
+from onnx_ops.config.messages import did_you_mean, quote_names, shorten
+from onnx_ops.domain.decision import Objective
+from onnx_ops.domain.gate import (
+    ACCURACY,
+    METRICS,
+    ColdStartGate,
+    Gate,
+    LatencyGate,
+    MemoryGate,
+    MetricGate,
+    ThroughputGate,
+)
+from onnx_ops.domain.pipeline import (
+    EXPORT,
+    Benchmark,
+    DataSection,
+    Deploy,
+    Export,
+    InputValues,
+    Quantize,
+    Register,
+    SklearnData,
+    Train,
+    Validate,
+)
+from onnx_ops.domain.quantization import AUTO, ROLES, find_type_conflict
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_METRIC_LIMITS: Mapping[bool, tuple[str, str]] = {True: ("max_drop", "min"), False: ("max_increase", "max")}
+"""By whether higher is better."""
+_METRIC_OPTIONS = ("k", "average", "positive", "ignore")
 
 
-def file_findings(draft: Draft) -> list[Finding]:
-    """The findings of every rule of this module."""
-    return [finding for rule in RULES for finding in rule(draft)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A pipeline with gaps. A section is None if it is missing or could not be read at all.
+
+    Where a part of a section was wrong, its default stands in; issues that follow from that are dropped by the loader.
+
+    Attributes:
+        keys: The sections of the file, readable or not.
+        sets: Names of all its data sets.
+        quantize: Entries with their location, as for `gates` and `deploy`.
+    """
+
+    keys: frozenset[str]
+    sets: frozenset[str]
+    data: Mapping[str, DataSection]
+    inputs: Mapping[str, InputValues]
+    train: Train | None
+    model: str | None
+    export: Export | None
+    validate: Validate | None
+    quantize: tuple[tuple[Loc, Quantize], ...]
+    benchmark: Benchmark | None
+    gates: tuple[tuple[Loc, Gate], ...]
+    prefer: Objective
+    register: Register | None
+    deploy: tuple[tuple[Loc, Deploy], ...]
+
+    @property
+    def scored(self) -> str:
+        """Name of the data set that `validate.samples` scores; empty if the section is wrong."""
+        return self.validate.samples.data if self.validate else ""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the benchmarked targets."""
+        return self.benchmark.targets if self.benchmark else ()
+
+    @property
+    def metric_gates(self) -> tuple[tuple[Loc, MetricGate], ...]:
+        """The metric gates with their location."""
+        return tuple((loc, gate) for loc, gate in self.gates if isinstance(gate, MetricGate))
 
 
-def _origin(draft: Draft) -> Iterator[Finding]:
+def build_draft(document: Document, binding: Binding) -> Draft:
+    """Return the draft of a document that was bound as a pipeline."""
+    root = document.value if isinstance(document.value, dict) else {}
+    data: Any = root.get("data")
+
+    def section(name: str) -> Any:
+        return binding.objects.get((name,))
+
+    def entries(name: str) -> tuple[tuple[Loc, Any], ...]:
+        if (name,) in binding.objects:  # an entry that stands without its list
+            return (((name,), section(name)),)
+        return tuple((loc, value) for loc, value in binding.objects.items() if len(loc) == 2 and loc[0] == name)
+
+    return Draft(
+        keys=frozenset(key for key in root if isinstance(key, str)),
+        sets=frozenset(str(name) for name in data) if isinstance(data, dict) else frozenset(),
+        data={str(loc[-1]): value for loc, value in entries("data")},
+        inputs={str(loc[-1]): value for loc, value in entries("inputs")},
+        train=section("train"),
+        model=root["model"] if isinstance(root.get("model"), str) else None,
+        export=section("export"),
+        validate=section("validate") if "validate" in root else Validate(),
+        quantize=entries("quantize"),
+        benchmark=section("benchmark"),
+        gates=entries("gates"),
+        prefer=section("prefer") or Objective(),
+        register=section("register"),
+        deploy=entries("deploy"),
+    )
+
+
+def check_file(draft: Draft) -> Iterator[Issue]:
+    """Yield the issues of every rule of this module."""
+    for rule in (
+        _check_origin,
+        _check_data_names,
+        _check_inputs,
+        _check_quantization,
+        _check_searches,
+        _check_preferences,
+        _check_variant_names,
+        _check_metrics,
+        _check_labels,
+        _check_registration,
+        _check_endpoints,
+    ):
+        yield from rule(draft)
+    yield from check_gates(draft.gates)
+    yield from _check_unique(
+        ((("benchmark", "targets", index), name) for index, name in enumerate(draft.targets)), "target"
+    )
+
+
+def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
+    """Yield gates, of a pipeline or a target, that limit nothing or contradict themselves."""
+    for loc, gate in gates:
+        match gate:
+            case LatencyGate() if gate == LatencyGate():
+                limits = "'max_regression', 'p50', 'p90', 'p95', 'p99' or 'faster_than'"
+                yield Issue(loc, f"a latency gate needs {limits}")
+            case ThroughputGate(max_regression=None, min=None):
+                yield Issue(loc, "a throughput gate needs 'max_regression' or 'min'")
+            case ColdStartGate(load=None, first=None, max_regression=None):
+                yield Issue(loc, "a cold_start gate needs 'load', 'first' or 'max_regression'")
+            case MemoryGate(max=None, max_regression=None):
+                yield Issue(loc, "a memory gate needs 'max' or 'max_regression'")
+            case LatencyGate() | ThroughputGate() | ColdStartGate() | MemoryGate() if gate.max_regression == 0:
+                message = "0% cannot be shown of a model that is as good as the baseline; allow a little"
+                yield Issue((*loc, "max_regression"), message)
+            case _:
+                pass
+        if isinstance(gate, LatencyGate) and gate.min_speedup is not None and gate.faster_than is None:
+            yield Issue((*loc, "min_speedup"), "'min_speedup' says by how much; add 'faster_than: fp32'")
+
+
+def _check_origin(draft: Draft) -> Iterator[Issue]:
     if {"train", "model"} <= draft.keys:
-        yield Finding(loc=("model",), message="'train' and 'model' exclude each other; keep one", on_key=True)
+        yield Issue(("model",), "'train' and 'model' exclude each other; keep one", on_key=True)
     elif not {"train", "model"} & draft.keys:
         message = "needs 'train' (how the model is made) or 'model' (the path of a trained one)"
-        yield Finding(loc=("train",), message=message, on_key=True)
+        yield Issue(("train",), message, on_key=True)
 
 
-def _data_sets(draft: Draft) -> Iterator[Finding]:
-    used: list[tuple[Loc, str]] = []
-    if draft.validate:
-        used.append((("validate", "samples", "data"), draft.validate.samples.data))
-    used += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
-    used += [((*loc, "tune", "data"), entry.tune.data) for loc, entry in draft.quantize if entry.tune]
-    for loc, name in used:
+def _check_data_names(draft: Draft) -> Iterator[Issue]:
+    names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), draft.scored)] if draft.validate else []
+    names += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
+    names += [((*loc, "tune", "data"), entry.tune.data) for loc, entry in draft.quantize if entry.tune]
+    for loc, name in names:
         if name not in draft.sets:
-            known = f"; data has {listing(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
-            yield Finding(loc=loc, message=f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
+            known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
+            yield Issue(loc, f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
 
 
-def _inputs(draft: Draft) -> Iterator[Finding]:
-    """`inputs:` names what the model takes, and says nothing that contradicts itself."""
-    scored = draft.data.get(draft.validate.samples.data) if draft.validate else None
-    known = () if scored is None else tuple(scored.inputs)  # none: the columns of the data tell
+def _check_inputs(draft: Draft) -> Iterator[Issue]:
+    scored = draft.data.get(draft.scored)
+    known = () if scored is None else tuple(scored.inputs)  # empty: the columns of the data are the inputs
     for name, values in draft.inputs.items():
+        loc: Loc = ("inputs", name)
         if known and name not in known:
-            hint = did_you_mean(name, known) or f"; the data set has {listing(sorted(known))}"
-            yield Finding(loc=("inputs", name), message=f"the model has no input '{name}'{hint}", on_key=True)
+            hint = did_you_mean(name, known) or f"; the data set has {quote_names(sorted(known))}"
+            yield Issue(loc, f"the model has no input '{name}'{hint}", on_key=True)
         if values.values is not None and not (values.min is None and values.max is None):
             message = "'values' lists all that callers send; leave out 'min' and 'max'"
-            yield Finding(loc=("inputs", name, "values"), message=message, on_key=True)
+            yield Issue((*loc, "values"), message, on_key=True)
         if values.min is not None and values.max is not None and values.min > values.max:
-            yield Finding(loc=("inputs", name, "min"), message=f"{values.min:g} is above max, which is {values.max:g}")
+            yield Issue((*loc, "min"), f"{values.min:g} is above max, which is {values.max:g}")
 
 
-def _calibration(draft: Draft) -> Iterator[Finding]:
-    scored = draft.validate.samples.data if draft.validate else None
+def _check_quantization(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
+        example = "e.g. calibrate: {data: train, samples: 256}"
+        if problem := find_type_conflict(entry.options):
+            yield Issue((*loc, "options"), problem)
         if entry.calibrate is None:
             if entry.method == "static":
-                message = "static quantization needs 'calibrate', e.g. calibrate: {data: train, samples: 256}"
-                yield Finding(loc=(*loc, "calibrate"), message=message, on_key=True)
+                yield Issue((*loc, "calibrate"), f"static quantization needs 'calibrate', {example}", on_key=True)
+            if entry.options.get("algorithm") == "gptq":
+                yield Issue((*loc, "calibrate"), f"gptq needs 'calibrate', {example}", on_key=True)
             continue
-        name = entry.calibrate.data
-        if scored is not None and name in draft.sets and (name == scored or _same_rows(draft, name, scored)):
+        name, scored = entry.calibrate.data, draft.scored
+        is_same = name == scored or (name in draft.data and draft.data[name] == draft.data.get(scored))
+        if scored and name in draft.sets and is_same:
             message = f"'{name}' is the set that validate.samples scores; calibrate on another one"
-            yield Finding(loc=(*loc, "calibrate", "data"), message=message)
+            yield Issue((*loc, "calibrate", "data"), message)
 
 
-def _recipes(draft: Draft) -> Iterator[Finding]:
+def _check_searches(draft: Draft) -> Iterator[Issue]:
     for loc, entry in draft.quantize:
-        if problem := find_type_conflict(entry.options):
-            yield Finding(loc=(*loc, "options"), message=problem)
-        if entry.options.get("algorithm") == "gptq" and entry.calibrate is None:
-            message = "gptq needs 'calibrate', e.g. calibrate: {data: train, samples: 256}"
-            yield Finding(loc=(*loc, "calibrate"), message=message, on_key=True)
+        if entry.method != AUTO:
+            given = {"tune": entry.tune, "budget": entry.budget, "keep": entry.keep != ROLES}
+            for key in (key for key, value in given.items() if value):
+                message = f"'{key}' is for method: auto, which searches; {entry.method} is a single recipe"
+                yield Issue((*loc, key), message, on_key=True)
+            continue
+        for key, value in (("exclude", entry.exclude), ("options", entry.options)):
+            if value:
+                message = f"method: auto finds its own '{key}'; leave it out, or name a method"
+                yield Issue((*loc, key), message, on_key=True)
+        if entry.env is not None:
+            message = "method: auto tries what is installed here; leave 'env' out, or name a method"
+            yield Issue((*loc, "env"), message, on_key=True)
+        if entry.tune is None:
+            message = "method: auto needs 'tune', the rows that it decides by, e.g. tune: {data: tune}"
+            yield Issue((*loc, "tune"), message, on_key=True)
+            continue
+        name, tuned = entry.tune.data, draft.data.get(entry.tune.data)
+        if draft.scored and name in draft.sets and (name == draft.scored or _share_rows(draft, name)):
+            message = f"'{name}' shares rows with '{draft.scored}', which validate.samples scores; tune on other rows"
+            yield Issue((*loc, "tune", "data"), message)
+        definition = draft.metric_gates[0][1].definition() if draft.metric_gates else ACCURACY
+        if tuned is not None and tuned.label is None and not definition.label_free:
+            message = f"the search decides by {definition.label}, which needs labels, but '{name}' names no 'label'"
+            yield Issue((*loc, "tune", "data"), message)
 
 
-def _same_rows(draft: Draft, one: str, other: str) -> bool:
-    return one in draft.data and other in draft.data and draft.data[one] == draft.data[other]
+def _share_rows(draft: Draft, name: str) -> bool:
+    """Return whether a data set certainly shares rows with the one that is scored."""
+    one, other = draft.data.get(name), draft.data.get(draft.scored)
+    if isinstance(one, SklearnData) and isinstance(other, SklearnData) and one.sklearn == other.sklearn:
+        sides = {one.split, other.split}
+        return sides != {"train", "test"} or (one.seed, one.test_size) != (other.seed, other.test_size)
+    return one is not None and one == other
 
 
-def _variants(draft: Draft) -> Iterator[Finding]:
-    named = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
-    yield from _unique(named, "variant")
+def _check_preferences(draft: Draft) -> Iterator[Issue]:
+    for name in draft.prefer.targets if draft.benchmark else ():
+        if name not in draft.targets:
+            hint = did_you_mean(name, draft.targets) or f"; there are {quote_names(draft.targets)}"
+            yield Issue(("prefer", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
+
+
+def _check_variant_names(draft: Draft) -> Iterator[Issue]:
+    names = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
+    yield from _check_unique(names, "variant")
     for loc, entry in draft.quantize:
         if entry.name == EXPORT:
-            message = f"'{EXPORT}' is the name of the export itself; choose another"
-            yield Finding(loc=(*loc, "name"), message=message)
+            yield Issue((*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another")
 
 
-def _benchmark(draft: Draft) -> Iterator[Finding]:
-    if draft.benchmark:
-        targets = enumerate(draft.benchmark.targets)
-        yield from _unique(((("benchmark", "targets", index), name) for index, name in targets), "target")
+def _check_metrics(draft: Draft) -> Iterator[Issue]:
+    for loc, gate in draft.metric_gates:
+        definition = gate.definition()
+        label = definition.name or "an own metric"
+        if gate.use and gate.name is not None:
+            yield Issue((*loc, "use"), "'name' and 'use' exclude each other; keep one", on_key=True)
+        if gate.use and gate.higher_is_better is None:
+            yield Issue(loc, "an own metric must say 'higher_is_better: true' or 'false'")
+        if not gate.use and gate.higher_is_better is not None:
+            message = f"only an own metric ('use') says it; {label} is known"
+            yield Issue((*loc, "higher_is_better"), message, on_key=True)
+        known = METRICS[definition.name].options if definition.name is not None else frozenset()
+        for option in _METRIC_OPTIONS:
+            if getattr(gate, option) is not None and option not in known:
+                takes = f"; it takes {quote_names(sorted(known))}" if known else ""
+                yield Issue((*loc, option), f"{label} takes no '{option}'{takes}", on_key=True)
+        if gate.positive is not None and gate.average not in (None, "binary"):
+            message = f"'positive' is for average: binary, not {gate.average}"
+            yield Issue((*loc, "positive"), message, on_key=True)
+        yield from _check_metric_limits(loc, gate, label)
 
 
-def _gates(draft: Draft) -> Iterator[Finding]:
-    return gate_findings(draft.gates)
+def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
+    definition = gate.definition()
+    is_better = gate.higher_is_better if definition.name is None else definition.higher_is_better
+    if is_better is None:
+        return
+    fitting, others = _METRIC_LIMITS[is_better], _METRIC_LIMITS[not is_better]
+    for key in others:
+        if getattr(gate, key) is not None:
+            direction = "higher" if is_better else "lower"
+            message = f"of {label}, {direction} is better: limit it by {quote_names(fitting)}"
+            yield Issue((*loc, key), message, on_key=True)
+    if all(getattr(gate, key) is None for key in (*fitting, *others)):
+        yield Issue(loc, "a metric gate needs " + " or ".join(f"'{key}'" for key in fitting))
+    for key in fitting if is_better and definition.name is not None else ():
+        if (getattr(gate, key) or 0) > 1:
+            yield Issue((*loc, key), f"{label} is never more than 100%")
 
 
-def _registration(draft: Draft) -> Iterator[Finding]:
+def _check_labels(draft: Draft) -> Iterator[Issue]:
+    scored = draft.data.get(draft.scored)
+    if scored is not None and scored.label is None:
+        needing = [loc for loc, gate in draft.metric_gates if not gate.definition().label_free]
+        for loc in needing[:1]:
+            yield Issue(loc, f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'")
+
+
+def _check_registration(draft: Draft) -> Iterator[Issue]:
     if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
-        yield Finding(loc=("deploy",), message="only registered versions are deployed; add a 'register' section")
+        yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
     if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
         message = f"'{shorten(draft.register.model)}' is no name of a registered model, which stands in addresses"
-        hint = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
-        remedy = f": write '{hint}'" if hint else ""
+        suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
+        remedy = f": write '{suggestion}'" if suggestion else ""
         allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
-        yield Finding(loc=("register", "model"), message=f"{message}; {allowed}{remedy}")
+        yield Issue(("register", "model"), f"{message}; {allowed}{remedy}")
 
 
-def _endpoints(draft: Draft) -> Iterator[Finding]:
-    yield from _unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
+def _check_endpoints(draft: Draft) -> Iterator[Issue]:
+    yield from _check_unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
     for loc, entry in draft.deploy:
-        if draft.benchmark and entry.target not in draft.benchmark.targets:
-            hint = did_you_mean(entry.target, draft.benchmark.targets) or "; add it there, so that it is measured"
-            yield Finding(loc=(*loc, "target"), message=f"target '{entry.target}' is not among benchmark.targets{hint}")
+        if draft.benchmark and entry.target not in draft.targets:
+            hint = did_you_mean(entry.target, draft.targets) or "; add it there, so that it is measured"
+            yield Issue((*loc, "target"), f"target '{entry.target}' is not among benchmark.targets{hint}")
 
 
-def _unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Finding]:
+def _check_unique(names: Iterable[tuple[Loc, str]], noun: str) -> Iterator[Issue]:
     seen: set[str] = set()
     for loc, name in names:
         if name in seen:
-            yield Finding(loc=loc, message=f"{noun} '{name}' is named twice")
+            yield Issue(loc, f"{noun} '{name}' is named twice")
         seen.add(name)
-
-
-RULES: tuple[Rule, ...] = (
-    _origin,
-    _data_sets,
-    _inputs,
-    _calibration,
-    _recipes,
-    search_findings,
-    preference_findings,
-    _variants,
-    _benchmark,
-    _gates,
-    metric_findings,
-    label_findings,
-    _registration,
-    _endpoints,
-    rollout_findings,
-    staging_findings,
-)

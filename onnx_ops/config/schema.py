@@ -27,9 +27,8 @@ from onnx_ops.config.binding import (
     unwrap,
     without_none,
 )
-from onnx_ops.config.parameters import FILE as PARAMETERS
-from onnx_ops.config.parameters import NOT_IN
 from onnx_ops.config.quantities import SCALES, format_quantity
+from onnx_ops.config.substitution import PARAMETERS_FILE, WITHOUT_PARAMETERS
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.quantities import Notation, Pattern
 from onnx_ops.domain.target import Target
@@ -54,11 +53,14 @@ def pipeline_schema() -> Schema:
     schema = _schema(Pipeline, "onnx-ops pipeline")
     for section in (schema, *schema["$defs"].values()):
         for name, value in section.get("properties", {}).items():
-            if (section is schema and (name,) in NOT_IN) or (section.get("title"), name) == ("Deploy", "endpoint"):
+            if (section is schema and (name,) in WITHOUT_PARAMETERS) or (section.get("title"), name) == (
+                "Deploy",
+                "endpoint",
+            ):
                 continue
             section["properties"][name] = _or_parameter(value)
     schema["$defs"][_PARAMETER] = {
-        "description": f"A value of {PARAMETERS}.",
+        "description": f"A value of {PARAMETERS_FILE}.",
         "pattern": r"\$\{params:[^{}]+\}",
         "type": "string",
     }

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from onnx_ops.config.binding import bind_settings
 from onnx_ops.errors import UserError
 
 FILE = "onnx-ops.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileSettings:
+    """Keys of `onnx-ops.toml`. Paths are relative to its folder."""
+
+    state: str = ".onnx-ops"
+    targets: str = ""
+    store: str = ""
+    ledger: str = ""
+    tracking_uri: str = ""
+    mlflow_url: str = ""
+    artifacts: str = ""
+    signing: Literal["auto", "required", "off"] = "auto"
+    signing_key: str = ""
+    trusted_keys: str = ""
+    notify: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Where state lives and how services are reached. Every default is below `state`.
 
-    `targets` is a folder of target files that several projects share, or empty. `store` and `ledger` are paths or
-    fsspec URLs; `tracking_uri` is MLflow's, and `mlflow_url` where people open its
-    pages if that is another address. `signing` is `auto` (the key file is
-    made on first use), `required` (it must exist) or `off` (runs stop at the gates). `trusted_keys` is a folder of
-    public keys; the signer's own is always trusted where signing is on. `notify` names the ways to reach people, with
-    commas between: `webhook, github:owner/repository, prefect:TYPE/NAME`.
+    Attributes:
+        targets: Folder of target files that several projects share, or empty.
+        store: Path or fsspec URL, as is `ledger`.
+        tracking_uri: MLflow's.
+        mlflow_url: Where people open MLflow's pages if that is another address.
+        signing: `auto` (the key file is made on first use), `required` (it must exist) or `off` (runs stop at the
+            gates).
+        trusted_keys: Folder of public keys; the signer's own is always trusted where signing is on.
+        notify: Notification targets, separated by commas: `webhook, github:owner/repository, prefect:TYPE/NAME`.
     """
 
     root: Path
@@ -43,26 +63,32 @@ class Settings:
 
     @property
     def notifiers(self) -> tuple[str, ...]:
+        """Names of the notification targets."""
         return tuple(dict.fromkeys(part for part in map(str.strip, self.notify.split(",")) if part))
 
     @property
     def endpoints(self) -> Path:
+        """Folder of the local endpoints."""
         return self.state / "endpoints"
 
     @property
     def models(self) -> Path:
+        """Folder of the models that endpoints load."""
         return self.state / "models"
 
     @property
     def environments(self) -> Path:
+        """Folder of isolated environments."""
         return self.state / "environments"
 
     @property
     def claims(self) -> Path:
+        """Folder of the locks of stages."""
         return self.state / "claims"
 
     @property
     def webhook_secret(self) -> Path:
+        """File of the secret of MLflow's webhooks."""
         return self.state / "webhook.secret"
 
     @property
@@ -71,59 +97,67 @@ class Settings:
         return Path(self.targets) if self.targets else None
 
 
-_KEYS = (
-    "state",
-    "targets",
-    "store",
-    "ledger",
-    "tracking_uri",
-    "mlflow_url",
-    "artifacts",
-    "signing",
-    "signing_key",
-    "trusted_keys",
-    "notify",
-)
-_SIGNING = ("auto", "required", "off")
-
-
 def find_root(start: Path) -> Path:
-    """The project's root: the nearest folder above `start` with `onnx-ops.toml`, else with `configs/`, else `start`."""
-    start = start.resolve()
-    folders = (start, *start.parents)
-    for folder in folders:
-        if (folder / FILE).is_file():
-            return folder
-    for folder in folders:
-        if (folder / "configs" / "targets").is_dir():
-            return folder
-    return start
+    """Return the nearest folder from `start` upwards with `onnx-ops.toml`, else with `configs/`, else `start`."""
+    folders = (start.resolve(), *start.resolve().parents)
+    for marker in (Path(FILE), Path("configs") / "targets"):
+        for folder in folders:
+            if (folder / marker).exists():
+                return folder
+    return folders[0]
 
 
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings of the project around `start` (the working directory by default).
+    """Return the settings of the project around `start` (the working directory by default).
 
     Raises:
-        UserError: the file is not TOML, or a key, profile or value is not known.
+        UserError: The file is not TOML, or keys, a profile or values are wrong.
     """
     environ = os.environ if environ is None else environ
     root = Path(environ["ONNX_OPS_ROOT"]).resolve() if "ONNX_OPS_ROOT" in environ else find_root(start or Path.cwd())
-    values, profile = _from_file(root / FILE, environ.get("ONNX_OPS_PROFILE"))
-    for key in _KEYS:
-        if (text := environ.get(f"ONNX_OPS_{key.upper()}")) is not None:
-            values[key] = text
-    return _complete(root, profile, values)
+    values, profile = _read_file(root / FILE, environ.get("ONNX_OPS_PROFILE"))
+    for f in fields(FileSettings):
+        if (text := environ.get(f"ONNX_OPS_{f.name.upper()}")) is not None:
+            values[f.name] = text
+    given = bind_settings(values, FileSettings, where=str(root / FILE))
+
+    def place(text: str, default: Path) -> str:
+        return text if "://" in text else str(root / text) if text else str(default)
+
+    state = root / given.state
+    key = root / given.signing_key if given.signing_key else state / "keys" / "signing.pem"
+    return Settings(
+        root=root,
+        profile=profile,
+        state=state,
+        targets=place(given.targets, root) if given.targets else "",
+        store=place(given.store, state / "store"),
+        ledger=place(given.ledger, state / "ledger"),
+        tracking_uri=given.tracking_uri or f"sqlite:///{state / 'mlflow.db'}",
+        mlflow_url=given.mlflow_url,
+        artifacts=place(given.artifacts, state / "mlartifacts"),
+        signing=given.signing,
+        signing_key=key,
+        trusted_keys=root / given.trusted_keys if given.trusted_keys else key.parent,
+        notify=given.notify,
+    )
 
 
 def to_environ(settings: Settings) -> dict[str, str]:
-    """Environment variables that give a child process the same settings."""
-    environ = {f"ONNX_OPS_{key.upper()}": str(getattr(settings, key)) for key in _KEYS}
+    """Return the environment variables that give a child process the same settings."""
+    environ = {f"ONNX_OPS_{f.name.upper()}": str(getattr(settings, f.name)) for f in fields(FileSettings)}
     return {**environ, "ONNX_OPS_ROOT": str(settings.root), "ONNX_OPS_PROFILE": settings.profile}
 
 
-def _from_file(path: Path, asked: str | None) -> tuple[dict[str, str], str]:
+def describe_settings(settings: Settings) -> dict[str, str]:
+    """Return every setting as text, for `doctor`."""
+    return {f.name: str(getattr(settings, f.name)) for f in fields(settings)}
+
+
+def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
+    """Return the values of a settings file and its profile."""
     if not path.is_file():
-        return {}, asked or "default"
+        return {}, chosen or "default"
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -131,52 +165,9 @@ def _from_file(path: Path, asked: str | None) -> tuple[dict[str, str], str]:
     profiles: Any = document.pop("profiles", {})
     if not isinstance(profiles, dict) or not all(isinstance(values, dict) for values in profiles.values()):
         raise UserError("profiles must be tables", where=str(path), remedy="Write each one as [profiles.NAME].")
-    profile = asked or str(document.pop("profile", "default"))
-    document.pop("profile", None)
+    default = str(document.pop("profile", "default"))
+    profile = chosen or default
     if profile not in profiles and profile != "default":
         known = ", ".join(sorted(profiles)) or "none"
         raise UserError(f"no profile is called {profile!r}", where=str(path), remedy=f"Profiles there: {known}.")
-    values = {**document, **profiles.get(profile, {})}
-    for key, value in values.items():
-        if key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(_KEYS)}."
-            raise UserError(f"unknown key {key!r}", where=str(path), remedy=hint)
-        if not isinstance(value, str):
-            raise UserError(f"{key} must be text, not {value!r}", where=str(path), remedy="Put it into quotes.")
-    return values, profile
-
-
-def _complete(root: Path, profile: str, values: Mapping[str, str]) -> Settings:
-    state = root / values.get("state", ".onnx-ops")
-    signing = values.get("signing", "auto")
-    if signing not in _SIGNING:
-        raise UserError(f"signing is {signing!r}", where=FILE, remedy=f"Write one of {', '.join(_SIGNING)}.")
-    key = root / values["signing_key"] if "signing_key" in values else state / "keys" / "signing.pem"
-    trusted = root / values["trusted_keys"] if "trusted_keys" in values else key.parent
-    return Settings(
-        root=root,
-        profile=profile,
-        state=state,
-        targets=_place(root, values.get("targets"), ""),
-        store=_place(root, values.get("store"), state / "store"),
-        ledger=_place(root, values.get("ledger"), state / "ledger"),
-        tracking_uri=values.get("tracking_uri") or f"sqlite:///{state / 'mlflow.db'}",
-        mlflow_url=values.get("mlflow_url", ""),
-        artifacts=_place(root, values.get("artifacts"), state / "mlartifacts"),
-        signing=signing,
-        signing_key=key,
-        trusted_keys=trusted,
-        notify=values.get("notify", ""),
-    )
-
-
-def _place(root: Path, text: str | None, default: Path | str) -> str:
-    if not text:
-        return str(default)
-    return text if "://" in text else str(root / text)
-
-
-def describe(settings: Settings) -> dict[str, str]:
-    """Plain text of every setting, for `doctor`."""
-    return {field.name: str(getattr(settings, field.name)) for field in fields(settings)}
+    return {**document, **profiles.get(profile, {})}, profile

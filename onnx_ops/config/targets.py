@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnx_ops.config.binding import bind_document
-from onnx_ops.config.document import Document, Finding
-from onnx_ops.config.gates import gate_findings
-from onnx_ops.config.reading import read_document
-from onnx_ops.config.words import did_you_mean
+from onnx_ops.config.document import Document, Issue
+from onnx_ops.config.messages import did_you_mean
+from onnx_ops.config.rules import check_gates
+from onnx_ops.config.substitution import read_document
 from onnx_ops.domain.execution import PROVIDER_OPTIONS
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.target import Target
@@ -19,41 +20,47 @@ from onnx_ops.errors import ConfigError, NotFoundError, UserError
 
 FOLDER = Path("configs") / "targets"
 PROFILES = Path(__file__).parent / "profiles"
+BUILTIN = ("cpu-1t", "cpu-all")
+"""Profiles that every machine can run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
-    """Where targets are defined: in the project at `root`, in the folder that several projects share, by us.
+    """Target files of the project at `root`, of the folder that several projects share, and shipped profiles.
 
-    The first that has a name wins. Paths of libraries are below `root` wherever the target is defined. All methods
-    raise UserError if the shared folder is not there.
+    The first with a name wins. Paths of libraries are below `root` wherever the target is defined. All methods raise
+    UserError if the shared folder does not exist.
     """
 
     root: Path
     shared: Path | None = None
 
     def names(self) -> tuple[str, ...]:
-        """Names of the project's targets and of the shared ones, sorted."""
+        """Return the sorted names of the project's targets and of the shared ones."""
         return tuple(sorted({path.stem for folder in self._folders for path in folder.glob("*.yaml")}))
 
     def path(self, name: str) -> Path | None:
-        """The target's file, or that of the profile, if there is one.
+        """Return the file of a target, or of the profile of that name, if there is one.
 
-        A name that is not a target's name leads nowhere, whatever it spells.
+        What is not a valid name has no file, whatever path it spells.
         """
         folders = (*self._folders, PROFILES)
         paths = (folder / f"{name}.yaml" for folder in folders if re.fullmatch(NAME_PATTERN, name))
         return next((path for path in paths if path.is_file()), None)
 
     def source(self, name: str) -> str:
-        """Where the target's file is, for people: below the project, elsewhere, or `shipped`."""
+        """Return where a message says that the target's file is: below the project, elsewhere, or `shipped`."""
         path = self.path(name)
         if path is None or path.parent == PROFILES:
             return "shipped"
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
 
-    def load(self, name: str) -> Target:
-        """Read one target, or the profile of that name; its libraries' paths are absolute then.
+    def load(self, name: str, *, where: str = str(FOLDER)) -> Target:
+        """Return a target, or the profile of that name, with absolute paths of its libraries.
+
+        Args:
+            name: The target.
+            where: What an error names as its place, such as an option.
 
         Raises:
             NotFoundError: there is neither.
@@ -64,7 +71,7 @@ class TargetFiles:
             names, profiles = self.names(), profile_names()
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
             remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
-            raise NotFoundError(f"no target is called {name!r}", where=str(FOLDER), remedy=remedy)
+            raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
         target = _read(path)
         libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
         return replace(target, custom_ops=libraries)
@@ -80,7 +87,7 @@ class TargetFiles:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of the profiles that are shipped, sorted."""
+    """Return the sorted names of the shipped profiles."""
     return tuple(sorted(path.stem for path in PROFILES.glob("*.yaml")))
 
 
@@ -89,25 +96,33 @@ def _read(path: Path) -> Target:
     target: Target | None = bind_document(document, Target).value
     problems = document.problems()
     if target is not None and target.name != path.stem:
-        finding = Finding(loc=("name",), message=f"'{target.name}' is not the name of its file, '{path.stem}'")
-        problems.append(document.problem(finding))
+        issue = Issue(("name",), f"'{target.name}' is not the name of its file, '{path.stem}'")
+        problems.append(document.problem(issue))
     if target is not None:
-        limits = gate_findings((("gates", index), gate) for index, gate in enumerate(target.gates))
-        problems += [document.problem(finding) for finding in (*_option_findings(target, document), *limits)]
+        limits = check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
+        problems += [document.problem(issue) for issue in (*_check_options(target, document), *limits)]
     if target is None or problems:
         raise ConfigError(tuple(problems))
     return target
 
 
-def _option_findings(target: Target, document: Document) -> Iterator[Finding]:
-    """Options that their provider does not read, each where it is written."""
+def _check_options(target: Target, document: Document) -> Iterator[Issue]:
+    """Yield options that their provider does not read."""
     for index, provider in enumerate(target.providers):
         known = PROVIDER_OPTIONS.get(provider.name)
         for option in provider.options if known is not None else ():
             if known is not None and option not in known:
                 hint = did_you_mean(option, known) or ("; it has none" if not known else "")
-                yield Finding(
-                    loc=document.written(("providers", index, "options", option)),
-                    message=f"{provider.name} has no option '{option}'{hint}",
-                    on_key=True,
-                )
+                loc = document.written(("providers", index, "options", option))
+                yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
+
+
+@functools.cache
+def load_profile(name: str) -> Target:
+    """Return a shipped profile."""
+    return TargetFiles(PROFILES).load(name)
+
+
+def list_targets(files: TargetFiles) -> tuple[str, ...]:
+    """Return the sorted names of the project's targets and of the profiles that every machine can run."""
+    return tuple(sorted({*files.names(), *BUILTIN}))

@@ -193,7 +193,7 @@ def drift(provider: SageMakerEndpoints, config: EndpointConfig) -> list[str]:
 def test_everything_is_tagged_and_the_archive_has_its_checksum(
     provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment]
 ) -> None:
-    config = config_of("tagged", tags="team=vision, cost centre=42")
+    config = config_of("tagged", tags={"team": "vision", "cost centre": "42"})
     provider.apply(config, state_of(pair[0], blue=100), generation=1)
     sagemaker, s3 = client(fake, "sagemaker"), client(fake, "s3")
     arn = sagemaker.describe_endpoint(EndpointName="tagged")["EndpointArn"]

@@ -18,7 +18,7 @@ from onnx_ops.adapters.store import content
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import summarise
-from onnx_ops.config import text
+from onnx_ops.config import yaml_reader
 from onnx_ops.domain.pipeline import StageKind
 
 PLUGINS = Path(__file__).resolve().parents[2] / "benchmarks" / "synthetic"
@@ -49,7 +49,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(place, name, count)
 
-    counted(text, "read_text", "parsed")
+    counted(yaml_reader, "read_text", "parsed")
     counted(importlib.metadata.PathDistribution, "read_text", "metadata")
     counted(LocalObjects, "write", "written")
     counted(LocalObjects, "upload", "written")

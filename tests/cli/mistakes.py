@@ -303,7 +303,7 @@ NAMES = (
         name="a port that is none",
         old="rollout: {steps",
         new="settings: {port: 80800}, rollout: {steps",
-        path="deploy[0].settings",
+        path="deploy[0].settings.port",
     ),
 )
 RULES = (
@@ -369,7 +369,7 @@ OPTIONS = (
         name="an option of another kind",
         old="method: dynamic",
         new="method: dynamic, options: {reduce_range: maybe}",
-        path="quantize[1].options",
+        path="quantize[1].options.reduce_range",
     ),
 )
 DATA = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.functions import argument_problems, function_problem, import_problems, parse_python
+from onnx_ops.config.functions import check_arguments, explain_missing_function, find_missing_imports, parse_python
 
 SOURCE = """\
 import json
@@ -47,17 +47,17 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
 )
 def test_names_of_a_module_are_found_without_running_it(root: Path, name: str) -> None:
-    assert function_problem(f"code.many:{name}", root) is None
+    assert explain_missing_function(f"code.many:{name}", root) is None
     assert "code.many" not in sys.modules
 
 
 def test_a_star_import_is_trusted(root: Path) -> None:
-    assert function_problem("code:whatever", root) is None
+    assert explain_missing_function("code:whatever", root) is None
 
 
 def test_modules_on_the_path_are_found(root: Path) -> None:
-    assert function_problem("json:loads", root) is None
-    assert function_problem("json:laods", root) is not None
+    assert explain_missing_function("json:loads", root) is None
+    assert explain_missing_function("json:laods", root) is not None
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_modules_on_the_path_are_found(root: Path) -> None:
     ],
 )
 def test_problems(root: Path, reference: str, problem: str) -> None:
-    assert function_problem(reference, root) == problem
+    assert explain_missing_function(reference, root) == problem
 
 
 def test_a_file_that_is_no_text(root: Path) -> None:
-    problem = function_problem("code.binary:f", root)
+    problem = explain_missing_function("code.binary:f", root)
     assert problem is not None
     assert problem.startswith("code/binary.py")
 
@@ -152,7 +152,7 @@ def test_arguments_are_held_against_the_signature_without_running_the_module(
 ) -> None:
     (root / "code/more.py").write_text(CALLS)
     (root / "code/calls.py").write_text("def borrowed(data, b=1): ...\n")
-    found = argument_problems(f"code.more:{function}", sorted(given), root)
+    found = check_arguments(f"code.more:{function}", sorted(given), root)
     assert [name for name, _ in found] == [name for name, _ in problems]
     assert all(part in text for (_, text), (_, part) in zip(found, problems, strict=True)), found
 
@@ -169,7 +169,7 @@ def test_imports_that_lead_nowhere_are_found_in_all_modules_that_are_imported(
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("import what_it_may_do_without\n")
     monkeypatch.syspath_prepend(str(site.parent))
-    found = dict(import_problems("code.top:f", root))
+    found = dict(find_missing_imports("code.top:f", root))
     assert found.keys() == {"nowhere.at.all", "code.absent", "elsewhere"}
     assert "code/top.py, line 1," in found["nowhere.at.all"]
     assert "code/below.py, line 3," in found["elsewhere"]
@@ -184,4 +184,4 @@ def test_relative_imports_of_a_package_in_a_folder_of_sources_are_its_own(
     (package / "net.py").touch()
     (package / "training.py").write_text("from . import net\nfrom .net import Net\nfrom shop.net import Other\n")
     monkeypatch.syspath_prepend(str(root / "src"))
-    assert import_problems("shop.training:train", root) == []
+    assert find_missing_imports("shop.training:train", root) == []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.config.document import path_text
 from onnx_ops.config.loader import load_pipeline
-from onnx_ops.config.overrides import parse_path
+from onnx_ops.config.substitution import parse_path
 from onnx_ops.domain.pipeline import FileData, Pipeline
 from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden

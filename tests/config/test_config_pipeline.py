@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onnx_ops.config.loader import check_pipeline, load_pipeline
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -151,7 +151,7 @@ def checked(project: Path, text: str) -> list[str]:
     path = project / "configs/pipelines/toy.yaml"
     path.write_text(text)
     try:
-        check_pipeline(path, root=project, plugins=PLUGINS, environ={})
+        load_pipeline(path, root=project, plugins=PLUGINS, environ={})
     except ConfigError as error:
         return [problem.removeprefix("configs/pipelines/toy.yaml:") for problem in str(error).splitlines()]
     return []
@@ -167,7 +167,7 @@ def test_check_knows_the_plugins(project: Path, pipeline_text: str, golden: Gold
     path = project / "configs/pipelines/toy.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        check_pipeline(path, root=project, plugins=plugins, environ={})
+        load_pipeline(path, root=project, plugins=plugins, environ={})
     golden("errors", str(caught.value))
 
 
@@ -205,7 +205,7 @@ def test_check_asks_the_source_of_metrics_about_its_settings(
     plugins = {**PLUGINS, "metrics": ("prometheus",)}
     messages: list[str] = []
     try:
-        check_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
+        load_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
     except ConfigError as error:
         messages = [problem.message for problem in error.problems]
     assert messages == found
@@ -223,7 +223,7 @@ def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text
         path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}"))
         problems: tuple[Problem, ...] = ()
         try:
-            check_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
+            load_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
         except ConfigError as error:
             problems = error.problems
         assert [problem.message for problem in problems] == found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.policy import LocatedPolicy, load_policy
+from onnx_ops.config.loader import LocatedPolicy, load_policy
 from onnx_ops.domain.release import AliasRule, PromotionPolicy, is_among
 from onnx_ops.errors import ConfigError, NotFoundError
 

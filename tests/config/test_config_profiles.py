@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops.config.schema import target_schema
 from onnx_ops.config.targets import PROFILES, TargetFiles, profile_names
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.execution import PROVIDER_OPTIONS, PROVIDER_PACKAGES
 from onnx_ops.errors import ConfigError, NotFoundError
 from tests.support.golden import Golden

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.config.document import Loc
 from onnx_ops.config.loader import load_pipeline
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.loader import check_pipeline, load_pipeline
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.pipeline import Deploy
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.domain.target import Target
@@ -118,7 +118,7 @@ def test_a_policy_that_the_provider_cannot_keep_is_refused(
     path.write_text(pipeline_text.replace(PLAIN, rollout))
     problems: tuple[Problem, ...] = ()
     try:
-        check_pipeline(
+        load_pipeline(
             path,
             root=project,
             plugins={"endpoints": ("local",)},
@@ -143,7 +143,7 @@ def test_an_endpoint_that_would_not_run_what_was_measured_is_refused(project: Pa
         return "no such device"
 
     with pytest.raises(ConfigError) as refused:
-        check_pipeline(path, root=project, plugins={"endpoints": ("local",)}, unservable=unservable, environ={})
+        load_pipeline(path, root=project, plugins={"endpoints": ("local",)}, unservable=unservable, environ={})
     (problem,) = refused.value.problems
     assert (problem.line, problem.path) == (20, "deploy[0].target")
     assert problem.message == "provider 'local' cannot serve what target 'cpu-1t' measures: no such device"
@@ -156,7 +156,7 @@ def test_who_cannot_do_it_is_named(project: Path, pipeline_text: str, alone: str
     text = pipeline_text.replace(PLAIN, "{shadow: {}}, metrics: {source: foreign}")
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"{blamed} cannot compare answers"):
-        check_pipeline(
+        load_pipeline(
             path,
             root=project,
             plugins={"endpoints": ("local",), "metrics": ("foreign",)},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.config.schema import pipeline_schema, target_schema
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [

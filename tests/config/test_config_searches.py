@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.loader import check_pipeline
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.pipeline import Pipeline
 from onnx_ops.domain.quantization import Budget, Tune
@@ -43,7 +43,7 @@ def root(tmp_path: Path) -> Path:
 def checked(root: Path, text: str) -> Pipeline:
     path = root / "p.yaml"
     path.write_text(text)
-    return check_pipeline(path, root=root, plugins=PLUGINS)
+    return load_pipeline(path, root=root, plugins=PLUGINS)
 
 
 def problems(root: Path, old: str, new: str) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.config.binding import SettingsError, bind_settings
-from onnx_ops.config.loader import check_pipeline
+from onnx_ops.config.loader import load_pipeline
 from onnx_ops.config.server_options import format_flags, format_option_variables, list_options
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import ConfigError
@@ -63,7 +63,7 @@ def test_wrong_settings_are_refused_with_every_problem(settings: dict[str, Json]
     with pytest.raises(SettingsError) as caught:
         bind_options(settings)
     assert message in str(caught.value)
-    assert len(caught.value.findings) == len(settings)
+    assert len(caught.value.issues) == len(settings)
 
 
 def test_check_locates_every_problem_of_an_endpoints_settings(project: Path, pipeline_text: str) -> None:
@@ -71,7 +71,7 @@ def test_check_locates_every_problem_of_an_endpoints_settings(project: Path, pip
     text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, settings: {settings},")
     (project / "toy.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        check_pipeline(
+        load_pipeline(
             project / "toy.yaml",
             root=project,
             plugins={"endpoints": ("local",)},

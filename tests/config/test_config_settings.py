@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.config.settings import FILE, Settings, describe, find_root, load_settings, to_environ
+from onnx_ops.config.settings import FILE, Settings, describe_settings, find_root, load_settings, to_environ
 from onnx_ops.errors import UserError
 
 
@@ -71,10 +71,10 @@ def test_an_unknown_profile_names_those_that_exist(tmp_path: Path) -> None:
 def test_an_unknown_key_asks_what_was_meant(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'traking_uri'") as caught:
         load(tmp_path, "traking_uri = 'http://x'\n")
-    assert caught.value.remedy == "Did you mean 'tracking_uri'?"
+    assert "did you mean 'tracking_uri'?" in str(caught.value)
     with pytest.raises(UserError) as caught:
         load(tmp_path, "[profiles.prod]\nqqq = '1'\n", ONNX_OPS_PROFILE="prod")
-    assert "signing_key" in caught.value.remedy
+    assert "signing_key" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_a_child_process_gets_the_same_settings(tmp_path: Path) -> None:
 
 def test_every_setting_is_described(tmp_path: Path) -> None:
     settings = load(tmp_path)
-    assert describe(settings)["store"] == settings.store
-    assert set(describe(settings)) == {*Settings.__dataclass_fields__}
+    assert describe_settings(settings)["store"] == settings.store
+    assert set(describe_settings(settings)) == {*Settings.__dataclass_fields__}

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.config.text import MAX_BYTES, plain_scalar, read_file, read_text
+from onnx_ops.config.yaml_reader import MAX_BYTES, plain_scalar, read_file, read_text
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
 from tests.support.golden import Golden
 
 
 def value(text: str) -> Any:
     document = read_text(text, source="x.yaml")
-    assert not document.findings
+    assert not document.issues
     return document.value
 
 
@@ -25,7 +25,7 @@ def refusals(text: str) -> list[str]:
         document = read_text(text, source="x.yaml")
     except ConfigError as error:
         return str(error).splitlines()
-    return [str(document.problem(finding)) for finding in document.findings]
+    return [str(document.problem(finding)) for finding in document.issues]
 
 
 @pytest.mark.parametrize(

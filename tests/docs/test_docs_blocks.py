@@ -13,11 +13,10 @@ import pytest
 import yaml
 from cli_page import commands, flags
 
-from onnx_ops.config.loader import load_pipeline
-from onnx_ops.config.policy import load_policy
+from onnx_ops.config.loader import load_pipeline, load_policy
 from onnx_ops.config.schema import pipeline_schema, target_schema
 from onnx_ops.config.targets import TargetFiles
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 from tests.docs.docs_blocks import PAGES, ROOT, SHELL, Block, blocks_of, calls, commands_of
 
 COMMANDS = dict(commands())
@@ -103,7 +102,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", shaped("yaml"))
 def test_yaml_is_what_its_reader_takes(block: Block, project: Path, tmp_path: Path) -> None:
     document = read_text(block.text, source=block.place)
-    assert not document.findings
+    assert not document.issues
     value = document.value
     if isinstance(value, list):
         assert all((ROOT / str(one["entrypoint"]).partition(":")[0]).is_file() for one in value)

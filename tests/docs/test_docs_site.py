@@ -17,7 +17,7 @@ from keys import keys, sections
 
 from onnx_ops.config.schema import pipeline_schema, target_schema
 from onnx_ops.config.settings import load_settings, to_environ
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 from tests.docs.docs_blocks import ROOT
 
 BY_GENERATORS = {"reference/cli.md", "reference/pipeline-file.md", "reference/target-file.md"}

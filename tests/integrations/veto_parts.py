@@ -10,7 +10,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.registries.mlflow_tags import DECISION, DIGEST, RELEASE, VARIANT, read_decisions
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys, sign_record
-from onnx_ops.config.policy import load_policy
+from onnx_ops.config.loader import load_policy
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, SignedDecision, Verdict
 from onnx_ops.domain.release import Publication, VersionRecord

@@ -12,7 +12,7 @@ import pytest
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.ports import ExportRequest, OptimizeRequest
@@ -23,7 +23,7 @@ from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 def compared(a: Path, b: Path) -> ParityResult:
     samples = generate_samples(shared_inputs(a, b), count=64, dims={})
-    return compare(OnnxRuntime(), BUILTIN["cpu-1t"], a, b, samples)
+    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper, parser
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import drop_zipmaps
@@ -41,7 +41,7 @@ def write(path: Path, text: str, **constants: Any) -> Path:
 
 def compared(a: Path, b: Path) -> ParityResult:
     samples = generate_samples(shared_inputs(a, b), count=16, dims={})
-    return compare(OnnxRuntime(), BUILTIN["cpu-1t"], a, b, samples)
+    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
 
 
 @pytest.mark.parametrize(

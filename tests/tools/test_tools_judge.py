@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.builtin import BUILTIN
+from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
 from onnx_ops.onnx_graph.input_bounds import input_bounds
@@ -25,7 +25,7 @@ from onnx_ops.tools.probing import check_samples, generate_samples, shared_input
 from tests.measure.scripted import Scripted
 from tests.support.pairs import derive
 
-CPU = BUILTIN["cpu-1t"]
+CPU = load_profile("cpu-1t")
 FOUR_BITS = {"bits": 4, "block": 16}
 
 

@@ -13,8 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.config.builtin import BUILTIN, find_target
-from onnx_ops.config.targets import TargetFiles
+from onnx_ops.config.targets import BUILTIN, TargetFiles, load_profile
 from onnx_ops.domain.artifact import Digest, TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence, ParityMeasurement
@@ -34,7 +33,7 @@ from tests.measure.scripted import Scripted
 from tests.support.golden import Golden
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = BUILTIN["cpu-1t"]
+CPU = load_profile("cpu-1t")
 RUNTIME = OnnxRuntime()
 FIVE = (LatencyGate(max_regression=0.05),)
 
@@ -79,7 +78,7 @@ def compared(a: Path, b: Path, **keywords: Any) -> ParityResult:
 
 class TestTargets:
     def test_the_built_in_targets_are_those_of_the_files(self) -> None:
-        for name, target in BUILTIN.items():
+        for name, target in ((name, load_profile(name)) for name in BUILTIN):
             assert TargetFiles(ROOT).load(name) == target
 
     def test_a_projects_file_comes_first(self, tmp_path: Path) -> None:
@@ -88,8 +87,8 @@ class TestTargets:
         (folder / "cpu-1t.yaml").write_text("name: cpu-1t\nsession: {intra_op_threads: 2}\n", encoding="utf-8")
         files = TargetFiles(tmp_path)
         assert files.names() == ("cpu-1t",)
-        assert find_target("cpu-1t", files).session.intra_op_threads == 2
-        assert find_target("cpu-all", files) == BUILTIN["cpu-all"]
+        assert files.load("cpu-1t").session.intra_op_threads == 2
+        assert files.load("cpu-all") == load_profile("cpu-all")
 
 
 class TestProbing:

@@ -120,7 +120,7 @@ class OliveOptimizer:
 
 
 def _read(root: Path, name: str, where: str) -> Any:
-    from onnx_ops.config.text import read_file  # not to be had where passes run
+    from onnx_ops.config.yaml_reader import read_file  # not to be had where passes run
 
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.config.policy import LocatedPolicy, load_policy
+from onnx_ops.config.loader import LocatedPolicy, load_policy
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Signer

@@ -11,7 +11,7 @@ from typing import Any
 
 from onnx_ops.adapters.data.dvc.git import Commit
 from onnx_ops.config.document import Document, Loc
-from onnx_ops.config.text import read_text
+from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.errors import ConfigError, DigestMismatchError, NotFoundError, RefusedError, UserError
 
 SUFFIX = ".dvc"

@@ -19,8 +19,8 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from onnx_ops.config.document import BROKEN, Document, Finding, Loc, Place
-from onnx_ops.config.words import describe, shorten
+from onnx_ops.config.document import BROKEN, Document, Issue, Loc, Place
+from onnx_ops.config.messages import describe, shorten
 from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
 
 MAX_BYTES = 1 << 20
@@ -50,7 +50,7 @@ def read_file(path: Path) -> Document:
         UserError: it cannot be read.
         ConfigError: it is not one YAML document in UTF-8 within the bounds.
     """
-    source = shown_path(path)
+    source = format_path(path)
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -92,7 +92,7 @@ def _near(path: Path) -> str:
 def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     """Read a text. Without `positions` every place is the source as a whole (for values given by a command line).
 
-    Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's findings.
+    Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's issues.
 
     Raises:
         ConfigError: it is not one YAML document within the bounds.
@@ -115,12 +115,12 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     first = Place(source=source, line=1, column=1) if positions else Place(source=source)
     conversion.places.setdefault((), first)
     return Document(
-        source=source, value=value, places=conversion.places, keys=conversion.keys, findings=conversion.findings
+        source=source, value=value, places=conversion.places, keys=conversion.keys, issues=conversion.issues
     )
 
 
-def shown_path(path: Path) -> str:
-    """Relative to the working directory where the file is below it."""
+def format_path(path: Path) -> str:
+    """Return a path relative to the working directory where the file is below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -159,7 +159,7 @@ class _Conversion:
     def __init__(self, source: str, tags: dict[int, str], positions: bool) -> None:
         self.places: dict[Loc, Place] = {}
         self.keys: dict[Loc, Place] = {}
-        self.findings: list[Finding] = []
+        self.issues: list[Issue] = []
         self._source = source
         self._tags = tags
         self._positions = positions
@@ -194,7 +194,7 @@ class _Conversion:
         return result
 
     def _key(self, node: yaml.Node, loc: Loc) -> str | int | None:
-        """The key, or None (and a finding) if it can be none."""
+        """Return the key, or None (and add an issue) if it can be none."""
         if not isinstance(node, yaml.ScalarNode):
             self._blame(node, (*loc, ""), "a key must be a text or a whole number, not a list or mapping")
             return None
@@ -221,10 +221,10 @@ class _Conversion:
             return self._broken(loc, str(error))
 
     def _blame(self, node: yaml.Node, loc: Loc, message: str) -> None:
-        self.findings.append(Finding(loc=loc, message=message, on_key=True, place=self._place(node)))
+        self.issues.append(Issue(loc, message, on_key=True, place=self._place(node)))
 
     def _broken(self, loc: Loc, message: str) -> Any:
-        self.findings.append(Finding(loc=loc, message=message))
+        self.issues.append(Issue(loc, message))
         return BROKEN
 
     def _place(self, node: yaml.Node) -> Place:

@@ -1,4 +1,4 @@
-"""Words for messages: how a value looks to the person who wrote it, and what they may have meant."""
+"""Wording of messages: how a value looks to the person who wrote it, and what they may have meant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CLOSE = 0.65
 
 
 def describe(value: object) -> str:
-    """A YAML value in a person's words, cut to a readable length."""
+    """Return how a message shows a YAML value, cut to a readable length."""
     match value:
         case None:
             return "nothing"
@@ -31,17 +31,18 @@ def describe(value: object) -> str:
 
 
 def shorten(text: str) -> str:
+    """Return a text cut to a readable length."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def did_you_mean(written: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` if something close is known, else nothing. Letter case alone is always close."""
+    """Return `; did you mean 'x'?` if a known name is close, else nothing. Another letter case is always close."""
     names = sorted(known)
     close = [name for name in names if name.lower() == written.lower()]
     close = close or difflib.get_close_matches(written, names, n=1, cutoff=_CLOSE)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def listing(names: Iterable[str]) -> str:
-    """Quoted names in one line, in the order given."""
+def quote_names(names: Iterable[str]) -> str:
+    """Return quoted names in one line, in the order given."""
     return ", ".join(f"'{name}'" for name in names)

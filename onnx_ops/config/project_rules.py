@@ -1,0 +1,188 @@
+"""Rules between a pipeline file and what is around it: targets, functions, installed plugins, other pipeline files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.config.binding import SettingsError
+from onnx_ops.config.document import Issue, Loc
+from onnx_ops.config.functions import check_arguments, explain_missing_function
+from onnx_ops.config.messages import did_you_mean, quote_names
+from onnx_ops.config.rules import Draft
+from onnx_ops.config.targets import FOLDER, TargetFiles, profile_names
+from onnx_ops.config.yaml_reader import format_path, read_file
+from onnx_ops.domain.pipeline import TRANSLATIONS, PluginData
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.quantization import AUTO
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
+
+SettingsCheck = Callable[[str, Mapping[str, Json]], object]
+"""Raises UserError if the plugin of that name cannot use the settings; SettingsError with the place of each problem."""
+
+PIPELINES = Path("configs") / "pipelines"
+
+
+def load_targets(draft: Draft, files: TargetFiles) -> tuple[dict[str, Target], list[Problem]]:
+    """Return the benchmarked targets that exist and can be read, and the problems in the files of the others."""
+    targets: dict[str, Target] = {}
+    problems: list[Problem] = []
+    for name in dict.fromkeys(draft.targets):
+        try:
+            targets[name] = files.load(name)
+        except NotFoundError:
+            continue  # `_check_target_names` reports it where the file asks for it
+        except ConfigError as error:
+            problems += error.problems
+    return targets, problems
+
+
+def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target]) -> Iterator[Issue]:
+    """Yield missing targets and functions, and what the targets rule out."""
+    yield from _check_target_names(draft, files)
+    for name, target in targets.items():
+        yield from _check_target(draft, name, target)
+    for loc, entry in draft.deploy:
+        if entry.target in targets and targets[entry.target].ort_format is not None:
+            message = f"'{entry.target}' gets an .ort file, and endpoints serve ONNX files: take it from the registry"
+            yield Issue((*loc, "target"), message)
+    yield from _check_functions(draft, files.root)
+
+
+def _check_target_names(draft: Draft, files: TargetFiles) -> Iterator[Issue]:
+    for index, name in enumerate(draft.targets):
+        if files.path(name) is None:
+            known = files.names()
+            hint = did_you_mean(name, {*known, *profile_names()})
+            hint = hint or f"; targets here: {quote_names(known) or 'none but the shipped ones'}"
+            yield Issue(("benchmark", "targets", index), f"no target is called '{name}'{hint}")
+
+
+def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
+    export = draft.export
+    for key, limit in (("opset", target.max_opset), ("ir_version", target.max_ir_version)) if export else ():
+        if (value := getattr(export, key)) > limit:
+            yield Issue(("export", key), f"target '{name}' accepts {key} <= {limit}, not {value}; set export.{key}")
+    if draft.prefer.on(name) == "cost" and target.price_per_hour is None:
+        remedy = f"set price_per_hour, e.g. 0.096, in {FOLDER}/{name}.yaml"
+        yield Issue(("prefer",), f"prefer: cost needs the price of '{name}': {remedy}")
+    if not target.pool:
+        return
+    for loc, entry in draft.quantize:
+        if entry.method == AUTO:
+            message = f"method: auto times what it tries on this machine, and '{name}' is measured by a pool"
+            yield Issue((*loc, "method"), f"{message}; name the recipe, or leave the target out")
+    if target.custom_ops:
+        message = f"'{name}' is measured by a pool, whose machines have no libraries of custom operators yet"
+        yield Issue(("benchmark", "targets"), message)
+
+
+def _check_functions(draft: Draft, root: Path) -> Iterator[Issue]:
+    references: list[tuple[Loc, str]] = [((*loc, "use"), gate.use) for loc, gate in draft.metric_gates]
+    references.append((("train", "run"), draft.train.run if draft.train else ""))
+    references.append((("export", "options", TRANSLATIONS), draft.export.translations if draft.export else ""))
+    for loc, reference in references:
+        if reference and (problem := explain_missing_function(reference, root)):
+            yield Issue(loc, problem)
+    if draft.train:
+        for name, problem in check_arguments(draft.train.run, draft.train.with_, root):
+            yield Issue(("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name))
+
+
+def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]) -> Iterator[Issue]:
+    """Yield names of plugins that are not installed. Kinds that `plugins` does not have are not checked."""
+    for kind, loc, name in _plugin_names(draft, targets):
+        if name not in plugins.get(kind, (name,)):
+            known = sorted(plugins[kind])
+            hint = did_you_mean(name, known) or f"; installed: {', '.join(known) or 'none'}"
+            yield Issue(loc, f"no {kind.removesuffix('s')} plugin is called '{name}'{hint}")
+
+
+def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[str, Loc, str]]:
+    for name, section in draft.data.items():
+        if isinstance(section, PluginData):
+            yield "data", ("data", name, "use"), section.use
+    if draft.export:
+        yield "exporters", ("export", "framework"), draft.export.framework
+    for loc, entry in draft.quantize:
+        if entry.method != AUTO:
+            yield "optimizers", (*loc, "method"), entry.method
+    for index, name in enumerate(draft.targets):
+        if name in targets:
+            yield "runtimes", ("benchmark", "targets", index), targets[name].runtime
+    for loc, deployment in draft.deploy:
+        yield "endpoints", (*loc, "provider"), deployment.provider
+        if "source" in deployment.metrics:
+            yield "metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"])
+
+
+def check_endpoint_settings(
+    draft: Draft, plugins: Mapping[str, Sequence[str]], provider: SettingsCheck, source: SettingsCheck
+) -> Iterator[Issue]:
+    """Yield settings that an endpoint's provider, or its source of metrics, does not take. Both must be installed."""
+    sources = plugins.get("metrics", ())
+    for loc, deployment in draft.deploy:
+        if deployment.provider in plugins.get("endpoints", ()):
+            read = partial(provider, deployment.provider, deployment.settings)
+            yield from check_plugin_settings((*loc, "settings"), read)
+        settings = dict(deployment.metrics)
+        name = settings.pop("source", None)
+        if settings and name is None:
+            hint = f"one of {', '.join(sources)}" if sources else "a metrics plugin"
+            yield Issue((*loc, "metrics"), f"metrics need a source: {hint}")
+        elif name in sources:
+            yield from check_plugin_settings((*loc, "metrics"), partial(source, str(name), settings))
+
+
+def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
+    """Yield the problems of a plugin's settings, each where it is written if the plugin locates it.
+
+    Args:
+        loc: Location of the settings.
+        read: Reads them; raises UserError.
+    """
+    try:
+        read()
+    except SettingsError as error:
+        for issue in error.issues:
+            yield replace(issue, loc=(*loc, *issue.loc))
+    except UserError as error:
+        yield Issue(loc, error.without_place())
+
+
+def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
+    """Yield endpoints that another pipeline file of the project has too."""
+    taken: dict[str, Path] = {}
+    for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
+        if other.resolve() != path.resolve():
+            taken |= dict.fromkeys(_endpoint_names(other), other)
+    for loc, entry in draft.deploy:
+        if entry.endpoint in taken:
+            message = f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} already"
+            yield Issue((*loc, "endpoint"), message)
+
+
+def _endpoint_names(path: Path) -> tuple[str, ...]:
+    """Return the endpoint names in a file, whatever else is wrong with it: its own check reports that."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return _read_endpoint_names(path, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_endpoint_names(path: Path, _state: tuple[int, ...]) -> tuple[str, ...]:
+    """Read a file in this state. Without the cache, many files checked in one process would each read all others."""
+    try:
+        deploy: Any = read_file(path).at(("deploy",))
+    except UserError:
+        return ()
+    entries = deploy if isinstance(deploy, list) else [deploy]
+    names = [entry.get("endpoint") for entry in entries if isinstance(entry, dict)]
+    return tuple(name for name in names if isinstance(name, str))

@@ -1,0 +1,243 @@
+"""Read files with values put in: `--set path=value`, `${env:NAME}` and `${params:train.epochs}`.
+
+A path is keys with dots and indices in brackets: `train.with.epochs`, `gates[1].max_drop`. A problem with a value that
+was put in is located at its source: the option, or its place in `params.yaml`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.config.document import BROKEN, Document, Issue, Loc, Place, path_text
+from onnx_ops.config.messages import describe, did_you_mean, shorten
+from onnx_ops.config.yaml_reader import read_file, read_text
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import ConfigError, NotFoundError, Problem
+
+NEWEST_SCHEMA = 1
+"""The newest version of the file formats that this release reads; a file without `schema` has version 1."""
+
+PARAMETERS_FILE = "params.yaml"
+WITHOUT_PARAMETERS: tuple[tuple[str, ...], ...] = (("schema",), ("pipeline",), ("deploy", "endpoint"))
+"""Keys from the root, without indices of lists, that take no `${params:…}`: other programs read them as written."""
+WITH_ENVIRONMENT: tuple[tuple[str, ...], ...] = (
+    ("deploy", "settings", "*"),
+    ("deploy", "metrics", "*"),
+    ("data", "*", "file"),
+    ("register", "model"),
+    ("model",),
+)
+"""Keys from the root, without indices of lists, that take `${env:NAME}`; `*` stands for any one."""
+
+_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([0-9]{1,6})\]")
+_ENVIRONMENT_MARK = "${env:"
+_ENVIRONMENT = re.compile(r"\$\{env:([^}]*)\}?")
+_ENVIRONMENT_NAME = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_PARAMETER_MARK = "${params:"
+_PARAMETER = re.compile(r"\$\{params:([^}]*)\}?")
+_PARAMETER_PATH = re.compile(r"\$\{params:([^{}]+)\}")
+
+
+def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Document:
+    """Read a file and apply overrides and environment variables.
+
+    Without `environ` no variable is known, so every `${env:NAME}` is a problem.
+
+    Raises:
+        NotFoundError, UserError: There is no such file, or it cannot be read.
+        ConfigError: It is not YAML, is empty or of a newer version.
+    """
+    document = read_file(path)
+    if document.value is None:
+        raise ConfigError((document.problem(Issue((), "the file is empty")),))
+    for override in overrides:
+        _apply_override(document, override)
+    version = document.at(("schema",))
+    if isinstance(version, int) and version > NEWEST_SCHEMA:
+        message = f"this file needs a newer onnx-ops: it has schema {version}, this release reads up to {NEWEST_SCHEMA}"
+        raise ConfigError((document.problem(Issue(("schema",), message)),))
+    for loc, is_key, text in list(_texts_with(_ENVIRONMENT_MARK, document.value, ())):
+        if issue := next(_check_environment(loc, is_key, text, environ or {}), None):
+            document.issues.append(issue)
+        else:
+            document.at(loc[:-1])[loc[-1]] = _ENVIRONMENT_NAME.sub(lambda match: (environ or {})[match[1]], text)
+    return document
+
+
+def parse_path(text: str) -> Loc:
+    """Return the location that a path names.
+
+    Raises:
+        ValueError: It is not a path.
+    """
+    loc: list[str | int] = []
+    position = 0
+    while position < len(text):
+        match = _PART.match(text, position)
+        if match is None or (not loc and text[0] in ".["):
+            raise ValueError(f"'{text}' is not a path; write keys with dots and indices in brackets: gates[1].max_drop")
+        key, index = match.groups()
+        loc.append(key if key is not None else int(index))
+        position = match.end()
+    if not loc:
+        raise ValueError("expected path=value, such as train.with.epochs=3")
+    return tuple(loc)
+
+
+def _apply_override(document: Document, override: str) -> None:
+    """Change the document in place. A problem with the override itself goes to `document.refused`."""
+    source = f"--set {override}"
+    try:
+        path, equals, value = override.partition("=")
+        *way, last = parse_path(path.strip() if equals else "")
+        content = read_text(value, source=source, positions=False)
+        loc: Loc = ()
+        for part in way:
+            loc = _descend(document, loc, part, source)
+        if document.at(loc) is None:
+            document.replace(loc, {}, {(): Place(source=source)}, {})
+        _require_room(document.at(loc), last, loc)
+        here = (*loc, last)
+        document.replace(here, content.value, content.places, content.keys)
+        document.issues += [replace(issue, loc=here + issue.loc) for issue in content.issues]
+    except ConfigError as error:
+        document.refused += error.problems
+    except ValueError as error:
+        document.refused.append(Problem(file=source, line=0, column=0, path="", message=str(error)))
+
+
+def _descend(document: Document, loc: Loc, part: str | int, source: str) -> Loc:
+    """Go one step down. Index 0 of a lone mapping is that mapping; a missing or blank key becomes a mapping."""
+    container = document.at(loc)
+    _require_room(container, part, loc)
+    if isinstance(container, dict):
+        if part == 0 and part not in container:
+            return loc
+        if container.get(part) is None:
+            document.replace((*loc, part), {}, {(): Place(source=source)}, {})
+    return (*loc, part)
+
+
+def _require_room(container: object, part: str | int, loc: Loc) -> None:
+    """Raise ValueError unless something can be set at `part`: any key of a mapping, an entry of a list that exists."""
+    if isinstance(container, dict):
+        return
+    if not isinstance(container, list):
+        raise ValueError(f"{path_text(loc) or 'the file'} is {describe(container)}, so nothing can be set inside it")
+    if not isinstance(part, int):
+        raise ValueError(f"{path_text(loc)} is a list; name an entry by its index, such as {path_text((*loc, 0))}")
+    if part >= len(container):
+        count = f"{len(container)} {'entry' if len(container) == 1 else 'entries'}"
+        raise ValueError(f"{path_text(loc)} has {count}, counted from 0; there is no {path_text((*loc, part))}")
+
+
+def _texts_with(mark: str, value: Any, loc: Loc) -> Iterator[tuple[Loc, bool, str]]:
+    """Yield every text below a location that holds `mark`, and whether it is a key."""
+    if isinstance(value, str) and mark in value:
+        yield loc, False, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, item in items:
+        if isinstance(part, str) and mark in part:
+            yield (*loc, part), True, part
+        yield from _texts_with(mark, item, (*loc, part))
+
+
+def _check_environment(loc: Loc, is_key: bool, text: str, environ: Mapping[str, str]) -> Iterator[Issue]:
+    keys = [part for part in loc if isinstance(part, str)]
+    is_allowed = any(
+        len(keys) == len(pattern) and all(want in ("*", key) for want, key in zip(pattern, keys, strict=True))
+        for pattern in WITH_ENVIRONMENT
+    )
+    if is_key or not is_allowed:
+        places = ", ".join(".".join(pattern) for pattern in WITH_ENVIRONMENT)
+        yield Issue(loc, f"${{env:…}} is not allowed here; it is in {places}", on_key=is_key)
+    for match in _ENVIRONMENT.finditer(text):
+        if not _ENVIRONMENT_NAME.fullmatch(match[0]):
+            yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{env:NAME}}")
+        elif match[1] not in environ:
+            yield Issue(loc, f"environment variable {match[1]} is not set")
+
+
+def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
+    """Put in the values of the project's `params.yaml`, in place. Failures become issues of the document.
+
+    A reference that is the whole value becomes what stands there, of whatever type; within a text, a scalar becomes
+    part of it.
+
+    Returns:
+        The values that were used, by their path in `params.yaml`.
+
+    Raises:
+        ConfigError: `params.yaml` cannot be read.
+    """
+    references = list(_texts_with(_PARAMETER_MARK, document.value, ()))
+    if not references:
+        return {}
+    try:
+        params = read_file(root / PARAMETERS_FILE)
+    except NotFoundError:
+        message = f"there is no {PARAMETERS_FILE} at the project's root"
+        document.issues += [Issue(loc, message, on_key=is_key) for loc, is_key, _ in references]
+        return {}
+    used: dict[str, Json] = {}
+    for loc, is_key, text in references:
+        if issue := next(_check_parameters(loc, is_key, text, params), None):
+            document.issues.append(issue)
+        elif whole := _PARAMETER_PATH.fullmatch(text):
+            used[whole[1]] = _insert(document, loc, params, parse_path(whole[1]))
+        else:
+            names = [match[1] for match in _PARAMETER_PATH.finditer(text)]
+            used |= {name: params.at(parse_path(name)) for name in names}
+            document.at(loc[:-1])[loc[-1]] = _PARAMETER_PATH.sub(
+                lambda match: _plain(params.at(parse_path(match[1]))), text
+            )
+    return used
+
+
+def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> Iterator[Issue]:
+    keys = tuple(part for part in loc if isinstance(part, str))
+    if is_key or keys in WITHOUT_PARAMETERS:
+        what = "a key" if is_key else ".".join(keys)
+        yield Issue(loc, f"${{params:…}} is not allowed for {what}; write it out", on_key=is_key)
+    for match in _PARAMETER.finditer(text):
+        if _PARAMETER_PATH.fullmatch(match[0]):
+            yield from _check_parameter(loc, match[1], params, is_whole=match[0] == text)
+        else:
+            yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{params:path.to.value}}")
+
+
+def _check_parameter(loc: Loc, name: str, params: Document, *, is_whole: bool) -> Iterator[Issue]:
+    try:
+        path = parse_path(name)
+    except ValueError as error:
+        yield Issue(loc, str(error))
+        return
+    if path not in params.places:
+        hint = did_you_mean(name, {path_text(known) for known in params.places if known})
+        yield Issue(loc, f"{PARAMETERS_FILE} has no '{shorten(name)}'{hint}")
+        return
+    for issue in params.issues:
+        if issue.loc[: len(path)] == path:
+            yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
+    value = params.at(path)
+    if not is_whole and value is not BROKEN and not isinstance(value, str | int | float):
+        message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
+        yield Issue(loc, message, place=params.places[path])
+
+
+def _insert(document: Document, loc: Loc, params: Document, path: Loc) -> Json:
+    """Put a value of `params.yaml` with its places into the document. Return it."""
+    depth = len(path)
+    value: Json = params.at(path)
+    places = {known[depth:]: place for known, place in params.places.items() if known[:depth] == path}
+    keys = {known[depth:]: place for known, place in params.keys.items() if known[:depth] == path and known != path}
+    document.replace(loc, value, places, keys)
+    return value
+
+
+def _plain(value: Json) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
