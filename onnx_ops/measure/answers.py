@@ -18,19 +18,19 @@ from onnx_ops.statistics.probes import REAL
 T = TypeVar("T")
 
 _INPUT_BYTES = 1 << 24
-"""Of one batch; what a model holds on the way may be a hundred times as much."""
+"""Of one batch; the intermediate values of a model may take a hundred times as much."""
 
 _OUTPUT_BYTES = 1 << 28
-"""Of the batches that one session answers before they are read and let go."""
+"""Of the batches that one session answers before they are read and released."""
 
 GroupAnswers = Mapping[str, tuple[Tensors, ...] | MeasurementError]
-"""The answers to each run of a group, or why the model refuses the group."""
+"""The answers to each run of a group, or why the model rejects the group."""
 
 
 def read_answers(
     runtime: Runtime, model: Path, target: Target, inputs: Tensors, read: Callable[[Tensors], T]
 ) -> list[T]:
-    """What `read` makes of each batch of answers, in the order of the rows.
+    """Apply `read` to each batch of answers, in the order of the rows.
 
     A model with a fixed batch gets its last one filled up with the first rows, and answers to those are cut off.
 
@@ -39,26 +39,28 @@ def read_answers(
         model: an ONNX file.
         target: where it runs.
         inputs: at least one row.
-        read: takes the outputs of some rows and keeps what is needed of them.
+        read: maps the outputs of some rows to what is needed of them.
 
     Raises:
         MeasurementError: the model does not run there.
-        UserError: an output does not have one entry a row.
+        UserError: no output has one entry a row.
     """
     batches = list(split_batches(model, inputs))
-    found: list[T] = []
+    results: list[T] = []
     at_once = 1
     while batches:
-        now, batches = batches[:at_once], batches[at_once:]
-        answers = runtime.run(model, target, tuple(feed for feed, _ in now))
-        found += [read(_cut(outputs, feed, count)) for outputs, (feed, count) in zip(answers, now, strict=True)]
+        current, batches = batches[:at_once], batches[at_once:]
+        answers = runtime.run(model, target, tuple(feed for feed, _ in current))
+        results += [
+            read(_cut_outputs(outputs, feed, count)) for outputs, (feed, count) in zip(answers, current, strict=True)
+        ]
         largest = max(sum(array.nbytes for array in outputs.values()) for outputs in answers)
         at_once = max(1, _OUTPUT_BYTES // max(1, largest))
-    return found
+    return results
 
 
 def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
-    """Feeds that the model takes, and how many rows of each count."""
+    """Yield feeds that the model accepts, and how many rows of each count."""
     fixed = info(model).fixed_batch
     total = len(next(iter(inputs.values())))
     row_bytes = sum(array.nbytes for array in inputs.values()) // total
@@ -72,46 +74,46 @@ def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]
             yield slice_rows(inputs, start, start + count), count
 
 
-def _cut(outputs: Tensors, feed: Tensors, count: int) -> Tensors:
-    """The outputs that have one entry a row, for the rows that count."""
+def _cut_outputs(outputs: Tensors, feed: Tensors, count: int) -> Tensors:
+    """Return the outputs that have one entry a row, for the rows that count."""
     fed = len(next(iter(feed.values())))
-    kept = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
-    if not kept:
+    by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
+    if not by_row:
         shapes = {name: tuple(array.shape) for name, array in outputs.items()}
         raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
-    return kept
+    return by_row
 
 
 def run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """The model's answers by group, in one session if it takes them all.
+    """Run the model on groups of inputs, in one session if it accepts them all.
 
     Args:
-        runtime: runs it.
-        target: as on which.
-        model: the file.
+        runtime: runs the model.
+        target: where it runs.
+        model: an ONNX file.
         groups: runs by group.
 
     Raises:
-        MeasurementError: it does not run on plain rows, which is refusing to run at all.
+        MeasurementError: it does not run on plain rows.
     """
     try:
         answers = iter(runtime.run(model, target, tuple(feed for runs in groups.values() for feed in runs)))
         return {name: tuple(next(answers) for _ in runs) for name, runs in groups.items()}
     except MeasurementError:
         pass
-    found: dict[str, tuple[Tensors, ...] | MeasurementError] = {}
-    for name in sorted(groups, key=lambda group: group != REAL):  # a model that does not run at all is told at once
+    results: dict[str, tuple[Tensors, ...] | MeasurementError] = {}
+    for name in sorted(groups, key=lambda group: group != REAL):  # a model that does not run at all fails at once
         try:
-            found[name] = runtime.run(model, target, groups[name])
+            results[name] = runtime.run(model, target, groups[name])
         except MeasurementError as error:
             if name == REAL:
                 raise
-            found[name] = error
-    return found
+            results[name] = error
+    return results
 
 
 def explain_rejection(error: MeasurementError) -> str:
-    """What ONNX Runtime says at the end of a long line."""
+    """Return the message of ONNX Runtime without its prefix."""
     return (error.why or error.what).rpartition("Status Message: ")[2]

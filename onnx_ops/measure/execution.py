@@ -19,28 +19,28 @@ from onnx_ops.scratch import Scratch
 _INTEGERS = frozenset(
     {"ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 )
-"""Operators of which a float model has none."""
+"""Operators that no float model contains."""
 
 
 def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
-    """The machine's fingerprint, if it has what the target requires.
+    """Return the machine's fingerprint if it has what the target requires.
 
     Raises:
         MeasurementError: it does not.
     """
-    found = runtime.fingerprint(target)
-    if lacking := target.requires.lacking(found):
+    fingerprint = runtime.fingerprint(target)
+    if missing := target.requires.lacking(fingerprint):
         raise MeasurementError(
-            f"this machine is not what the target requires: {'; '.join(lacking)}",
+            f"this machine is not what the target requires: {'; '.join(missing)}",
             where=f"target {target.name}",
-            remedy="Figures from here mean nothing for this target; measure it on a machine that fits, see `pool`.",
+            remedy="Measure this target on a machine that meets its requirements, see `pool`.",
         )
-    return found
+    return fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """What the rewritten graph shows; nothing where a runtime does not show it, or the variant is float."""
+    """What the rewritten graph shows; empty for a float variant or a runtime that does not show it."""
 
     coverage: Int8Coverage | None = None
     advice: tuple[Advice, ...] = ()
@@ -49,14 +49,14 @@ class ExecutionReport:
 def inspect_execution(
     runtime: Runtime, source: Path, variant: Path, target: Target, excluded: Iterable[str] = ()
 ) -> ExecutionReport:
-    """Read off the graph that the runtime makes of the variant.
+    """Report which operators a target runs in integer arithmetic, and what slows it down.
 
     Args:
         runtime: runs the variant.
-        source: the float export, whose names are told.
+        source: the float export, whose node names are reported.
         variant: the derived file.
-        target: as on which.
-        excluded: names of nodes that were to stay in float.
+        target: where it runs.
+        excluded: names of nodes that should stay in float.
     """
     if not isinstance(runtime, RewritingRuntime) or is_ort(variant):
         return ExecutionReport()
@@ -72,5 +72,5 @@ def inspect_execution(
 
 
 def is_quantized_model(model: Path) -> bool:
-    """Whether any operator of the file computes in integers, or writes or reads them."""
+    """Return whether the file contains operators on integers."""
     return any(node.op_type in _INTEGERS for node in nodes(read_structure(model)))

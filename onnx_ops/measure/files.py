@@ -1,4 +1,4 @@
-"""Between the store and folders: arrays, folders and documents as stage results."""
+"""Stage results: arrays, data sets, folders and documents between the store and local folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MODEL = "onnx/"
 """Prefix of the ONNX model's own files in a manifest."""
 
 FRACTIONS = "fractions.json"
-"""In the manifest of the training: names of the columns that were float32 in one of its data sets."""
+"""In the training's manifest: names of the columns that were float32 in one of its data sets."""
 
 PACKAGE = "package/"
-"""Prefix of what a target gets instead of the ONNX model, in its benchmark's manifest."""
+"""Prefix of the target's own format of the model in its benchmark's manifest."""
 
 TRAINED = "trained/"
 """Prefix of the trained model's files in a manifest."""
@@ -33,7 +33,7 @@ def put_folder(store: Store, folder: Path, prefix: str) -> dict[str, Digest]:
 
 
 def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) -> Path:
-    """Copies of the files below `prefix`, in `folder`: whoever gets them may write to them."""
+    """Copy the files below `prefix` to `folder`, where they may be changed."""
     for name, digest in manifest.subset(prefix).files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def checkout_files(store: Store, manifest: Manifest, prefix: str, folder: Path) 
 
 
 def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
-    """Arrays as `.npz`; the same arrays always give the same bytes."""
+    """Return arrays as `.npz`; the same arrays always give the same bytes."""
     import numpy as np
 
     stream = io.BytesIO()
@@ -51,6 +51,7 @@ def pack_arrays(arrays: Mapping[str, Any]) -> bytes:
 
 
 def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
+    """Return the arrays of a stored `.npz`."""
     import numpy as np
 
     with np.load(store.path(digest), allow_pickle=False) as archive:
@@ -58,7 +59,9 @@ def load_arrays(store: Store, digest: Digest) -> dict[str, Any]:
 
 
 def put_dataset(store: Store, dataset: Dataset) -> Manifest:
-    arrays = _prefixed("input/", dataset.inputs) | _prefixed("column/", dataset.columns)
+    """Store a data set."""
+    arrays = {f"input/{name}": array for name, array in dataset.inputs.items()}
+    arrays |= {f"column/{name}": array for name, array in dataset.columns.items()}
     arrays |= {
         name: array for name, array in {"label": dataset.label, "group": dataset.group}.items() if array is not None
     }
@@ -66,48 +69,52 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
-    """A data set; for an export, its whole numbers as float32 where the model takes that.
+    """Return a stored data set; for an export, with whole numbers as float32 where the model expects that.
 
     Raises:
-        UserError: a column has missing cells, and the model takes whole numbers.
+        UserError: a column has missing cells, and the model expects whole numbers.
     """
     arrays = load_arrays(store, manifest["dataset.npz"])
-    inputs = _below("input/", arrays)
+    inputs = _select_prefix("input/", arrays)
     if export is not None:
         inputs = convert_inputs(inputs, codec.loads(store.read(export["info.json"]), ModelInfo))
     return Dataset(
         inputs=inputs,
         label=arrays.get("label"),
         group=arrays.get("group"),
-        columns=_below("column/", arrays),
+        columns=_select_prefix("column/", arrays),
     )
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
-    """Inputs of a data set as a model takes them: whole numbers of a table as float32 where it takes that.
+    """Convert inputs to the types of a model: whole numbers of a table to float32 where it expects that.
 
     Raises:
-        UserError: a column has missing cells, and the model takes whole numbers.
+        UserError: a column has missing cells, and the model expects whole numbers.
     """
-    taken = {spec.name: spec.dtype for spec in model.inputs}
-    whole = [name for name, array in inputs.items() if is_float_column(array) and taken.get(name) in ("int64", "bool")]
+    expected = {spec.name: spec.dtype for spec in model.inputs}
+    whole = [
+        name for name, array in inputs.items() if is_float_column(array) and expected.get(name) in ("int64", "bool")
+    ]
     if whole:
         raise UserError(
-            f"column {whole[0]!r} has missing cells or fractions, and the model takes {taken[whole[0]]}",
+            f"column {whole[0]!r} has missing cells or fractions, but the model expects {expected[whole[0]]}",
             where="data",
             why="the rows that the model was trained and exported with have none",
             remedy="Fill the missing cells, or train with rows that have some.",
         )
-    return widen_columns(inputs, {name for name, dtype in taken.items() if dtype == "float32"})
+    return widen_columns(inputs, {name for name, dtype in expected.items() if dtype == "float32"})
 
 
 def is_float_column(array: Any) -> bool:
-    """Whether it is a table's column of float32."""
+    """Return whether an array is a table's column of float32."""
     return bool(array.dtype == "float32" and array.shape[1:] == (1,))
 
 
 def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Columns of whole numbers or truth values as float32, which they are in a file where one cell of them is missing.
+    """Convert columns of whole numbers or booleans to float32.
+
+    A file stores them so where one cell is missing.
 
     Args:
         inputs: of a data set.
@@ -121,17 +128,15 @@ def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _prefixed(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {prefix + name: array for name, array in arrays.items()}
-
-
-def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _select_prefix(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def put_document(store: Store, value: object) -> Digest:
+    """Store a value as JSON."""
     return store.put_bytes(codec.dumps(value))
 
 
 def slice_rows(tensors: Tensors, start: int, stop: int) -> Tensors:
+    """Return the rows from `start` to `stop`."""
     return {name: array[start:stop] for name, array in tensors.items()}

@@ -1,7 +1,7 @@
-"""Answers of a model row by row, kept beside its evidence, and compared with those of another run to the same rows.
+"""Answers of a model row by row, stored beside its evidence, and compared with those of another run.
 
-No label is kept: right or wrong for metrics that count rows, the error for those of numbers. Other metrics need labels,
-and are left to two intervals side by side.
+No label is stored: right or wrong for metrics that count rows, the error for metrics of numbers. Other metrics need
+labels, and have two separate intervals only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 
 def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
-    """Return what is kept of the candidate's answers for one metric; empty where it cannot be compared by it."""
+    """Return what is stored of the candidate's answers for one metric; empty if it cannot be compared by it."""
     if definition.name in ("accuracy", "top_k"):
         return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
     if definition.name in ("mae", "rmse") and label is not None:
@@ -36,41 +36,41 @@ def extract_rows(definition: MetricDefinition, label: Array | None, answers: Arr
 
 def digest_rows(dataset: Dataset) -> dict[str, Array]:
     """Return the digest of the scored rows, and their groups."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in (*sorted(dataset.inputs.items()), ("", dataset.label)):
         if array is not None:
-            found.update(f"{name} {array.dtype} {array.shape}".encode())
-            found.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())
     groups = {} if dataset.group is None else {_GROUP: np.unique(dataset.group, return_inverse=True)[1]}
-    return {_ROWS: np.frombuffer(found.digest(), dtype=np.uint8), **groups}
+    return {_ROWS: np.frombuffer(digest.digest(), dtype=np.uint8), **groups}
 
 
 def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[PairedCounts | ScoreComparison, ...]:
-    """Return each metric of two runs that scored the same rows, paired; empty where the rows are not the same.
+    """Compare each metric of two runs that scored the same rows; empty if the rows differ.
 
     Args:
-        store: holds what was kept beside the evidence.
+        store: holds the stored answers.
         mine: evidence of the candidate.
         theirs: evidence of what it is compared with, called `base` in the result.
     """
-    ours, before = _kept(store, mine.raw), _kept(store, theirs.raw)
-    if _ROWS not in ours or not np.array_equal(ours[_ROWS], before.get(_ROWS, ())):
+    candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
+    if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):
         return ()
-    group = ours.get(_GROUP)
-    found: list[PairedCounts | ScoreComparison] = []
-    for name in sorted(ours.keys() & before.keys()):
+    group = candidate.get(_GROUP)
+    comparisons: list[PairedCounts | ScoreComparison] = []
+    for name in sorted(candidate.keys() & base.keys()):
         if name.startswith(_RIGHT):
-            found.append(count_pairs(name.removeprefix(_RIGHT), "base", before[name], ours[name], group))
+            comparisons.append(count_pairs(name.removeprefix(_RIGHT), "base", base[name], candidate[name], group))
         elif name.startswith(_ERROR):
             label = name.removeprefix(_ERROR)
             definition = MetricDefinition(name="mae" if label.startswith("mae") else "rmse")
-            errors = {CANDIDATE: ours[name], "base": before[name]}
-            compared = score(definition, np.zeros(len(ours[name])), errors, seed=0, group=group)
-            found += [one for one in compared if one.against]
-    return tuple(found)
+            errors = {CANDIDATE: candidate[name], "base": base[name]}
+            compared = score(definition, np.zeros(len(candidate[name])), errors, seed=0, group=group)
+            comparisons += [comparison for comparison in compared if comparison.against]
+    return tuple(comparisons)
 
 
-def _kept(store: Store, raw: Digest | None) -> Mapping[str, Array]:
+def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
     if raw is None:
         return {}
     try:
@@ -82,10 +82,10 @@ def _kept(store: Store, raw: Digest | None) -> Mapping[str, Array]:
 def count_pairs(
     metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None
 ) -> PairedCounts:
-    """Counts of rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
-    grouped: dict[str, Any] = {}
+    """Count rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
+    effects: dict[str, Any] = {}
     if group is not None:
-        grouped = {
+        effects = {
             "groups": len(np.unique(group)),
             "change_effect": compute_design_effect(candidate.astype(np.float64) - baseline, group),
             "value_effect": compute_design_effect(candidate.astype(np.float64), group),
@@ -97,5 +97,5 @@ def count_pairs(
         both=int((baseline & candidate).sum()),
         only_baseline=int((baseline & ~candidate).sum()),
         only_candidate=int((~baseline & candidate).sum()),
-        **grouped,
+        **effects,
     )

@@ -35,18 +35,18 @@ from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _NO_ANSWER = "every answer to the rows of the data is NaN"
 _SHOWN = 6
-"""Values of a row that are shown."""
+"""Number of values of a row that are shown."""
 
 INVARIANCE_ROWS = 32
-"""As many as make a fair sample of rounding, and few enough to ask one by one."""
+"""Enough for a fair sample of rounding, and few enough to run one by one."""
 
 SHOWN = 64
-"""Values that one run shows; a longer graph is searched coarsely first and then between two of them."""
+"""Values that one run exposes; a longer graph is searched coarsely first and then between two of them."""
 
 LIMIT = ParityGate().noise_factor
 
 TracerFactory = Callable[[Tensors], Tracer | None]
-"""Makes the tracer of the source, given samples to export it with; None if its exporter cannot look inside."""
+"""Makes the source's tracer from samples to export it with; None if its exporter cannot trace."""
 
 REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where every export is first compared.")
 
@@ -54,13 +54,13 @@ REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where e
 def measure_parity(
     runtime: Runtime, model: Path, target: Target, groups: list[ReferenceGroup]
 ) -> tuple[ParityMeasurement, ...]:
-    """One measurement per group and output; a group that the model refuses and its source answers is a mismatch.
+    """Measure each output on each group; inputs that only the model refuses are a mismatch.
 
     Raises:
         MeasurementError: the runtime could not run the model.
     """
     answers = run_groups(runtime, target, model, {group.name: (group.inputs,) for group in groups})
-    found: list[ParityMeasurement] = []
+    measurements: list[ParityMeasurement] = []
     for group in groups:
         answer = answers[group.name]
         if isinstance(answer, MeasurementError):
@@ -71,47 +71,49 @@ def measure_parity(
             measured = [make_mismatch(name, group.name, "the export lacks this output") for name in missing]
             measured += measure_group(group, outputs)
             if group.name == REAL:
-                measured += [make_mismatch(name, group.name, _NO_ANSWER) for name in outputs if _is_nan(outputs[name])]
-        found += [replace(m, inside=group.inside) for m in measured]
-    return pool_noise(found)
+                measured += [
+                    make_mismatch(name, group.name, _NO_ANSWER) for name in outputs if _is_all_nan(outputs[name])
+                ]
+        measurements += [replace(m, inside=group.inside) for m in measured]
+    return pool_noise(measurements)
 
 
-def _is_nan(array: Array) -> bool:
+def _is_all_nan(array: Array) -> bool:
     return bool(array.dtype.kind == "f" and array.size and (array != array).all())  # noqa: PLR0124 (NaN)
 
 
 def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasurement]:
-    """One measurement for each of the source's outputs that the model has too."""
-    return [_measured(group, name, outputs) for name in group.outputs if name in outputs]
+    """Measure each of the source's outputs that the model also has."""
+    return [_measure(group, name, outputs) for name in group.outputs if name in outputs]
 
 
 def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
-    """A difference that no figure tells."""
+    """Return a measurement of a difference without a number."""
     return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
 
 
-def _measured(group: ReferenceGroup, name: str, outputs: Tensors) -> ParityMeasurement:
+def _measure(group: ReferenceGroup, name: str, outputs: Tensors) -> ParityMeasurement:
     onnx = outputs[name]
     single = group.single[name] if group.single is not None else None
     double = group.double[name] if group.double is not None else None
     bounds = group.bounds[name] if group.bounds is not None and name in group.bounds else None
     if bounds is None:
-        found = measure_output(group=group.name, output=name, onnx=onnx, single=single, double=double)
+        measurement = measure_output(group=group.name, output=name, onnx=onnx, single=single, double=double)
     else:
-        found = measure_within_envelope(
+        measurement = measure_within_envelope(
             group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds
         )
     reference = double if double is not None else single
     count = len(next(iter(group.inputs.values())))
     if reference is None or onnx.shape != reference.shape or not onnx.ndim or len(onnx) != count or not count:
-        return found
-    if not is_divergent(found, ParityGate().noise_factor):
-        return found
-    return replace(found, example=_example(group, find_worst_row(onnx, reference)))
+        return measurement
+    if not is_divergent(measurement, ParityGate().noise_factor):
+        return measurement
+    return replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
 
 
-def _example(group: ReferenceGroup, row: int) -> str:
-    """The row, and what it holds where it is made up: rows of a data set may be nobody's to read."""
+def _describe_row(group: ReferenceGroup, row: int) -> str:
+    """Describe the row; its values only where it is generated, since rows of a data set may be confidential."""
     if group.name != "range":
         return f"row {row}"
     shown = []
@@ -125,9 +127,9 @@ def _example(group: ReferenceGroup, row: int) -> str:
 def measure_invariance(
     runtime: Runtime, model: Path, target: Target, samples: Tensors, reference: list[ReferenceGroup]
 ) -> tuple[BatchInvariance, ...]:
-    """One figure per output, in units of the source's noise on real samples.
+    """Measure the batch invariance of each output, in units of the source's noise on real samples.
 
-    Nothing for a model whose batch is fixed, for fewer than two rows, and for one that cannot take a single row.
+    Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
     if count < 2 or info(model).fixed_batch:
@@ -144,7 +146,7 @@ def measure_invariance(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedExport:
-    """An export that failed, the source's answers, and the measurement that failed worst."""
+    """An export that failed, the source's answers, and its worst measurement."""
 
     runtime: Runtime
     target: Target
@@ -154,89 +156,86 @@ class FailedExport:
 
 
 def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | None:
-    """The measurement farthest beyond the parity gate's usual limit, of inputs that callers can send.
+    """Return the worst measurement beyond the default limit, of inputs that callers can send.
 
-    One with rows comes before one without.
+    Measurements with rows come before those without.
     """
-    bad = [m for m in measured if m.inside and is_divergent(m, LIMIT)]
-    return max(bad, key=lambda m: (m.rows > 0, bool(m.mismatch), m.ratio), default=None)
+    divergent = [m for m in measured if m.inside and is_divergent(m, LIMIT)]
+    return max(divergent, key=lambda m: (m.rows > 0, bool(m.mismatch), m.ratio), default=None)
 
 
-def locate_divergence(look: FailedExport, inside: TracerFactory) -> Divergence:
-    """The first diverging node, or why none is named.
+def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
+    """Return the first diverging node, or why none is named.
 
-    The graph is run as it is written, without the runtime's optimizations, on the inputs where parity failed.
-    Never raises for what goes wrong on the way: the parity gate has failed already, and this only explains it.
+    The graph runs as it is written, without the runtime's optimizations, on the inputs where parity failed. Errors on
+    the way end up in the note: the parity gate has failed already, and this only explains it.
     """
     try:
-        return _locate(look, inside)
+        return _locate(failed, make_tracer)
     except (OnnxOpsError, ValueError) as error:
         return Divergence(note=str(error))
 
 
-def _locate(look: FailedExport, inside: TracerFactory) -> Divergence:
-    plain = replace(look.target, session=replace(look.target.session, graph_level="disabled"))
-    group = next(g for g in look.reference if g.name == look.worst.group)
-    (outputs,) = look.runtime.run(look.model, plain, (group.inputs,))
+def _locate(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
+    plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
+    group = next(g for g in failed.reference if g.name == failed.worst.group)
+    (outputs,) = failed.runtime.run(failed.model, plain, (group.inputs,))
     if not any(is_divergent(m, LIMIT) for m in measure_group(group, outputs)):
-        return Divergence(note="as it is written the graph agrees with its source; the runtime's optimization departs")
-    samples = next((g.inputs for g in look.reference if g.name == REAL), group.inputs)
-    tracer = inside(samples)
+        return Divergence(note="without the runtime's optimizations the graph agrees with its source")
+    samples = next((g.inputs for g in failed.reference if g.name == REAL), group.inputs)
+    tracer = make_tracer(samples)
     if tracer is None:
-        return Divergence(note="the source shows no intermediate values")
-    return _search(look, plain, tracer, _telling(look, group, outputs))
+        return Divergence(note="the source exposes no intermediate values")
+    return _search_graph(failed, plain, tracer, _select_inputs(failed, group, outputs))
 
 
-def _search(look: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
-    values = _up_to(look.worst.output, computed_values(look.model))
-    copy = look.model.with_name(f"{look.model.stem}-inside.onnx")
+def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
+    values = list(computed_values(failed.model))
+    all_names = [value.name for value in values]
+    if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
+        values = values[: all_names.index(failed.worst.output) + 1]
+    copy = failed.model.with_name(f"{failed.model.stem}-make_tracer.onnx")
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
         single, double = tracer(inputs, frozenset(chosen))
-        shown = [name for name in chosen if name in single]
-        expose(look.model, shown, copy)
-        (answers,) = look.runtime.run(copy, plain, (inputs,))
-        found = find_first_divergence(shown, _arrays(answers), single, double)
-        if found is None:
-            return Divergence(note="no value that source and export share departs")
-        closer = _between(values, shown, found)
-        if len(chosen) == len(values) or len(closer) == len(values):
-            return _describe_divergence(found, values)
-        values = closer
+        exposed = [name for name in chosen if name in single]
+        expose(failed.model, exposed, copy)
+        (answers,) = failed.runtime.run(copy, plain, (inputs,))
+        divergent = find_first_divergence(exposed, _keep_arrays(answers), single, double)
+        if divergent is None:
+            return Divergence(note="no value that source and export share diverges")
+        between = _narrow(values, exposed, divergent)
+        if len(chosen) == len(values) or len(between) == len(values):
+            return _describe_divergence(divergent, values)
+        values = between
 
 
-def _up_to(output: str, values: Sequence[ComputedValue]) -> list[ComputedValue]:
-    """What comes after the output that departs has no part in it."""
+def _narrow(values: list[ComputedValue], exposed: list[str], divergent: DivergentValue) -> list[ComputedValue]:
+    """Return the values after the last exposed one that agrees, up to the divergent one."""
     names = [value.name for value in values]
-    return list(values[: names.index(output) + 1]) if output in names else list(values)
+    position = exposed.index(divergent.value)
+    start = names.index(exposed[position - 1]) + 1 if position else 0
+    return values[start : names.index(divergent.value) + 1]
 
 
-def _between(values: list[ComputedValue], shown: list[str], found: DivergentValue) -> list[ComputedValue]:
-    """The values after the last one shown that agreed, up to the one that departs."""
-    names = [value.name for value in values]
-    position = shown.index(found.value)
-    start = names.index(shown[position - 1]) + 1 if position else 0
-    return values[start : names.index(found.value) + 1]
+def _describe_divergence(divergent: DivergentValue, values: list[ComputedValue]) -> Divergence:
+    value = next(v for v in values if v.name == divergent.value)
+    return Divergence(node=value.node, op_type=value.op_type, scope=value.scope, ratio=divergent.ratio)
 
 
-def _describe_divergence(found: DivergentValue, values: list[ComputedValue]) -> Divergence:
-    value = next(v for v in values if v.name == found.value)
-    return Divergence(node=value.node, op_type=value.op_type, scope=value.scope, ratio=found.ratio)
-
-
-def _telling(look: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
-    """Few rows are enough, and keep the values of a large model within memory; a fixed batch is asked whole."""
-    if any(isinstance(spec.shape[0], int) for spec in info(look.model).inputs if spec.shape):
+def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
+    """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
+    if any(isinstance(spec.shape[0], int) for spec in info(failed.model).inputs if spec.shape):
         return group.inputs
-    reference = (group.double or group.single or {}).get(look.worst.output)
-    if reference is None or look.worst.output not in outputs:
+    reference = (group.double or group.single or {}).get(failed.worst.output)
+    if reference is None or failed.worst.output not in outputs:
         return group.inputs
-    chosen = select_rows(outputs[look.worst.output], reference)
+    chosen = select_rows(outputs[failed.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}
 
 
-def _arrays(answers: Any) -> dict[str, Any]:
-    """Without sequences and maps, which a graph may hold inside."""
+def _keep_arrays(answers: Any) -> dict[str, Any]:
+    """Leave out sequences and maps, which a graph may compute inside."""
     return {name: value for name, value in answers.items() if hasattr(value, "dtype")}
 
 
@@ -248,12 +247,12 @@ def find_hardware_divergence(
     reference: list[ReferenceGroup],
     measured: Sequence[ParityMeasurement],
 ) -> Divergence | None:
-    """Where a float model first computes otherwise on the target than on the reference CPU; None if it does not.
+    """Return where a float model first differs between the target and the reference CPU, or None.
 
-    Both run the same file on the same inputs, with intermediate values shown.
+    Both run the same file on the same inputs, with intermediate values exposed.
 
     Args:
-        ports: bring the reference's runtime.
+        ports: provide the reference's runtime.
         runtime: of the target.
         target: where parity failed, if it did.
         model: a file in a folder that may be written to.
@@ -272,5 +271,5 @@ def find_hardware_divergence(
         (answers,) = ports.runtime(proven.runtime).run(copy, plain, (inputs,))
         return {name: value for name, value in answers.items() if hasattr(value, "dtype")}, None
 
-    look = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)
-    return locate_divergence(look, lambda _: tracer)
+    failed = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)
+    return locate_divergence(failed, lambda _: tracer)

@@ -17,10 +17,14 @@ _TEXTS = "USO"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What was read of some rows.
+    """The values that a metric reads from the outputs for some rows.
 
-    `columns` is 0 where `values` are what the label holds too. Otherwise `values` are the numbers of the best of so
-    many columns, or the scores in all of them, or, with 1, one score a row. `broken` counts rows with a score of NaN.
+    Args:
+        values: with `columns` 0, the same as the label's; else the number of the best column, the scores in all columns
+            or,
+            with 1 column, one score a row.
+        columns: number of score columns.
+        broken: rows with a score of NaN.
     """
 
     values: Array
@@ -34,11 +38,11 @@ class _Form:
 
     noun: str
     fits: Callable[[Array], bool]
-    take: Callable[[Array], Prediction]
+    convert: Callable[[Array], Prediction]
 
 
 def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Prediction:
-    """What the metric reads of the named output, or of the first one that fits.
+    """Read the named output, or the first one that fits the metric.
 
     Raises:
         UserError: there is no such output, or none that fits.
@@ -54,7 +58,7 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     for form in forms:
         for array in named.values():
             if form.fits(array):
-                return form.take(array)
+                return form.convert(array)
     shapes = {name: f"{array.dtype} {tuple(array.shape)}" for name, array in named.items()}
     raise UserError(
         f"no output can be read as {' or '.join(form.noun for form in forms)}: {shapes}",
@@ -63,27 +67,29 @@ def read_prediction(definition: MetricDefinition, outputs: Tensors) -> Predictio
     )
 
 
-def join_predictions(readings: Sequence[Prediction]) -> Prediction:
-    """Readings of successive rows as one.
+def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
+    """Join the predictions of successive rows.
 
     Raises:
         UserError: their shapes do not fit together.
     """
-    if len({(one.values.shape[1:], one.columns) for one in readings}) != 1:
-        shapes = sorted({str(one.values.shape[1:]) for one in readings})
+    if len({(prediction.values.shape[1:], prediction.columns) for prediction in predictions}) != 1:
+        shapes = sorted({str(prediction.values.shape[1:]) for prediction in predictions})
         raise UserError(f"the shape of its answers changes from batch to batch: {', '.join(shapes)}")
     return Prediction(
-        values=np.concatenate([one.values for one in readings]),
-        columns=readings[0].columns,
-        broken=sum(one.broken for one in readings),
+        values=np.concatenate([prediction.values for prediction in predictions]),
+        columns=predictions[0].columns,
+        broken=sum(prediction.broken for prediction in predictions),
     )
 
 
 def as_text(array: Array) -> Array:
+    """Convert an array of texts or objects to NumPy strings."""
     return array.astype(np.str_) if array.dtype.kind in _TEXTS else array
 
 
 def flatten_column(array: Array) -> Array:
+    """Return a single column as a vector."""
     return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
@@ -99,51 +105,51 @@ def _is_scores(array: Array) -> bool:
     return bool(array.ndim == 2 and array.shape[1] > 1 and array.dtype.kind in "fiu")
 
 
-def _label_of(array: Array) -> Prediction:
+def _read_label(array: Array) -> Prediction:
     return Prediction(values=as_text(flatten_column(array)))
 
 
-def _best_of(array: Array) -> Prediction:
-    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_with_nan(array))
+def _read_best(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_count_nan(array))
 
 
-def _scores_of(array: Array) -> Prediction:
+def _read_scores(array: Array) -> Prediction:
     scores = array.astype(np.float64)
-    return Prediction(values=scores, columns=scores.shape[1], broken=_with_nan(scores))
+    return Prediction(values=scores, columns=scores.shape[1], broken=_count_nan(scores))
 
 
-def _column_of(array: Array) -> Prediction:
+def _read_column(array: Array) -> Prediction:
     scores = flatten_column(array).astype(np.float64)
-    return Prediction(values=scores, columns=1, broken=_with_nan(scores[:, None]))
+    return Prediction(values=scores, columns=1, broken=_count_nan(scores[:, None]))
 
 
-def _numbers_of(array: Array) -> Prediction:
+def _read_numbers(array: Array) -> Prediction:
     return Prediction(values=flatten_column(array).astype(np.float64))
 
 
-def _with_nan(scores: Array) -> int:
+def _count_nan(scores: Array) -> int:
     return int(np.isnan(scores).any(axis=1).sum()) if scores.dtype.kind == "f" else 0
 
 
-def _plain(array: Array) -> Prediction:
+def _read_plain(array: Array) -> Prediction:
     return Prediction(values=as_text(array))
 
 
 _CLASS_FORMS = (
-    _Form(noun="labels", fits=_is_labels, take=_label_of),
-    _Form(noun="scores per class", fits=_is_scores, take=_best_of),
-    _Form(noun="one score a row", fits=_is_column, take=_column_of),
+    _Form(noun="labels", fits=_is_labels, convert=_read_label),
+    _Form(noun="scores per class", fits=_is_scores, convert=_read_best),
+    _Form(noun="one score a row", fits=_is_column, convert=_read_column),
 )
 _SCORE_FORMS = (
-    _Form(noun="scores per class", fits=_is_scores, take=_scores_of),
-    _Form(noun="one score a row", fits=_is_column, take=_column_of),
+    _Form(noun="scores per class", fits=_is_scores, convert=_read_scores),
+    _Form(noun="one score a row", fits=_is_column, convert=_read_column),
 )
 _NUMBER_FORMS = (
-    _Form(noun="one number a row", fits=_is_column, take=_numbers_of),
+    _Form(noun="one number a row", fits=_is_column, convert=_read_numbers),
     _Form(
         noun="one whole number a row",
         fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in "iu",
-        take=_numbers_of,
+        convert=_read_numbers,
     ),
 )
 _FORMS: Mapping[str | None, Sequence[_Form]] = {
@@ -158,26 +164,26 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
         _Form(
             noun="embeddings (rows, dimensions)",
             fits=lambda array: array.ndim == 2 and array.dtype.kind == "f",
-            take=_plain,
+            convert=_read_plain,
         ),
     ),
     "token_agreement": (
-        _Form(noun="tokens (rows, length)", fits=lambda a: a.ndim == 2 and a.dtype.kind in "iu", take=_plain),
+        _Form(noun="tokens (rows, length)", fits=lambda a: a.ndim == 2 and a.dtype.kind in "iu", convert=_read_plain),
         _Form(
             noun="scores of tokens (rows, length, vocabulary)",
             fits=lambda array: array.ndim == 3 and array.dtype.kind == "f",
-            take=lambda array: Prediction(
+            convert=lambda array: Prediction(
                 values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())
             ),
         ),
     ),
-    None: (_Form(noun="an array", fits=lambda _: True, take=_plain),),
+    None: (_Form(noun="an array", fits=lambda _: True, convert=_read_plain),),
 }
-"""What each metric reads, the best form first."""
+"""The forms that each metric can read, the best one first."""
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
-    """The label as the metric needs it; None where it compares models with each other.
+    """Return the label as the metric needs it; None where it compares models with each other.
 
     Raises:
         UserError: it is not of the kind that the metric needs.
@@ -189,36 +195,37 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
         case "mae" | "rmse" | "r2":
             if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
                 is_number = label is None or label.dtype.kind in "fiub"
-                raise _unfit(definition, label, "one number a row", "" if is_number else definition.other_kind)
+                remedy = "" if is_number else definition.other_kind
+                raise _make_label_error(definition, label, "one number a row", remedy)
             return flatten_column(label).astype(np.float64)
         case None:
             if label is None:
-                raise _unfit(definition, label, "an array")
+                raise _make_label_error(definition, label, "an array")
             return as_text(label)
         case _:
-            return _class_label(definition, label)
+            return _prepare_classes(definition, label)
 
 
 _KINDS: Mapping[str, str] = {"cosine": "f", "token_agreement": "iu"}
 
 
-def _class_label(definition: MetricDefinition, label: Array | None) -> Array:
-    found = None if label is None else as_text(flatten_column(label))
-    if found is None or found.ndim != 1:
-        wide = found is not None and found.ndim == 2
-        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
-        raise _unfit(definition, label, "one class a row", remedy)
-    if found.dtype.kind != "f":
-        return found
-    if missing := int((~np.isfinite(found)).sum()):
-        text = f"{missing} of {len(found)} labels are NaN or infinite"
+def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array:
+    classes = None if label is None else as_text(flatten_column(label))
+    if classes is None or classes.ndim != 1:
+        wide = classes is not None and classes.ndim == 2
+        remedy = "Of one column a class, convert its number: labels.argmax(axis=1)." if wide else ""
+        raise _make_label_error(definition, label, "one class a row", remedy)
+    if classes.dtype.kind != "f":
+        return classes
+    if missing := int((~np.isfinite(classes)).sum()):
+        text = f"{missing} of {len(classes)} labels are NaN or infinite"
         raise UserError(text, where=definition.label, remedy="Leave out rows without a label.")
-    if (found % 1).any():
-        raise _unfit(definition, label, "classes, not fractions", definition.other_kind)
-    return found.astype(np.int64)
+    if (classes % 1).any():
+        raise _make_label_error(definition, label, "classes, not fractions", definition.other_kind)
+    return classes.astype(np.int64)
 
 
-def _unfit(definition: MetricDefinition, label: Array | None, needed: str, remedy: str = "") -> UserError:
+def _make_label_error(definition: MetricDefinition, label: Array | None, needed: str, remedy: str = "") -> UserError:
     has = "there is none" if label is None else f"it is {label.dtype} {tuple(label.shape)}"
     return UserError(f"the label must be {needed}; {has}", where=definition.label, remedy=remedy)
 
@@ -227,13 +234,13 @@ _USE_COLUMNS = "Use labels 0, 1, …, the numbers of the columns."
 
 
 def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_COLUMNS) -> Array:
-    """The label that each of `count` columns of scores stands for, in ascending order.
+    """Return the label of each of `count` score columns, in order.
 
     Whole numbers from 0 are numbers of columns. Other labels have their columns in sorted order, which is only known
     where all of them occur.
 
     Raises:
-        UserError: the labels do not fit so many columns.
+        UserError: the labels do not fit the number of columns.
     """
     known = np.unique(label)
     if label.dtype.kind != "U" and known.size and known[0] >= 0 and known[-1] < count:
@@ -248,14 +255,14 @@ def find_column_labels(label: Array, count: int, where: str, remedy: str = _USE_
     return known
 
 
-def read_classes(label: Array, reading: Prediction, definition: MetricDefinition) -> Array:
-    """The answers as labels, one a row.
+def read_classes(label: Array, prediction: Prediction, definition: MetricDefinition) -> Array:
+    """Return the predicted labels, one a row.
 
     Raises:
         UserError: the labels do not fit the answers.
     """
-    values, where = reading.values, definition.label
-    if reading.columns == 1:
+    values, where = prediction.values, definition.label
+    if prediction.columns == 1:
         if ((values < 0) | (values > 1)).any():
             raise UserError(
                 "one score a row is read as a probability, but some are not between 0 and 1",
@@ -264,15 +271,15 @@ def read_classes(label: Array, reading: Prediction, definition: MetricDefinition
             )
         remedy = definition.other_kind if label.dtype.kind != "U" else _USE_COLUMNS
         return find_column_labels(label, 2, where, remedy)[(values > 1 / 2).astype(np.intp)]
-    if reading.columns:
-        return find_column_labels(label, reading.columns, where)[values]
+    if prediction.columns:
+        return find_column_labels(label, prediction.columns, where)[values]
     if (label.dtype.kind == "U") != (values.dtype.kind == "U"):
         raise UserError(f"the model answers with {values.dtype}, the labels are {label.dtype}", where=where)
     return values
 
 
 def find_positive_label(definition: MetricDefinition, label: Array) -> str | int:
-    """The positive label: the one that was named, or the greater of two.
+    """Return the positive label: the named one, or the greater of two.
 
     Raises:
         UserError: it is not named, and there are more than two.
@@ -286,20 +293,20 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
             where=definition.label,
             remedy="Name it: `positive: LABEL`.",
         )
-    found: str | int = known[-1].item()
-    return found if label.dtype.kind == "U" else max(found, 1)
+    positive: str | int = known[-1].item()
+    return positive if label.dtype.kind == "U" else max(positive, 1)
 
 
-def read_positive_scores(label: Array, positive: str | int, reading: Prediction, where: str) -> Array:
-    """The scores of the positive label, one a row; those of the other of two, negative, where only these are given.
+def read_positive_scores(label: Array, positive: str | int, prediction: Prediction, where: str) -> Array:
+    """Return the scores of the positive label, one a row; negated where only the other one's are given.
 
     Raises:
         UserError: no column stands for it.
     """
-    names = find_column_labels(label, max(2, reading.columns), where)
+    names = find_column_labels(label, max(2, prediction.columns), where)
     column = np.flatnonzero(names == positive)
     if not column.size:
         raise UserError(f"no column of scores is that of label {positive!r}", where=where)
-    if reading.columns > 1:
-        return np.asarray(reading.values[:, column[0]])
-    return reading.values if column[0] == 1 else -reading.values
+    if prediction.columns > 1:
+        return np.asarray(prediction.values[:, column[0]])
+    return prediction.values if column[0] == 1 else -prediction.values

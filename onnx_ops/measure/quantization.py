@@ -37,29 +37,29 @@ AS_WRITTEN = Target(
 
 ACTIVATION_ROWS, ROWS_AT_ONCE = 256, 16
 PAIRS_AT_ONCE = 16
-"""Activations that one session shows: they are held in memory for all of its rows."""
+"""Activations that one session exposes: they are held in memory for all of its rows."""
 
 _BOUND = 1.01
-"""How far the range of a function that ends at 1 may reach, and a little."""
+"""Tolerated range of a function that ends at 1."""
 
 _BYTES = 1 << 25
-"""Inputs of one run; what a model holds on the way may be a hundred times as much."""
+"""Inputs of one run; the intermediate values of a model may take a hundred times as much."""
 
 ROUNDING = 0.51
-"""Steps that rounding moves a weight by, and a little."""
+"""Steps that rounding moves a weight by, with a margin."""
 
 _WEIGHTS_AT_ONCE = 16
-"""Weights whose errors one session holds."""
+"""Weights whose errors one session computes."""
 
 
 def measure_activations(
     runtime: Runtime, source: Path, derived: Path, samples: Tensors
 ) -> tuple[ActivationMeasurement, ...]:
-    """One measurement for each activation with a fixed range; nothing for a model without.
+    """Measure each activation with a fixed range.
 
     Both graphs run as they are written, but for integer operators, which run as the pairs of QuantizeLinear and
-    DequantizeLinear that they stand for. A copy of each, which shows its intermediate values, is written beside it and
-    removed again.
+    DequantizeLinear that they stand for. A temporary copy of each, which exposes its intermediate values, is written
+    beside it.
 
     Args:
         runtime: runs them.
@@ -73,17 +73,17 @@ def measure_activations(
     activations = quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
-        raise MeasurementError("there are too few rows to look at its activations", where=derived.name)
-    found: list[ActivationMeasurement] = []
-    with _pairs(derived) as shown:
+        raise MeasurementError("there are too few rows to measure its activations", where=derived.name)
+    measurements: list[ActivationMeasurement] = []
+    with _without_integer_operators(derived) as readable:
         for start in range(0, len(activations), PAIRS_AT_ONCE):
-            found += _looked_at(runtime, source, shown, activations[start : start + PAIRS_AT_ONCE], feeds)
-    return _shared(activations, found)
+            measurements += _measure_batch(runtime, source, readable, activations[start : start + PAIRS_AT_ONCE], feeds)
+    return _share_stretch(activations, measurements)
 
 
 @contextlib.contextmanager
-def _pairs(derived: Path) -> Iterator[Path]:
-    """The file, or one beside it without integer operators."""
+def _without_integer_operators(derived: Path) -> Iterator[Path]:
+    """Yield the file, or a temporary one beside it without integer operators."""
     model = read_model(derived)
     pairs = as_pairs(model, derived.name)
     if pairs is model:
@@ -98,24 +98,26 @@ def _pairs(derived: Path) -> Iterator[Path]:
         path.with_name(f"{path.name}.data").unlink(missing_ok=True)
 
 
-def _shared(
-    activations: Sequence[QuantizedActivation], found: Sequence[ActivationMeasurement]
+def _share_stretch(
+    activations: Sequence[QuantizedActivation], measurements: Sequence[ActivationMeasurement]
 ) -> tuple[ActivationMeasurement, ...]:
-    """What moves values about (MaxPool, Slice, Reshape …) shares its range with them: it fits if it fits one of them,
-    and is not asked where one of them is not."""
+    """Share the stretch among activations with the same range, as of MaxPool, Slice or Reshape.
+
+    A range fits if it fits measurement of them, and is not judged where measurement of them has none.
+    """
     stretches: dict[tuple[float, float], list[float | None]] = {}
-    for activation, one in zip(activations, found, strict=True):
-        stretches.setdefault((activation.low, activation.high), []).append(one.stretch)
+    for activation, measurement in zip(activations, measurements, strict=True):
+        stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
     fitting = {
-        ends: None if None in those else min(s for s in those if s is not None) for ends, those in stretches.items()
+        ends: None if None in values else min(s for s in values if s is not None) for ends, values in stretches.items()
     }
     return tuple(
-        replace(one, stretch=fitting[activation.low, activation.high])
-        for activation, one in zip(activations, found, strict=True)
+        replace(measurement, stretch=fitting[activation.low, activation.high])
+        for activation, measurement in zip(activations, measurements, strict=True)
     )
 
 
-def _looked_at(
+def _measure_batch(
     runtime: Runtime,
     source: Path,
     derived: Path,
@@ -123,7 +125,7 @@ def _looked_at(
     feeds: tuple[Tensors, ...],
 ) -> list[ActivationMeasurement]:
     bounded, cut = bounded_values(source), cut_off(source)
-    watched = [
+    statistics = [
         ActivationStatistics(
             tensor=a.origin,
             step=a.step,
@@ -133,21 +135,21 @@ def _looked_at(
         )
         for a in activations
     ]
-    shown = [name for a in activations for name in (a.name, a.read)]
+    exposed = [name for a in activations for name in (a.name, a.read)]
     exact = [name for a in activations for name in (a.origin, cut.get(a.origin, a.origin))]
-    answers = _values(runtime, derived, shown, feeds)
-    originals = _values(runtime, source, exact, feeds)
+    answers = _read_values(runtime, derived, exposed, feeds)
+    originals = _read_values(runtime, source, exact, feeds)
     for values, truth in zip(answers, originals, strict=True):
-        for activation, seen in zip(activations, watched, strict=True):
+        for activation, statistic in zip(activations, statistics, strict=True):
             origin = activation.origin
-            seen.update(
+            statistic.update(
                 values[activation.name], values[activation.read], truth.get(origin), truth.get(cut.get(origin, ""))
             )
-    return [one.summarize() for one in watched]
+    return [one.summarize() for one in statistics]
 
 
-def _values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
-    """The named values of each run, inputs included; those that the model does not compute are left out."""
+def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
+    """Return the named values of each run, inputs included; values that the model does not compute are left out."""
     computed = {value.name for value in computed_values(model)}
     chosen = [name for name in dict.fromkeys(names) if name in computed]
     copy = model.with_name(f"{model.stem}-inside.onnx")
@@ -160,7 +162,7 @@ def _values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensor
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
-    """The rows a few at a time; at a fixed batch, whole ones only."""
+    """Yield a few rows at a time; whole batches only where the batch is fixed."""
     fixed = {spec.shape[0] for spec in info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
     count = min(ACTIVATION_ROWS, *(len(array) for array in samples.values()))
     row_bytes = max(1, sum(array.nbytes for array in samples.values()) // max(1, count))
@@ -173,47 +175,47 @@ def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
 def measure_weights(
     source: Path, derived: Path, runtime: Runtime | None = None, samples: Tensors | None = None
 ) -> tuple[WeightMeasurement, ...]:
-    """Distance of every constant of a quantized variant from its original.
+    """Measure the distance of every constant of a quantized variant from its original.
 
     Args:
         source: the float export.
         derived: the variant.
         runtime: runs the layers of weights that moved by more than rounding does; None leaves that out.
-        samples: real rows by ONNX name, for them.
+        samples: real rows by ONNX name, for these layers.
 
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
     pairs = (*quantized_weights(source, derived), *kept_weights(source, derived))
     steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
-    moved = [pair for pair, far in zip(pairs, steps, strict=True) if ROUNDING < far < LARGEST and pair.origin]
-    errors = _layer_errors(runtime, source, derived, moved, samples) if runtime and samples and moved else {}
+    moved = [pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin]
+    errors = _measure_layer_errors(runtime, source, derived, moved, samples) if runtime and samples and moved else {}
     return tuple(
         WeightMeasurement(
             tensor=pair.name,
-            steps=far,
+            steps=distance,
             elements=int(pair.original.size),
             output_error=errors.get(pair.name),
             stretch=pair.stretch,
         )
-        for pair, far in zip(pairs, steps, strict=True)
+        for pair, distance in zip(pairs, steps, strict=True)
     )
 
 
-def _layer_errors(
+def _measure_layer_errors(
     runtime: Runtime, source: Path, derived: Path, moved: Sequence[QuantizedWeight], samples: Tensors
 ) -> dict[str, float]:
-    """By weight, the worst of the layers that use it."""
+    """Return by weight the error of the worst layer that uses it."""
     copy, feeds = source.with_name(f"{source.stem}-layers.onnx"), tuple(split_feeds(derived, samples))
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
         try:
-            shown = show_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
-            runs = runtime.run(copy, AS_WRITTEN, feeds) if shown else ()
+            outputs = show_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
+            runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         finally:
             copy.unlink(missing_ok=True)
             copy.with_name(f"{copy.name}.data").unlink(missing_ok=True)
-        for weight, pairs in shown.items():
+        for weight, pairs in outputs.items():
             sums = [[float(np.sum([run[name] for run in runs], dtype=np.float64)) for name in pair] for pair in pairs]
-            found[weight] = max(compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums)
-    return found
+            errors[weight] = max(compute_ratio(*both) if np.isfinite(both).all() else LARGEST for both in sums)
+    return errors

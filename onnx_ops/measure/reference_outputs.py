@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,28 +39,33 @@ SPLITS = "splits"
 """Group of inputs close to the splits of a tree, but not so close that rounding could cross one."""
 
 _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
-"""How far two answers to the same rows may lie apart, relative to the largest: threads add up in any order."""
+"""Largest relative difference of two answers to the same rows: threads add in any order."""
 
 _OTHERWISE = 0.01
 """Share of whole numbers and texts that may differ: where two classes are equally likely, rounding decides."""
 
 _FEW, _SOME = 2, 32
-"""Rows of two short questions that tell how slow a source is."""
+"""Rows of the two calls that measure how slow a source is."""
 
 _TIMES = 3
 
 _ROWS_OF_SLOW = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of each group that a slow source may be asked."""
+"""Possible numbers of rows per group for a slow source."""
 
 _JITTER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceGroup:
-    """Inputs and the source's outputs on them, by ONNX names; a precision is None if the source has none.
+    """Inputs and the source's outputs on them, by ONNX names.
 
-    `bounds` are those of a source that jumps, as `statistics.jitter.envelope` gives them; None for any other. `inside`
-    says whether callers can send such inputs.
+    Args:
+        name: of the group.
+        inputs: tensors by name.
+        single: outputs in float32; None if the source has none.
+        double: outputs in float64; None if the source has none.
+        bounds: envelope of a tree model's outputs (`statistics.tree_parity.compute_envelope`); None for other models.
+        inside: whether callers can send such inputs.
     """
 
     name: str
@@ -72,7 +77,7 @@ class ReferenceGroup:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs that the source answers."""
+        """Return the names of the source's outputs."""
         return tuple(self.double or self.single or {})
 
 
@@ -81,6 +86,7 @@ _INSIDE = "inside"
 
 
 def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
+    """Store groups as one archive."""
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -92,7 +98,7 @@ def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
 
 
 def get_reference(store: Store, digest: Digest) -> list[ReferenceGroup]:
-    """The groups in the order of the archive, which is not that in which they were asked."""
+    """Return the stored groups, in the order of the archive."""
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     for name, array in load_arrays(store, digest).items():
         group, part, tensor = name.split("|", 2)
@@ -120,33 +126,35 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
+    """A loaded source model. `jumps`: it is a tree model."""
+
     exporter: Exporter
     model: object
     jumps: bool
 
     def answers(self, tensors: Tensors) -> tuple[Tensors | None, Tensors | None]:
-        """In float32 and float64. Raises ValueError if the source refuses the inputs."""
+        """Return the answers in float32 and float64; raise ValueError if the source rejects the inputs."""
         single = self.exporter.reference(self.model, tensors, "float32")
         return single, self.exporter.reference(self.model, tensors, "float64")
 
     def group(self, name: str, tensors: Tensors) -> ReferenceGroup:
-        """Raises ValueError if the source refuses the inputs."""
+        """Return a group with the answers; raise ValueError if the source rejects the inputs."""
         single, double = self.answers(tensors)
         bounds = None
         if self.jumps and name != SPLITS and len(next(iter(tensors.values()))):
             bounds = self._bounds(tensors, [answer for answer in (double, single) if answer is not None])
         return ReferenceGroup(name=name, inputs=tensors, single=single, double=double, bounds=bounds)
 
-    def changes(self, asked: ReferenceGroup) -> str:
-        """How the answers to the same rows differ when they are asked again; empty if they do not."""
-        precision: Literal["float32", "float64"] = "float64" if asked.double else "float32"
-        first = asked.double or asked.single or {}
-        again = self.exporter.reference(self.model, asked.inputs, precision) or {}
-        differ = (_difference(name, first[name], again[name], _AGAIN[precision]) for name in first)
+    def changes(self, group: ReferenceGroup) -> str:
+        """Return how a second answer to the same rows differs; empty if it does not."""
+        precision: Literal["float32", "float64"] = "float64" if group.double else "float32"
+        first = group.double or group.single or {}
+        again = self.exporter.reference(self.model, group.inputs, precision) or {}
+        differ = (_describe_difference(name, first[name], again[name], _AGAIN[precision]) for name in first)
         return next(filter(None, differ), "")
 
     def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
-        """What the source answers to the rows as they are and jittered, a part of the rows at a time."""
+        """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time."""
         count = len(next(iter(tensors.values())))
         row_bytes = sum(array.nbytes for array in tensors.values()) // count
         step = max(1, _JITTER_BYTES // max(1, COPIES * row_bytes))
@@ -171,92 +179,92 @@ def collect_reference_outputs(
     *,
     seconds: float = SOURCE_TIME_S,
 ) -> ReferenceOutputs:
-    """The source's answers wherever it has some; what it refuses has nothing to be compared with, and is noted.
+    """Collect the source's answers to every group of inputs; note the groups that it rejects.
 
     Args:
         exporter: of the model's framework.
         model: the source.
-        path: its export, which says what inputs there may be.
+        path: its export, which defines the possible inputs.
         samples: real inputs by ONNX name.
-        declared: what callers send, where the pipeline says it.
-        seconds: about how long the source may take; a slow one is asked fewer rows of each group.
+        declared: what callers send, if the pipeline declares it.
+        seconds: approximate time limit of the source; a slow one runs fewer rows of each group.
 
     Raises:
-        UserError: it refuses the real samples, or answers them differently each time.
+        UserError: it rejects the real samples, or answers them differently each time.
     """
     source = _Source(exporter, model, has_trees(path))
-    asked = build_probes(path, samples, declared)
+    groups_of_inputs = build_probes(path, samples, declared)
     total = len(next(iter(samples.values())))
-    most = None if info(path).fixed_batch else _affordable(source, asked, seconds)
+    max_rows = None if info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
-    for name, probe in asked.items():
-        tensors = probe.inputs if most is None else _evenly(probe.inputs, most)
+    for name, probe in groups_of_inputs.items():
+        tensors = probe.inputs if max_rows is None else _sample_evenly(probe.inputs, max_rows)
         try:
-            answered = replace(source.group(name, tensors), inside=probe.inside)
+            group = replace(source.group(name, tensors), inside=probe.inside)
         except ValueError as error:
             if name == REAL:
-                raise _refuses_samples(error) from error
+                raise _make_samples_error(error) from error
             refused[name] = quoted(error)
             continue
-        if name == REAL and (difference := source.changes(answered)):
+        if name == REAL and (difference := source.changes(group)):
             raise UserError(
                 "the source model answers the same rows differently each time",
                 where="train",
                 why=difference,
-                remedy="Switch off dropout, sampling and noise where it answers: only one function can be exported.",
+                remedy="Turn off dropout, sampling and noise in inference mode.",
             )
-        if answered.single is not None or answered.double is not None:
-            groups.append(answered)
-    reduced = most is not None and most < total
+        if group.single is not None or group.double is not None:
+            groups.append(group)
+    reduced = max_rows is not None and max_rows < total
     limits = SourceLimits(
-        nan=_nan_policy(groups, refused),
+        nan=_find_nan_policy(groups, refused),
         refused=refused,
-        rows=most if reduced and most else 0,
+        rows=max_rows if reduced and max_rows else 0,
         samples=total if reduced else 0,
     )
     return ReferenceOutputs(groups=groups, limits=limits)
 
 
-def _affordable(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
-    """How many rows of each group the source can be asked in the time; None if all.
+def _count_affordable_rows(source: _Source, probes: Mapping[str, ProbeGroup], seconds: float) -> int | None:
+    """Return how many rows of each group the source can answer in the time; None if all.
 
-    Two short questions tell what a call and what a row costs; where that seems too much they are asked again, since
-    another process may have been in the way.
+    Two short calls measure the cost of a call and of a row. They are repeated if that seems too much, since another
+    process may have interfered.
     """
     real = probes[REAL].inputs
     sizes = [len(next(iter(probe.inputs.values()))) for probe in probes.values()]
     few, some = (slice_rows(real, 0, min(size, sizes[0])) for size in (_FEW, _SOME))
-    copies = COPIES / 2 if source.jumps else 0  # these are asked in float64 only
+    copies = COPIES / 2 if source.jumps else 0  # these run in float64 only
     affordable: list[int] = []
     try:
         source.answers(few)  # the first call pays for what is made once
         per_call = longer = math.inf
         for _ in range(_TIMES):
-            per_call = min(per_call, _seconds_of(source, few))
-            longer = min(longer, _seconds_of(source, some))
+            per_call = min(per_call, _time_answers(source, few))
+            longer = min(longer, _time_answers(source, some))
             per_row = max(0.0, longer - per_call) / max(1, _SOME - _FEW)
             affordable = [
-                most
-                for most in (*_ROWS_OF_SLOW, max(sizes))
+                max_rows
+                for max_rows in (*_ROWS_OF_SLOW, max(sizes))
                 if len(sizes) * per_call * (2 if copies else 1)
-                + per_row * sum(min(size, most) for size in sizes) * (1 + copies)
+                + per_row * sum(min(size, max_rows) for size in sizes) * (1 + copies)
                 <= seconds
             ]
             if affordable and affordable[-1] == max(sizes):
                 return None
     except ValueError as error:
-        raise _refuses_samples(error) from error
+        raise _make_samples_error(error) from error
     return max(affordable, default=min(_ROWS_OF_SLOW))
 
 
-def _seconds_of(source: _Source, tensors: Tensors) -> float:
-    begun = time.perf_counter()
+def _time_answers(source: _Source, tensors: Tensors) -> float:
+    started = time.perf_counter()
     source.answers(tensors)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
-def _refuses_samples(error: ValueError) -> UserError:
+def _make_samples_error(error: ValueError) -> UserError:
     return UserError(
         "the source model refuses the samples",
         where="validate.samples",
@@ -265,7 +273,7 @@ def _refuses_samples(error: ValueError) -> UserError:
     )
 
 
-def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
+def _describe_difference(name: str, first: Array, again: Array, tolerance: float) -> str:
     if first.shape != again.shape:
         return f"output {name!r} has the shape {first.shape}, then {again.shape}"
     if first.dtype.kind != "f":
@@ -281,48 +289,43 @@ def _difference(name: str, first: Array, again: Array, tolerance: float) -> str:
 def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
-    """Groups of inputs that the export takes, the real samples first: at a fixed batch, whole ones only."""
+    """Build the groups of inputs that the export accepts, real samples first; a fixed batch is kept whole."""
     fixed = info(path).fixed_batch
     try:
         domains = learn_domains(samples, declared, index_bounds(path))
     except ValueError as error:
         raise UserError(str(error), where="inputs", remedy="Declare values of the input's own type.") from error
-    found = make_probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
+    groups = make_probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
     if (splits := split_probes(path, samples)) is not None:
-        found[SPLITS] = ProbeGroup(inputs=splits)
-    found |= {
-        name: ProbeGroup(inputs=made) for name, made in make_sized_inputs(samples, _free_axes(path, samples)).items()
+        groups[SPLITS] = ProbeGroup(inputs=splits)
+    groups |= {
+        name: ProbeGroup(inputs=inputs)
+        for name, inputs in make_sized_inputs(samples, _find_free_axes(path, samples)).items()
     }
     if fixed:
-        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in found.items()}
-    return found | {name: ProbeGroup(inputs=made) for name, made in make_batch_inputs(samples).items()}
+        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
+    return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
 
 
-def _evenly(tensors: Tensors, most: int) -> Tensors:
+def _sample_evenly(tensors: Tensors, most: int) -> Tensors:
     count = len(next(iter(tensors.values())))
     chosen = np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
     return {name: array[chosen] for name, array in tensors.items()}
 
 
-def _free_axes(path: Path, samples: Tensors) -> Axes:
-    """Where the export's named dimensions stand; the batch, and dimensions without a name, are not among them."""
+def _find_free_axes(path: Path, samples: Tensors) -> Axes:
+    """Return the places of the export's named dimensions, without the batch."""
     specs = [spec for spec in info(path).inputs if spec.name in samples]
     batch = {spec.shape[0] for spec in specs if spec.shape}
-    found: dict[str, list[tuple[str, int]]] = {}
-    for name, axis, symbol in _symbols((spec.name, spec.shape) for spec in specs):
-        if symbol not in batch and axis < samples[name].ndim:
-            found.setdefault(symbol, []).append((name, axis))
-    return found
+    places: dict[str, list[tuple[str, int]]] = {}
+    for spec in specs:
+        for axis, symbol in enumerate(spec.shape[1 : samples[spec.name].ndim], start=1):
+            if isinstance(symbol, str) and symbol != "?" and symbol not in batch:
+                places.setdefault(symbol, []).append((spec.name, axis))
+    return places
 
 
-def _symbols(shapes: Iterator[tuple[str, tuple[int | str, ...]]]) -> Iterator[tuple[str, int, str]]:
-    for name, shape in shapes:
-        for axis, symbol in enumerate(shape[1:], start=1):
-            if isinstance(symbol, str) and symbol != "?":
-                yield name, axis, symbol
-
-
-def _nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:
+def _find_nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:
     if MISSING in refused:
         return "refused"
     answers = next((group.double or group.single for group in groups if group.name == MISSING), None)

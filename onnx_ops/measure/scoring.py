@@ -1,4 +1,4 @@
-"""Task metrics of a variant: its answers to the scored rows, alone and beside those of what it is compared with."""
+"""Task metrics of a variant: its answers to the scored rows, alone and beside those of other models."""
 
 from __future__ import annotations
 
@@ -31,14 +31,21 @@ from onnx_ops.statistics.metrics import Array, CustomMetric, top_k_rows
 from onnx_ops.statistics.scores import CANDIDATE, make_unscored, score
 
 ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
-"""By label of the metric: what was read for it, or why nothing could be."""
+"""By label of the metric: the prediction, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRequest:
-    """What metrics are measured with. `models` are named as in the evidence, the candidate by `CANDIDATE`.
+    """What metrics are measured with.
 
-    `known` holds what was read of some of them before.
+    Args:
+        runtime: runs the models.
+        target: where.
+        models: named as in the evidence, the candidate by `CANDIDATE`.
+        dataset: the scored rows.
+        seed: of resamples and permutations.
+        functions: custom metrics by reference.
+        known: predictions that were read before.
     """
 
     runtime: Runtime
@@ -52,7 +59,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
-    """`rows` is what `measure.pairs` reads: the candidate's answers row by row."""
+    """Task metrics, and the candidate's answers row by row (see `paired_rows`)."""
 
     counts: tuple[PairedCounts, ...] = ()
     scores: tuple[ScoreComparison, ...] = ()
@@ -70,30 +77,33 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
+    """The label and each model's answers, comparable row by row."""
+
     label: Array | None
     by_model: Mapping[str, Array]
 
 
-def measure_metrics(scorer: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
-    """Every metric that the data set can tell; those that need labels are left out where it has none.
+def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
+    """Measure every metric that the data set allows; without labels only those that need none.
 
-    What cannot be read, or is not defined on these rows, is told in an entry of its own.
+    A metric that cannot be read or is not defined on these rows has an entry with the reason.
 
     Raises:
-        MeasurementError: the candidate or the export does not run. A champion that does not take these rows is told.
+        MeasurementError: the candidate or the export does not run. A champion that does not accept these rows has an
+            entry.
     """
-    asked = [d for d in definitions if scorer.dataset.label is not None or d.label_free]
-    if not asked:
+    measurable = [d for d in definitions if request.dataset.label is not None or d.label_free]
+    if not measurable:
         return TaskMetrics()
-    readings = {name: scorer.known.get(name) or read_predictions(scorer, name, asked) for name in scorer.models}
+    readings = {name: request.known.get(name) or read_predictions(request, name, measurable) for name in request.models}
     counts: list[PairedCounts] = []
     scores: list[ScoreComparison] = []
     signals: list[Array] = []
     rows: dict[str, Array] = {}
-    group = scorer.dataset.group
-    for definition in asked:
-        found = {name: read_of[definition.label] for name, read_of in readings.items()}
-        answers, problems = _comparable(definition, scorer.dataset.label, found)
+    group = request.dataset.group
+    for definition in measurable:
+        predictions = {name: read_of[definition.label] for name, read_of in readings.items()}
+        answers, problems = _make_comparable(definition, request.dataset.label, predictions)
         scores += problems
         if CANDIDATE not in answers.by_model:
             continue
@@ -101,29 +111,29 @@ def measure_metrics(scorer: ScoringRequest, definitions: Sequence[MetricDefiniti
             right = answers.by_model
             counts += [count_pairs(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
         else:
-            function = scorer.functions.get(definition.use)
+            function = request.functions.get(definition.use)
             scores += score(
-                definition, answers.label, answers.by_model, seed=scorer.seed, function=function, group=group
+                definition, answers.label, answers.by_model, seed=request.seed, function=function, group=group
             )
-        signals += _signals(definition, answers)
+        signals += _extract_signals(definition, answers)
         rows |= extract_rows(definition, answers.label, answers.by_model[CANDIDATE])
     grouped: tuple[str, ...] = ()
     if group is None and signals:
-        data = scorer.dataset
-        grouped = detect_grouping(data.inputs, data.columns, signals, data.label, scorer.seed)
+        data = request.dataset
+        grouped = detect_grouping(data.inputs, data.columns, signals, data.label, request.seed)
     return TaskMetrics(counts=tuple(counts), scores=tuple(scores), grouped=grouped, rows=rows)
 
 
 def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
-    """Return why a metric cannot be computed with these labels and with such outputs of a model; empty if it can.
+    """Return why a metric cannot be computed with these labels and outputs; empty if it can.
 
     Args:
         definition: of the metric.
         label: of the data set.
-        outputs: as many rows, of the shapes and types that the model answers with; None if these are not known.
+        outputs: as many rows, of the shapes and types of the model's answers; None if these are unknown.
     """
     try:
-        terms = _terms(definition, label)
+        terms = _read_terms(definition, label)
         if outputs is not None:
             _in_terms(definition, terms, read_prediction(definition, outputs), None)
     except UserError as error:
@@ -131,8 +141,8 @@ def find_label_problem(definition: MetricDefinition, label: Array | None, output
     return ""
 
 
-def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
-    """What rows that belong together would have in common: right or wrong, the rank of the error, and its change."""
+def _extract_signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
+    """Return what rows that belong together share: right or wrong, the rank of the error, and its change."""
     mine = answers.by_model[CANDIDATE]
     others = [array for name, array in answers.by_model.items() if name != CANDIDATE]
     if definition.name in ("accuracy", "top_k"):
@@ -144,33 +154,33 @@ def _signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
     return []
 
 
-def read_predictions(scorer: ScoringRequest, name: str, asked: Sequence[MetricDefinition]) -> ModelPredictions:
-    """What one of the models says in the terms of each metric.
+def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[MetricDefinition]) -> ModelPredictions:
+    """Read one model's answers in the terms of each metric.
 
     Raises:
         MeasurementError: the candidate or the export does not run.
     """
 
     def read_all(outputs: Tensors) -> dict[str, Prediction | OnnxOpsError]:
-        return {definition.label: _read(definition, outputs) for definition in asked}
+        return {definition.label: _try_read(definition, outputs) for definition in definitions}
 
     try:
-        parts = read_answers(scorer.runtime, scorer.models[name], scorer.target, scorer.dataset.inputs, read_all)
+        parts = read_answers(request.runtime, request.models[name], request.target, request.dataset.inputs, read_all)
     except (MeasurementError, UserError) as error:
         if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementError):
             raise
-        return {definition.label: error for definition in asked}
-    return {definition.label: _joined([part[definition.label] for part in parts]) for definition in asked}
+        return {definition.label: error for definition in definitions}
+    return {definition.label: _try_join([part[definition.label] for part in parts]) for definition in definitions}
 
 
-def _read(definition: MetricDefinition, outputs: Tensors) -> Prediction | OnnxOpsError:
+def _try_read(definition: MetricDefinition, outputs: Tensors) -> Prediction | OnnxOpsError:
     try:
         return read_prediction(definition, outputs)
     except UserError as error:
         return error
 
 
-def _joined(parts: Sequence[Prediction | OnnxOpsError]) -> Prediction | OnnxOpsError:
+def _try_join(parts: Sequence[Prediction | OnnxOpsError]) -> Prediction | OnnxOpsError:
     readings = [part for part in parts if isinstance(part, Prediction)]
     if len(readings) < len(parts):
         return next(part for part in parts if isinstance(part, OnnxOpsError))
@@ -180,27 +190,27 @@ def _joined(parts: Sequence[Prediction | OnnxOpsError]) -> Prediction | OnnxOpsE
         return error
 
 
-def _comparable(
-    definition: MetricDefinition, label: Array | None, found: Mapping[str, Prediction | OnnxOpsError]
+def _make_comparable(
+    definition: MetricDefinition, label: Array | None, predictions: Mapping[str, Prediction | OnnxOpsError]
 ) -> tuple[_Answers, list[ScoreComparison]]:
-    """Answers that can be scored, and what is wrong with the others."""
+    """Return the answers that can be scored, and entries for the others."""
     try:
-        terms = _terms(definition, label)
+        terms = _read_terms(definition, label)
     except UserError as error:
         return _Answers(label=None, by_model={}), [make_unscored(definition, failed=str(error))]
     answers: dict[str, Array] = {}
     problems = []
-    for name, reading in found.items():
-        why = str(reading)
-        if isinstance(reading, Prediction) and reading.broken:
-            count = len(reading.values)
-            why = f"the model answers with NaN on {reading.broken} of {count} rows"
+    for name, prediction in predictions.items():
+        why = str(prediction)
+        if isinstance(prediction, Prediction) and prediction.broken:
+            count = len(prediction.values)
+            why = f"the model answers with NaN on {prediction.broken} of {count} rows"
             if name == CANDIDATE:
                 problems.append(make_unscored(definition, count, broken=why))
                 continue
-        elif isinstance(reading, Prediction):
+        elif isinstance(prediction, Prediction):
             try:
-                answers[name] = _in_terms(definition, terms, reading, answers.get(CANDIDATE))
+                answers[name] = _in_terms(definition, terms, prediction, answers.get(CANDIDATE))
                 continue
             except UserError as error:
                 why = str(error)
@@ -208,45 +218,45 @@ def _comparable(
             problems.append(make_unscored(definition, failed=why))
         else:
             problems.append(make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
-    return _coded(definition, terms, answers), problems
+    return _encode(definition, terms, answers), problems
 
 
-def _terms(definition: MetricDefinition, label: Array | None) -> _Terms:
+def _read_terms(definition: MetricDefinition, label: Array | None) -> _Terms:
     own_label = prepare_label(definition, label)
     binary = definition.name == "auc" or definition.average == "binary"
     positive = find_positive_label(definition, own_label) if binary and own_label is not None else None
     return _Terms(label=own_label, positive=positive)
 
 
-def _in_terms(definition: MetricDefinition, terms: _Terms, reading: Prediction, candidate: Array | None) -> Array:
-    """One model's answers: right or wrong, class labels, scores, or whatever the metric takes as it is."""
+def _in_terms(definition: MetricDefinition, terms: _Terms, prediction: Prediction, candidate: Array | None) -> Array:
+    """Return one model's answers: right or wrong, class labels, scores, or unchanged."""
     where, label = definition.label, terms.label
     if label is not None and definition.name == "accuracy":
-        return np.asarray(read_classes(label, reading, definition) == label)
+        return np.asarray(read_classes(label, prediction, definition) == label)
     if label is not None and definition.k is not None:
-        names = find_column_labels(label, reading.columns, where)
-        return top_k_rows(np.searchsorted(names, label), reading.values, definition.k)
+        names = find_column_labels(label, prediction.columns, where)
+        return top_k_rows(np.searchsorted(names, label), prediction.values, definition.k)
     if label is not None and definition.name == "f1":
-        return read_classes(label, reading, definition)
+        return read_classes(label, prediction, definition)
     if label is not None and terms.positive is not None:
-        return read_positive_scores(label, terms.positive, reading, where)
-    beside = candidate if label is None else label
-    if definition.label_free and beside is not None and beside.shape != reading.values.shape:
-        shapes = f"{tuple(reading.values.shape)} and {tuple(beside.shape)}"
+        return read_positive_scores(label, terms.positive, prediction, where)
+    other = candidate if label is None else label
+    if definition.label_free and other is not None and other.shape != prediction.values.shape:
+        shapes = f"{tuple(prediction.values.shape)} and {tuple(other.shape)}"
         raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=where)
-    return reading.values
+    return prediction.values
 
 
-def _coded(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Array]) -> _Answers:
-    """Labels and answers as `score` takes them: classes by number, or by whether they are the positive one."""
+def _encode(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Array]) -> _Answers:
+    """Encode labels and answers for `score`: classes by number, or by whether they are the positive one."""
     label, positive = terms.label, terms.positive
     if label is None or definition.name not in ("f1", "auc"):
         return _Answers(label=label, by_model=answers)
     if definition.name == "auc":
         return _Answers(label=label == positive, by_model=answers)
     if positive is not None:
-        by_model = {name: (said == positive).astype(np.intp) for name, said in answers.items()}
+        by_model = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
         return _Answers(label=(label == positive).astype(np.intp), by_model=by_model)
     known = np.unique(np.concatenate([label, *answers.values()]))
-    by_model = {name: np.searchsorted(known, said) for name, said in answers.items()}
+    by_model = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
     return _Answers(label=np.searchsorted(known, label), by_model=by_model)

@@ -61,11 +61,11 @@ from onnx_ops.statistics.search import (
 Tell = Callable[[str], None]
 
 PROBED, RANGED = 16, 16
-"""Rows on which errors of the outputs are found, and ranges of activations for that."""
+"""Rows for the error of the outputs, and rows for the ranges of activations in it."""
 
 PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
-"""Seconds that timing one model against fp32 may take, as far as a few runs allow; gates measure what counts."""
+"""Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final measurement."""
 
 _ALPHA = 0.05
 _RUNS = (3, 10)
@@ -74,43 +74,62 @@ _RUNS_P99 = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search saw, and the model and trial of each role that it found one for."""
+    """The record of a search, and the model and trial of each role that it filled."""
 
     record: SearchRecord
     models: Mapping[Role, tuple[Path, Trial]]
 
 
-def search(ground: SearchContext, journal: StageJournal, tell: Tell) -> SearchResult:
-    """Try until nothing is left to try or the budget is spent; go on from the journal if there is one.
+def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchResult:
+    """Try recipes until nothing is left to try or the budget is spent; resume from the journal if there is one.
 
-    A journal whose search had ended is that of a result that somebody wants anew.
+    A complete journal belongs to a result that is being recomputed, and is cleared.
 
     Raises:
         StageError: a library gives another file for the same recipe.
     """
-    ground.folder.mkdir()
-    recipes = _recipes(ground)
-    ground = replace(ground, recipes={recipe.name: recipe for recipe in recipes})
-    workshop = TrialRunner(ground)
-    known = SearchState(recipes=recipes, budget=ground.budget, export_bytes=info(ground.source).size_bytes)
-    known = _resumed(known, journal, tell)
-    while not isinstance(action := choose_next_step(known), StopSearch):
-        if isinstance(action, BuildTrial):
-            entry = SearchLogEntry(trial=workshop.build(action))
+    context.folder.mkdir()
+    small = context.budget.size is not None or "small" in context.section.keep
+    candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
+    candidates = tuple(replace(one, nodes=products(context.source, one.method)) for one in candidates)
+    recipes = tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
+    context = replace(context, recipes={recipe.name: recipe for recipe in recipes})
+    runner, name = TrialRunner(context), context.section.name
+    state = SearchState(recipes=recipes, budget=context.budget, export_bytes=info(context.source).size_bytes)
+    lines = journal.read()
+    if _END in lines:
+        journal.clear()
+        lines = ()
+    for line in lines:
+        state = _add_entry(state, codec.from_json(line, SearchLogEntry))
+    if lines:
+        tell(f"resuming after {len(lines)} steps of an interrupted search")
+    while not isinstance(step := choose_next_step(state), StopSearch):
+        if isinstance(step, BuildTrial):
+            entry = SearchLogEntry(trial=(trial := runner.build(step)))
+            text = describe_trial(trial, "metric")
         else:
-            entry = SearchLogEntry(sensitivity=workshop.probe(action))
+            entry = SearchLogEntry(sensitivity=(probed := runner.probe(step)))
+            text = f"{step.recipe}, only {step.node}: " + (probed.failure or f"error {probed.error or 0.0:.3g}")
         journal.append(codec.to_json(entry))
-        known = _with(known, entry)
-        tell(f"{_told(entry)}; {known.seconds:.0f} s of {60 * ground.budget.max_minutes:.0f} s")
-    record = _record(ground, known, action)
+        state = _add_entry(state, entry)
+        tell(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
+    record = _make_record(context, state, step)
     models: dict[Role, tuple[Path, Trial]] = {}
     for slot in record.slots:
-        if slot.trial is not None:
-            trial = record.trials[slot.trial]
-            models[slot.role] = (_made(workshop, trial, ground.section.name), trial)
-            tell(f"{ground.section.name}-{slot.role}: {describe_trial(trial, ground.metric.label)}")
-        else:
-            tell(f"{ground.section.name}-{slot.role}: empty, {slot.reason}")
+        if slot.trial is None:
+            tell(f"{name}-{slot.role}: empty, {slot.reason}")
+            continue
+        trial = record.trials[slot.trial]
+        path, _ = runner.make(trial)
+        if digest_file(path) != trial.model:
+            raise StageError(
+                "the same recipe gave another file than before",
+                where=f"search {name}, {trial.recipe}",
+                remedy="Run the search again: `--fresh search`.",
+            )
+        models[slot.role] = (path, trial)
+        tell(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")
     journal.append(_END)
     return SearchResult(record=record, models=models)
 
@@ -118,69 +137,37 @@ def search(ground: SearchContext, journal: StageJournal, tell: Tell) -> SearchRe
 _END = {"end": True}
 
 
-def _resumed(known: SearchState, journal: StageJournal, tell: Tell) -> SearchState:
-    lines = journal.read()
-    if _END in lines:
-        journal.clear()
-        lines = ()
-    for line in lines:
-        known = _with(known, codec.from_json(line, SearchLogEntry))
-    if lines:
-        tell(f"going on after {len(lines)} steps of a search that was stopped")
-    return known
-
-
-def _with(known: SearchState, entry: SearchLogEntry) -> SearchState:
+def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:
     if entry.trial is not None:
-        return replace(known, trials=(*known.trials, entry.trial))
+        return replace(state, trials=(*state.trials, entry.trial))
     if entry.sensitivity is not None:
-        return replace(known, sensitivities=(*known.sensitivities, entry.sensitivity))
-    return known
+        return replace(state, sensitivities=(*state.sensitivities, entry.sensitivity))
+    return state
 
 
-def _recipes(ground: SearchContext) -> tuple[Recipe, ...]:
-    """Those that the machines allow, with the nodes of the model that each may keep in float."""
-    small = ground.budget.size is not None or "small" in ground.section.keep
-    named = list_search_recipes(ground.machines, calibrated=ground.calibration is not None, small=small)
-    found = [replace(recipe, nodes=products(ground.source, recipe.method)) for recipe in named]
-    return tuple(recipe for recipe in found if recipe.nodes or recipe.method not in OPERATORS)
-
-
-def _record(ground: SearchContext, known: SearchState, stop: StopSearch) -> SearchRecord:
-    roles = tuple(dict.fromkeys(ground.section.keep))
+def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -> SearchRecord:
+    roles = tuple(dict.fromkeys(context.section.keep))
     return SearchRecord(
-        name=ground.section.name,
-        metric=ground.metric.label,
-        rows=len(ground.tune),
-        export_bytes=known.export_bytes,
-        targets=tuple(target.name for target in ground.targets),
-        budget=ground.budget,
-        recipes=known.recipes,
-        trials=known.trials,
-        sensitivities=known.sensitivities,
-        bought=list_node_contributions(known),
-        front=compute_pareto_front(known),
-        slots=assign_roles(known, ground.section.name, roles, unfinished=stop.reason if stop.timed_out else ""),
+        name=context.section.name,
+        metric=context.metric.label,
+        rows=len(context.tune),
+        export_bytes=state.export_bytes,
+        targets=tuple(target.name for target in context.targets),
+        budget=context.budget,
+        recipes=state.recipes,
+        trials=state.trials,
+        sensitivities=state.sensitivities,
+        bought=list_node_contributions(state),
+        front=compute_pareto_front(state),
+        slots=assign_roles(state, context.section.name, roles, unfinished=stop.reason if stop.timed_out else ""),
         stopped=stop.reason,
         timed_out=stop.timed_out,
-        seconds=known.seconds,
+        seconds=state.seconds,
     )
 
 
-def _made(workshop: TrialRunner, trial: Trial, name: str) -> Path:
-    """The model of a trial, built again: what was measured is what is given on."""
-    path, _ = workshop.make(trial)
-    if digest_file(path) != trial.model:
-        raise StageError(
-            "the same recipe gave another file than before",
-            where=f"search {name}, {trial.recipe}",
-            remedy="Search anew: `--fresh search`.",
-        )
-    return path
-
-
 def describe_trial(trial: Trial, metric: str) -> str:
-    """A trial in a line."""
+    """Describe a trial in a line."""
     count = len(trial.excluded)
     kept = f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
     if trial.failure:
@@ -190,27 +177,33 @@ def describe_trial(trial: Trial, metric: str) -> str:
     return f"{trial.recipe}{kept}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
 
-def _told(entry: SearchLogEntry) -> str:
-    if entry.trial is not None:
-        return describe_trial(entry.trial, "metric")
-    one = entry.sensitivity
-    if one is None:
-        return ""
-    return f"{one.recipe}, only {one.node}: " + (one.failure or f"error {one.error or 0.0:.3g}")
-
-
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
-    """How a variant that was found by search came to be, in sentences."""
-    kept = f"; in float: {', '.join(trial.excluded)}" if trial.excluded else ""
-    tried = f"found by search {record.name} among {len(record.trials)} models, {record.rows} rows: "
-    return (tried + describe_trial(trial, record.metric) + kept, *trial.notes)
+    """Describe how a variant was found by search."""
+    excluded = f"; in float: {', '.join(trial.excluded)}" if trial.excluded else ""
+    origin = f"found by search {record.name} among {len(record.trials)} models, {record.rows} rows: "
+    return (origin + describe_trial(trial, record.metric) + excluded, *trial.notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """What a search stands on. `source` is the export in a folder of its own, `folder` takes the models it builds.
+    """The inputs of a search.
 
-    `lower` says that less of the metric is better; `tune` are the rows it decides by, `calibration` those for ranges.
+    Args:
+        ports: runtimes, optimizers and the clock.
+        section: the entry of the pipeline file.
+        source: the export in its own folder.
+        folder: of the models that are built.
+        targets: where variants are timed.
+        machines: kinds of machine that recipes depend on.
+        tune: rows that the metric is measured on.
+        calibration: rows for ranges, or None.
+        metric: the task metric.
+        lower: whether less of the metric is better.
+        batch: rows of one timed request.
+        budget: limits of the search.
+        seed: of orders and resamples.
+        recipes: the recipes by name.
+        functions: custom metrics by reference.
     """
 
     ports: Ports
@@ -231,178 +224,186 @@ class SearchContext:
 
 
 class TrialRunner:
-    """Does what a search wants done. What it knows of fp32 is found once."""
+    """Builds and measures models of a search. Measurements of fp32 are made once."""
 
-    def __init__(self, ground: SearchContext) -> None:
-        self._ground = ground
-        self._known: dict[str, ModelPredictions] = {}
+    def __init__(self, context: SearchContext) -> None:
+        self._context = context
+        self._predictions: dict[str, ModelPredictions] = {}
         self._outputs: Tensors | None = None
         self._ranges: dict[str, Range] | None = None
         self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
-        """Build and measure one model; a library that fails is told in the trial."""
-        ground = self._ground
-        begun = ground.ports.clock.monotonic()
+        """Build and measure one model; a failure of the library is recorded in the trial."""
+        context = self._context
+        started = context.ports.clock.monotonic()
         trial = Trial(recipe=action.recipe, excluded=action.excluded, why=action.why)
         try:
             path, notes = self.make(trial)
-            trial = self._measured(
+            trial = self._measure(
                 replace(trial, notes=notes, size_bytes=_count_bytes(path), model=digest_file(path)), path
             )
         except OnnxOpsError as error:
             trial = replace(trial, failure=str(error).splitlines()[0])
-        return replace(trial, seconds=ground.ports.clock.monotonic() - begun)
+        return replace(trial, seconds=context.ports.clock.monotonic() - started)
 
     def make(self, trial: Trial) -> tuple[Path, tuple[str, ...]]:
-        """The model of a trial in a folder of its own; the same recipe always gives the same file."""
-        ground, recipe = self._ground, self._ground.recipes[trial.recipe]
-        folder = ground.folder / f"trial-{len(list(ground.folder.iterdir()))}"
+        """Build the model of a trial in its own folder; the same recipe always gives the same file."""
+        context, recipe = self._context, self._context.recipes[trial.recipe]
+        folder = context.folder / f"trial-{len(list(context.folder.iterdir()))}"
         folder.mkdir()
         section = replace(
-            ground.section, method=recipe.method, exclude=trial.excluded, options=recipe.options, budget=None, tune=None
+            context.section,
+            method=recipe.method,
+            exclude=trial.excluded,
+            options=recipe.options,
+            budget=None,
+            tune=None,
         )
         request = OptimizeRequest(
             section=section,
-            source=ground.source,
+            source=context.source,
             path=folder / MODEL_FILE,
-            calibration=ground.calibration,
-            machines=ground.machines,
+            calibration=context.calibration,
+            machines=context.machines,
         )
-        return request.path, ground.ports.optimizer(recipe.method).optimize(request)
+        return request.path, context.ports.optimizer(recipe.method).optimize(request)
 
     def probe(self, action: ProbeNode) -> Sensitivity:
-        """The error of the outputs if only one node were quantized."""
-        ground = self._ground
-        begun = ground.ports.clock.monotonic()
-        found = Sensitivity(recipe=action.recipe, node=action.node)
-        copy = ground.folder / "alone.onnx"
-        static = ground.recipes[action.recipe].method == "static"
-        levels = 63 if any(machine.saturates for machine in ground.machines) else 127
+        """Measure the error of the outputs if only one node is quantized."""
+        context = self._context
+        started = context.ports.clock.monotonic()
+        sensitivity = Sensitivity(recipe=action.recipe, node=action.node)
+        copy = context.folder / "alone.onnx"
+        static = context.recipes[action.recipe].method == "static"
+        levels = 63 if any(machine.saturates for machine in context.machines) else 127
         try:
             ranges = self._activation_ranges() if static else None
-            quantize_alone(ground.source, action.node, copy, ranges=ranges, weight_levels=levels)
-            found = replace(found, error=self._error(copy))
+            quantize_alone(context.source, action.node, copy, ranges=ranges, weight_levels=levels)
+            sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
-            found = replace(found, failure=str(error).splitlines()[0])
+            sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
         finally:
             for file in (copy, copy.with_name(f"{copy.name}.data")):
                 file.unlink(missing_ok=True)
-        return replace(found, seconds=ground.ports.clock.monotonic() - begun)
+        return replace(sensitivity, seconds=context.ports.clock.monotonic() - started)
 
-    def _measured(self, trial: Trial, path: Path) -> Trial:
-        ground = self._ground
-        drop = max(self._drop(path, target) for target in _kinds(ground.targets))
-        trial = replace(trial, drop=drop, error=self._error(path))
-        ratios = {target.name: self._ratio(path, target) for target in ground.targets}
+    def _measure(self, trial: Trial, path: Path) -> Trial:
+        context = self._context
+        drop = max(self._measure_drop(path, target) for target in _list_kinds(context.targets))
+        trial = replace(trial, drop=drop, error=self._measure_error(path))
+        ratios = {target.name: self._compare_time(path, target) for target in context.targets}
         trial = replace(trial, ratios=ratios)
-        if ground.budget.p99 is None or drop > ground.budget.metric_drop:
+        if context.budget.p99 is None or drop > context.budget.metric_drop:
             return trial
-        return replace(trial, p99={target.name: self._p99(path, target) for target in ground.targets})
+        return replace(trial, p99={target.name: self._measure_p99(path, target) for target in context.targets})
 
-    def _drop(self, path: Path, target: Target) -> float:
-        """What it loses of the metric against fp32 on the same rows."""
-        ground = self._ground
-        scorer = ScoringRequest(
-            runtime=ground.ports.runtime(target.runtime),
-            target=_quick(target),
-            models={CANDIDATE: path, EXPORT: ground.source},
-            dataset=ground.tune,
-            seed=ground.seed,
-            functions=ground.functions,
+    def _measure_drop(self, path: Path, target: Target) -> float:
+        """Return what a model loses of the metric against fp32 on the same rows."""
+        context = self._context
+        request = ScoringRequest(
+            runtime=context.ports.runtime(target.runtime),
+            target=_use_all_cores(target),
+            models={CANDIDATE: path, EXPORT: context.source},
+            dataset=context.tune,
+            seed=context.seed,
+            functions=context.functions,
         )
-        if target.name not in self._known:
-            self._known[target.name] = read_predictions(scorer, EXPORT, [ground.metric])
-        found = measure_metrics(replace(scorer, known={EXPORT: self._known[target.name]}), [ground.metric])
-        for counts in found.counts:
+        if target.name not in self._predictions:
+            self._predictions[target.name] = read_predictions(request, EXPORT, [context.metric])
+        metrics = measure_metrics(replace(request, known={EXPORT: self._predictions[target.name]}), [context.metric])
+        for counts in metrics.counts:
             if counts.against == EXPORT:
                 return (counts.only_baseline - counts.only_candidate) / counts.n
-        for score in found.scores:
-            if score.against == EXPORT and ground.lower and score.ratio is not None:
+        for score in metrics.scores:
+            if score.against == EXPORT and context.lower and score.ratio is not None:
                 return score.ratio.estimate - 1
-            if score.against == EXPORT and not ground.lower and score.difference is not None:
+            if score.against == EXPORT and not context.lower and score.difference is not None:
                 return -score.difference.estimate
-        why = next((why for s in found.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
-        raise UserError(f"{ground.metric.label} cannot be told on the tuning rows", where=ground.section.name, why=why)
+        why = next((why for s in metrics.scores if (why := s.broken or s.failed or s.undefined)), "it needs labels")
+        what = f"{context.metric.label} cannot be measured on the tuning rows"
+        raise UserError(what, where=context.section.name, why=why)
 
-    def _error(self, path: Path) -> float:
-        """Root mean square distance of the float outputs on a few rows, in their standard deviations."""
+    def _measure_error(self, path: Path) -> float:
+        """Return the root mean square error of the float outputs on a few rows, in standard deviations."""
         if self._outputs is None:
-            self._outputs = self._answers(self._ground.source)
-        answers = self._answers(path)
-        found = [0.0]
+            self._outputs = self._run(self._context.source)
+        answers = self._run(path)
+        errors = [0.0]
         for name, exact in self._outputs.items():
             if exact.dtype.kind == "f" and exact.size and name in answers:
                 truth = exact.astype(np.float64)
-                away = answers[name].astype(np.float64) - truth
-                found.append(float(np.sqrt(np.mean(away**2)) / (np.std(truth) or 1.0)))
-        worst = max(found)
+                difference = answers[name].astype(np.float64) - truth
+                errors.append(float(np.sqrt(np.mean(difference**2)) / (np.std(truth) or 1.0)))
+        worst = max(errors)
         return worst if math.isfinite(worst) else math.inf
 
-    def _answers(self, path: Path) -> Tensors:
-        ground = self._ground
-        target = ground.targets[0]
-        probed = slice_rows(ground.tune.inputs, 0, PROBED)
-        parts = read_answers(ground.ports.runtime(target.runtime), path, _quick(target), probed, lambda one: one)
+    def _run(self, path: Path) -> Tensors:
+        context = self._context
+        target = context.targets[0]
+        probed = slice_rows(context.tune.inputs, 0, PROBED)
+        parts = read_answers(
+            context.ports.runtime(target.runtime), path, _use_all_cores(target), probed, lambda one: one
+        )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _activation_ranges(self) -> Mapping[str, Range]:
-        """The smallest and largest value of each activation that a product reads."""
+        """Return the smallest and largest value of each activation that a product reads."""
         if self._ranges is not None:
             return self._ranges
-        ground = self._ground
-        probed = slice_rows(ground.calibration or ground.tune.inputs, 0, RANGED)
-        read = {name for names in activations(ground.source).values() for name in names}
-        found = {name: _range(probed[name]) for name in read & set(probed)}
-        inner = [value.name for value in computed_values(ground.source) if value.name in read]
-        copy = ground.source.with_name("ranges.onnx")
-        target = ground.targets[0]
+        context = self._context
+        probed = slice_rows(context.calibration or context.tune.inputs, 0, RANGED)
+        read = {name for names in activations(context.source).values() for name in names}
+        ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
+        inner = [value.name for value in computed_values(context.source) if value.name in read]
+        copy = context.source.with_name("ranges.onnx")
+        target = context.targets[0]
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
-            expose(ground.source, names, copy)
+            expose(context.source, names, copy)
             feeds = tuple(feed for feed, _ in split_batches(copy, probed))
-            for outputs in ground.ports.runtime(target.runtime).run(copy, _quick(target), feeds):
+            for outputs in context.ports.runtime(target.runtime).run(copy, _use_all_cores(target), feeds):
                 for name in set(names) & set(outputs):
-                    low, high = _range(outputs[name])
-                    before = found.get(name, (low, high))
-                    found[name] = min(low, before[0]), max(high, before[1])
+                    low, high = _find_range(outputs[name])
+                    previous = ranges.get(name, (low, high))
+                    ranges[name] = min(low, previous[0]), max(high, previous[1])
             copy.unlink()
-        self._ranges = found
-        return found
+        self._ranges = ranges
+        return ranges
 
-    def _ratio(self, path: Path, target: Target) -> Interval:
-        ground = self._ground
+    def _compare_time(self, path: Path, target: Target) -> Interval:
+        context = self._context
         runtime, feed = (
-            ground.ports.runtime(target.runtime),
-            build_feed(ground.source, ground.tune.inputs, ground.batch),
+            context.ports.runtime(target.runtime),
+            build_feed(context.source, context.tune.inputs, context.batch),
         )
         if target.name not in self._schedules:
-            self._schedules[target.name] = _schedule(runtime, ground.source, target, feed, ground.seed)
-        samples = runtime.race((ground.source, path), target, feed, self._schedules[target.name])
+            self._schedules[target.name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
+        samples = runtime.race((context.source, path), target, feed, self._schedules[target.name])
         estimate, low, high = session_interval(compute_log_ratios(samples), _ALPHA)
         return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
 
-    def _p99(self, path: Path, target: Target) -> float:
-        ground = self._ground
-        feed = build_feed(ground.source, ground.tune.inputs, ground.batch)
+    def _measure_p99(self, path: Path, target: Target) -> float:
+        context = self._context
+        feed = build_feed(context.source, context.tune.inputs, context.batch)
         runs, warmup = _RUNS_P99, _RUNS[1]
-        samples = ground.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
+        samples = context.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
         return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
 
 
-def _kinds(targets: tuple[Target, ...]) -> list[Target]:
-    """One target of each kind that may answer otherwise."""
+def _list_kinds(targets: tuple[Target, ...]) -> list[Target]:
+    """Return one target of each kind that may answer differently."""
     kinds = {(t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t for t in reversed(targets)}
     return list(kinds.values())
 
 
-def _quick(target: Target) -> Target:
-    """The same on all cores, where only answers count."""
+def _use_all_cores(target: Target) -> Target:
+    """Return the target with all cores, for runs of which only the answers count."""
     return replace(target, session=replace(target.session, intra_op_threads=0))
 
 
-def _schedule(runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int) -> PairedBenchmarkSchedule:
-    """As many runs as the time for a trial allows."""
+def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, seed: int) -> PairedBenchmarkSchedule:
+    """Plan as many runs as the time for a trial allows."""
     samples = runtime.sample(source, target, feed, runs=_RUNS[0], warmup=1)
     seconds = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-6)
     affordable = int(TIMED_S / seconds / PAIRS / (2 * BLOCKS + 1))
@@ -410,7 +411,7 @@ def _schedule(runtime: Runtime, source: Path, target: Target, feed: Tensors, see
     return PairedBenchmarkSchedule(heats=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
 
 
-def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Range:
+def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Range:
     values = array[np.isfinite(array.astype(np.float64))] if array.dtype.kind == "f" else array
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 

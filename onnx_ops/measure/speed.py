@@ -39,16 +39,14 @@ from onnx_ops.ports.data import Array
 Floats = npt.NDArray[np.float64]
 
 WINDOW_S, SIDE_S = 0.01, 0.3
-"""Length of a window, and of all windows of one session, if their requests were sent one after the other.
-
-Many short windows in turns tell two models apart better than a few long ones of the same sum: what disturbs the
-machine for a moment meets few of them. Measured on a busy machine, the ratio of a model to itself varied by 6 % from
-pair to pair with 40 windows of 8 ms, and by 11 % with 6 of 50 ms.
-"""
+"""Length of a window, and of all windows of one session, if requests were sent one after the other.
+Many short windows in turns distinguish two models better than a few long ones of the same total: a short disturbance
+affects few of them. On a busy machine, the ratio of a model to itself varied by 6 % from pair to pair with 40 windows
+of 8 ms, and by 11 % with 6 of 50 ms."""
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
 FEWEST_EACH, MOST_REQUESTS = 4, 20_000
-"""Requests of a window: for each thread at least, so that those that end last weigh little, and in all at most."""
+"""Requests of a window: at least for each thread, so that stragglers weigh little, and at most in total."""
 
 ROUNDS_ALONE = 5
 _PROBES = 20
@@ -59,59 +57,59 @@ REQUESTS = 20
 FIGURES = ("load", "first", "peak")
 
 FASTER = 0.0
-"""The limit that asks whether a variant is faster at all."""
+"""The tolerance that asks whether a variant is faster at all."""
 
 
 def measure_throughput(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int, seed: int
 ) -> tuple[ThroughputMeasurement, RawSamples]:
-    """Requests per second of fresh sessions of one model.
+    """Measure requests per second of fresh sessions of one model.
 
     Raises:
         MeasurementError: the model does not run there.
     """
-    schedule = replace(_schedule(runtime, model, target, feed, concurrency), seed=seed)
+    schedule = replace(_plan_windows(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
-    per_second = samples.requests * 1e9 / np.median(_positive([samples]), axis=1)
-    found = ThroughputMeasurement(
+    per_second = samples.requests * 1e9 / np.median(_check_positive([samples]), axis=1)
+    throughput = ThroughputMeasurement(
         concurrency=concurrency,
         batch=count_rows(feed),
         requests=samples.requests * int(samples.nanoseconds.size),
         per_second=tuple(float(rate) for rate in per_second.ravel()),
     )
-    return found, {f"throughput/{concurrency}/alone/nanoseconds": samples.nanoseconds}
+    return throughput, {f"throughput/{concurrency}/alone/nanoseconds": samples.nanoseconds}
 
 
-def compare_throughput(race: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Windows of the baseline, of the baseline again and of the candidate in turns, look by look.
+def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
+    """Compare windows of the baseline, again the baseline, and the candidate, look by look.
 
     Raises:
         MeasurementError: one of the models does not run there.
     """
-    schedule = _schedule(race.runtime, race.baseline, race.target, race.feed, concurrency)
+    schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(heats: int, seed: int) -> LoadSamples:
-        return race.runtime.under_load(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
+        return pair.runtime.under_load(pair.models, pair.target, pair.feed, replace(schedule, heats=heats, seed=seed))
 
     def figures(samples: Sequence[LoadSamples]) -> tuple[RatioSamples]:
-        return (split_log_ratios(np.log(_positive(samples))),)
+        return (split_log_ratios(np.log(_check_positive(samples))),)
 
     noun = f"session pairs under {concurrency} requests at once"
-    looks = measure_until_decided(race, noun, measure, figures, (race.tolerances.get("throughput", ()),))
-    ((own, itself),) = figures(looks)
-    found = PairedRatios(
+    looks = measure_until_decided(pair, noun, measure, figures, (pair.tolerances.get("throughput", ()),))
+    ((log_ratios, self_ratios),) = figures(looks)
+    comparison = PairedRatios(
         figure=throughput_metric_name(concurrency),
-        against=race.against,
-        baseline=digest_file(race.baseline),
-        log_ratios=own,
-        self_log_ratios=itself,
+        against=pair.against,
+        baseline=digest_file(pair.baseline),
+        log_ratios=log_ratios,
+        self_log_ratios=self_ratios,
     )
-    where = f"throughput/{concurrency}/{race.against}"
-    return found, {f"{where}/nanoseconds": _join_windows(looks), f"{where}/requests": np.array(schedule.requests)}
+    where = f"throughput/{concurrency}/{pair.against}"
+    return comparison, {f"{where}/nanoseconds": _join_windows(looks), f"{where}/requests": np.array(schedule.requests)}
 
 
-def _schedule(runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int) -> LoadSchedule:
-    """Windows of as many requests on both sides, so that they end alike."""
+def _plan_windows(runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int) -> LoadSchedule:
+    """Plan windows of as many requests for both models, so that they end alike."""
     samples = runtime.sample(model, target, feed, runs=_PROBES, warmup=_PROBES)
     typical = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-9)
     fewest = FEWEST_EACH * concurrency
@@ -124,7 +122,7 @@ def _join_windows(samples: Sequence[LoadSamples]) -> Floats:
     return np.concatenate([s.nanoseconds for s in samples]).astype(np.float64)
 
 
-def _positive(samples: Sequence[LoadSamples]) -> Floats:
+def _check_positive(samples: Sequence[LoadSamples]) -> Floats:
     nanoseconds = _join_windows(samples)
     if not (nanoseconds > 0).all():
         raise MeasurementError("a window of requests took no measurable time")
@@ -134,28 +132,28 @@ def _positive(samples: Sequence[LoadSamples]) -> Floats:
 def measure_starts(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int
 ) -> tuple[ColdStartMeasurement, RawSamples]:
-    """Fresh processes of one model.
+    """Measure fresh processes of one model.
 
     Raises:
         MeasurementError: a process crashed, or could not run the model.
     """
     schedule = StartSchedule(heats=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
-    load, first, peak = (_joined([samples], figure).ravel() for figure in FIGURES)
-    found = ColdStartMeasurement(
+    load, first, peak = (_join_starts([samples], figure).ravel() for figure in FIGURES)
+    starts = ColdStartMeasurement(
         batch=count_rows(feed),
         requests=REQUESTS,
         load_s=tuple(float(ns) / 1e9 for ns in load),
         first_s=tuple(float(ns) / 1e9 for ns in first),
         peak_bytes=tuple(int(size) for size in peak) if (peak > 0).all() else (),
     )
-    return found, _name_samples("starts/alone", [samples])
+    return starts, _name_samples("starts/alone", [samples])
 
 
-def compare_starts(race: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Fresh processes of the baseline, of the baseline again and of the candidate in turns, look by look.
+def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
+    """Compare fresh processes of the baseline, again the baseline, and the candidate, look by look.
 
-    Memory has no entry where the system does not tell it.
+    Memory has no entry where the system does not report it.
 
     Raises:
         MeasurementError: a process crashed, or could not run its model.
@@ -163,24 +161,26 @@ def compare_starts(race: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
 
     def measure(heats: int, seed: int) -> StartSamples:
         schedule = StartSchedule(heats=heats, requests=REQUESTS, seed=seed)
-        return race.runtime.starts(race.models, race.target, race.feed, schedule)
+        return pair.runtime.starts(pair.models, pair.target, pair.feed, schedule)
 
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
-        return tuple(_figure(_joined(samples, figure)) for figure in FIGURES)
+        return tuple(_compute_ratios(_join_starts(samples, figure)) for figure in FIGURES)
 
-    cold, memory = race.tolerances.get("cold_start", ()), race.tolerances.get("memory", ())
-    looks = measure_until_decided(race, "pairs of fresh processes", measure, figures, (cold, cold, memory))
-    baseline = digest_file(race.baseline)
-    found = tuple(
-        PairedRatios(figure=figure, against=race.against, baseline=baseline, log_ratios=own, self_log_ratios=itself)
-        for figure, (own, itself) in zip(FIGURES, figures(looks), strict=True)
-        if own
+    cold, memory = pair.tolerances.get("cold_start", ()), pair.tolerances.get("memory", ())
+    looks = measure_until_decided(pair, "pairs of fresh processes", measure, figures, (cold, cold, memory))
+    baseline = digest_file(pair.baseline)
+    comparisons = tuple(
+        PairedRatios(
+            figure=figure, against=pair.against, baseline=baseline, log_ratios=log_ratios, self_log_ratios=self_ratios
+        )
+        for figure, (log_ratios, self_ratios) in zip(FIGURES, figures(looks), strict=True)
+        if log_ratios
     )
-    return found, _name_samples(f"starts/{race.against}", looks)
+    return comparisons, _name_samples(f"starts/{pair.against}", looks)
 
 
-def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
-    """One figure of all processes, of shape (heats, models)."""
+def _join_starts(samples: Sequence[StartSamples], figure: str) -> Counts:
+    """Return one quantity of all processes, of shape (rounds, models)."""
     names = {"load": "load_ns", "first": "first_ns", "peak": "peak_bytes"}
     values = np.concatenate([getattr(s, names[figure]) for s in samples]).astype(np.int64)
     if figure != "peak" and not (values > 0).all():
@@ -188,33 +188,34 @@ def _joined(samples: Sequence[StartSamples], figure: str) -> Counts:
     return values
 
 
-def _figure(values: Counts) -> RatioSamples:
-    """One block a heat; nothing where a value is not known."""
+def _compute_ratios(values: Counts) -> RatioSamples:
+    """Return one block a round; empty where a value is unknown."""
     if not (values > 0).all():
         return (), ()
     return split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
 
 
 def _name_samples(where: str, samples: Sequence[StartSamples]) -> RawSamples:
-    return {f"{where}/{figure}": _joined(samples, figure) for figure in FIGURES}
+    return {f"{where}/{figure}": _join_starts(samples, figure) for figure in FIGURES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSpec:
-    """A variant on one target, and the models it is measured against by name; the last one is its baseline."""
+    """A variant on one target, and the models it is compared with by name; the last one is its baseline."""
 
     runtime: Runtime
     target: Target
     candidate: Path
-    rivals: Mapping[str, Path]
+    baselines: Mapping[str, Path]
     feed: Tensors
     seed: int
 
-    def race(self, against: str, tolerances: Mapping[str, Sequence[float]]) -> PairedBenchmark:
+    def pair_with(self, against: str, tolerances: Mapping[str, Sequence[float]]) -> PairedBenchmark:
+        """Return the comparison of the variant with one of the models."""
         return PairedBenchmark(
             runtime=self.runtime,
             target=self.target,
-            baseline=self.rivals[against],
+            baseline=self.baselines[against],
             candidate=self.candidate,
             against=against,
             feed=self.feed,
@@ -225,7 +226,7 @@ class ComparisonSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasurements:
-    """Figures for the evidence, and the raw samples behind them by array name."""
+    """Measurements for the evidence, and the raw samples behind them by array name."""
 
     latency: LatencySamples
     comparisons: tuple[LatencyComparison, ...]
@@ -235,22 +236,22 @@ class SpeedMeasurements:
     raw: RawSamples
 
 
-def measure_speed(contest: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasurements:
-    """The variant alone, its latency against every rival, and what else was asked against its baseline.
+def measure_speed(spec: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasurements:
+    """Measure the variant alone, its latency against every model, and the rest against its baseline.
 
-    A rival other than the export may be a model with other inputs, which cannot be fed with these rows: what could
-    not be measured against it is left out, and its gate says so.
+    A champion may have other inputs, which these rows do not fit: what cannot be measured against it is left out, and
+    its gate reports it.
 
     Raises:
         MeasurementError: the variant does not run there.
     """
-    feed, seed, place = contest.feed, contest.seed, (contest.runtime, contest.candidate, contest.target)
+    feed, seed, place = spec.feed, spec.seed, (spec.runtime, spec.candidate, spec.target)
     latency, raw = measure_latency(*place, feed)
     samples: dict[str, Array] = dict(raw)
     throughput = []
     for level in asked.throughput:
-        found, raw = measure_throughput(*place, feed, level, seed)
-        throughput.append(found)
+        level_throughput, raw = measure_throughput(*place, feed, level, seed)
+        throughput.append(level_throughput)
         samples |= raw
     starts = None
     if asked.starts:
@@ -258,13 +259,13 @@ def measure_speed(contest: ComparisonSpec, asked: MeasurementRequest) -> SpeedMe
         samples |= raw
     comparisons: list[LatencyComparison] = []
     ratios: list[PairedRatios] = []
-    for against in contest.rivals:
+    for against in spec.baselines:
         with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
-            comparison, raw = compare_latency(contest.race(against, _limits(against, asked.tolerances)))
+            comparison, raw = compare_latency(spec.pair_with(against, _list_tolerances(against, asked.tolerances)))
             comparisons.append(comparison)
             samples |= raw
-            if against == list(contest.rivals)[-1]:
-                found_ratios, raw = compare_resources(contest.race(against, asked.tolerances), asked)
+            if against == list(spec.baselines)[-1]:
+                found_ratios, raw = compare_resources(spec.pair_with(against, asked.tolerances), asked)
                 ratios += found_ratios
                 samples |= raw
     return SpeedMeasurements(
@@ -277,8 +278,8 @@ def measure_speed(contest: ComparisonSpec, asked: MeasurementRequest) -> SpeedMe
     )
 
 
-def compare_resources(race: PairedBenchmark, asked: MeasurementRequest) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """What was asked for beside latency, of candidate and baseline in turns.
+def compare_resources(pair: PairedBenchmark, asked: MeasurementRequest) -> tuple[tuple[PairedRatios, ...], RawSamples]:
+    """Compare what was requested besides latency, of candidate and baseline in turns.
 
     Raises:
         MeasurementError: one of the models does not run there.
@@ -286,18 +287,18 @@ def compare_resources(race: PairedBenchmark, asked: MeasurementRequest) -> tuple
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
     for level in asked.throughput:
-        found, raw = compare_throughput(race, level)
-        ratios.append(found)
+        ratio, raw = compare_throughput(pair, level)
+        ratios.append(ratio)
         samples |= raw
     if asked.starts:
-        figures, raw = compare_starts(race)
+        figures, raw = compare_starts(pair)
         ratios += figures
         samples |= raw
     return tuple(ratios), samples
 
 
-def _limits(against: str, tolerances: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
-    """The export is also asked whether the variant is faster, which the choice between variants needs."""
+def _list_tolerances(against: str, tolerances: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
+    """Return the tolerances; against the export also whether the variant is faster, for the choice."""
     if against != EXPORT:
         return tolerances
     latency = (FASTER, *tolerances.get("latency", ()), *tolerances.get("speedup", ()))

@@ -1,4 +1,4 @@
-"""Times a variant: alone, and side by side with what it is compared with, until the limits can be decided."""
+"""Timing: the latency of one model, and of two models side by side until the limits are decided."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ RUNS_ALONE = 800
 WARMUP_ALONE = 50
 
 LONGEST_S = 120.0
-"""Time of a comparison. One that is undecided then stays so, and says what would decide it."""
+"""Time limit of a comparison. One that is undecided by then stays so."""
 
 HEAT_S = 0.6
-"""Time that the runs of a heat should take; four times as long before blocks become short."""
+"""Time that the runs of a round should take; up to four times as long before blocks are shortened."""
 
 WARMUP_S = 0.02
-"""Runs before those that count, at most `2 * RUNS` and at least `SHORT`."""
+"""Time of the runs before those that count: at most `2 * RUNS` of them, at least `SHORT`."""
 
 BLOCKS, RUNS, SHORT = 12, 10, 3
-"""Rounds of a heat, runs of a block, and the fewest of them."""
+"""Blocks of a round, runs of a block, and the fewest runs of a block."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 RawSamples = Mapping[str, Array]
-"""The samples behind figures, by array name."""
+"""The samples behind measurements, by array name."""
 
 LogRatios = tuple[tuple[float, ...], ...]
 """log(B / A) of the blocks of each pair."""
@@ -52,10 +52,18 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmark:
-    """Two models on one target, fed with the same rows.
+    """Two models on one target, with the same inputs.
 
-    `against` is what the baseline is called. `tolerances` are the limits that must be decided, by kind of gate. `tell`
-    hears what is at work.
+    Args:
+        runtime: runs both.
+        target: where.
+        baseline: the baseline's file.
+        candidate: the candidate's file.
+        against: name of the baseline in results.
+        feed: one request.
+        seed: of the order of runs.
+        tolerances: the limits to decide, by kind of gate.
+        tell: receives progress messages.
     """
 
     runtime: Runtime
@@ -70,71 +78,70 @@ class PairedBenchmark:
 
     @property
     def models(self) -> tuple[Path, Path, Path]:
-        """Measured in turns: the baseline, again the baseline, which tells the machine's noise, and the candidate."""
+        """Return the models of a round: the baseline twice, which shows the machine's noise, and the candidate."""
         return self.baseline, self.baseline, self.candidate
 
 
 def build_feed(model: Path, inputs: Tensors, batch: int) -> Tensors:
-    """One request of `batch` real rows, or of the batch that the model insists on; rows repeat if there are fewer."""
+    """Return one request of `batch` real rows, or of the model's fixed batch; rows repeat if there are fewer."""
     rows = np.arange(info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
 
 def count_rows(feed: Tensors) -> int:
-    """Rows of one request."""
+    """Return the number of rows of a request."""
     return max((len(array) for array in feed.values() if array.ndim), default=1)
 
 
 def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
 ) -> tuple[LatencySamples, RawSamples]:
-    """Single runs of one session.
+    """Measure single runs of one session.
 
     Raises:
         MeasurementError: the model does not run there.
     """
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
-    lost = samples.preempted.astype(bool)
-    kept = np.sort(samples.nanoseconds[~lost]) if (~lost).any() else np.sort(samples.nanoseconds)
+    preempted = samples.preempted.astype(bool)
+    usable = np.sort(samples.nanoseconds[~preempted]) if (~preempted).any() else np.sort(samples.nanoseconds)
     latency = LatencySamples(
         batch=count_rows(feed),
         runs=int(samples.nanoseconds.size),
-        preempted=int(lost.sum()),
-        quantiles_ns={name: float(np.quantile(kept, q)) for name, q in QUANTILES.items()},
-        sorted_ns=tuple(int(ns) for ns in kept),
+        preempted=int(preempted.sum()),
+        quantiles_ns={name: float(np.quantile(usable, q)) for name, q in QUANTILES.items()},
+        sorted_ns=tuple(int(ns) for ns in usable),
     )
     return latency, {"alone/nanoseconds": samples.nanoseconds, "alone/preempted": samples.preempted}
 
 
-def compare_latency(race: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
-    """Fresh sessions of the baseline, of the baseline again and of the candidate, in turns, look by look.
+def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
+    """Compare fresh sessions of the baseline, again the baseline, and the candidate, look by look.
 
     Raises:
         MeasurementError: one of the models does not run there.
     """
-
-    alone = race.runtime.sample(race.baseline, race.target, race.feed, runs=5, warmup=1)
+    alone = pair.runtime.sample(pair.baseline, pair.target, pair.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
     def measure(heats: int, seed: int) -> PairedBenchmarkSamples:
-        return race.runtime.race(race.models, race.target, race.feed, replace(schedule, heats=heats, seed=seed))
+        return pair.runtime.race(pair.models, pair.target, pair.feed, replace(schedule, heats=heats, seed=seed))
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
-        return (split_log_ratios(_logs(looks)),)
+        return (split_log_ratios(_compute_logs(looks)),)
 
-    looks = measure_until_decided(race, "session pairs", measure, figures, (race.tolerances.get("latency", ()),))
-    ((own, itself),) = figures(looks)
+    looks = measure_until_decided(pair, "session pairs", measure, figures, (pair.tolerances.get("latency", ()),))
+    ((ratios, self_ratios),) = figures(looks)
     comparison = LatencyComparison(
-        against=race.against,
-        baseline=digest_file(race.baseline),
-        log_ratios=own,
-        self_log_ratios=itself,
+        against=pair.against,
+        baseline=digest_file(pair.baseline),
+        log_ratios=ratios,
+        self_log_ratios=self_ratios,
         runs=sum(int(look.nanoseconds.size) for look in looks),
         preempted=sum(int(look.preempted.sum()) for look in looks),
         calls=max(look.calls for look in looks),
     )
     return comparison, {
-        f"{race.against}/look-{number}/{name}": array
+        f"{pair.against}/look-{number}/{name}": array
         for number, look in enumerate(looks, start=1)
         for name, array in (("nanoseconds", look.nanoseconds), ("preempted", look.preempted), ("probe", look.probe))
         if array is not None
@@ -142,8 +149,10 @@ def compare_latency(race: PairedBenchmark) -> tuple[LatencyComparison, RawSample
 
 
 def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
-    """Heats of about `HEAT_S`, with fewer rounds for slow models and shorter blocks for very slow ones: long runs vary
-    less, and the noise between sessions only more heats average."""
+    """Plan rounds of about `HEAT_S`: fewer blocks for slow models, shorter ones for very slow models.
+
+    Long runs vary less, and only more rounds average the noise between sessions.
+    """
     affordable = HEAT_S / (3 * RUNS * max(run_s, 1e-9))
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
     runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
@@ -151,8 +160,8 @@ def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     return PairedBenchmarkSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
 
 
-def _logs(looks: Sequence[PairedBenchmarkSamples]) -> npt.NDArray[np.float64]:
-    """Of the heats of all looks together: what a probe tells is read off as many runs as there are."""
+def _compute_logs(looks: Sequence[PairedBenchmarkSamples]) -> npt.NDArray[np.float64]:
+    """Return block logs of all looks together: the probe's effect is estimated from all runs."""
     probes = [look.probe for look in looks if look.probe is not None]
     return compute_block_logs(
         np.concatenate([look.nanoseconds for look in looks]),
@@ -162,56 +171,56 @@ def _logs(looks: Sequence[PairedBenchmarkSamples]) -> npt.NDArray[np.float64]:
 
 
 def measure_until_decided(
-    race: PairedBenchmark,
+    pair: PairedBenchmark,
     noun: str,
     measure: Callable[[int, int], S],
     figures: Callable[[Sequence[S]], Sequence[RatioSamples]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
-    """Measure `race.models` up to each look, until every figure is decided or the next look would end too late.
+    """Measure up to each look, until every quantity is decided or the next look would end too late.
 
     Args:
-        race: the two models.
-        noun: what is measured in pairs, for whoever is told.
-        measure: measures in so many heats, with that seed.
-        figures: the figures of all samples so far; one that cannot be known is empty, and not waited for.
-        tolerances: the limits of each figure, in the order of `figures`.
+        pair: the two models.
+        noun: what is measured in pairs, for progress messages.
+        measure: measures that many rounds with that seed.
+        figures: computes the ratios of all samples so far; empty for unknown ones, which are not waited for.
+        tolerances: the limits of each quantity, in the order of `figures`.
     """
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = get_next_look(measured)
-        race.tell(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
-        samples.append(measure(goal - measured, race.seed + measured))
+        pair.tell(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
+        samples.append(measure(goal - measured, pair.seed + measured))
         measured = goal
         spent = time.monotonic() - begun
         if spent * get_next_look(measured) / measured > LONGEST_S:
             break
-        found = zip(figures(samples), tolerances, strict=True)
-        if not any(should_continue(own, itself, limits) for (own, itself), limits in found if own):
+        undecided = zip(figures(samples), tolerances, strict=True)
+        if not any(should_continue(own, itself, limits) for (own, itself), limits in undecided if own):
             break
     return samples
 
 
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
-    """Log ratios of the candidate, and of the baseline again, to the baseline.
+    """Return log ratios of the candidate, and of the repeated baseline, to the baseline.
 
-    One session of the baseline stands against one of each, not the mean of both against the candidate: noise that is
-    skewed, as that of run times is, cancels in a difference of two that are alike, and leaves a bias in the other.
+    One session of the baseline is compared with one of each, not the mean of both with the candidate: skewed noise,
+    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise.
 
     Args:
-        logs: shape (heats, blocks, models), the models being `Race.models`.
+        logs: shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
-    return _rows(candidate - first), _rows(again - first)
+    return _as_tuples(candidate - first), _as_tuples(again - first)
 
 
 def compute_log_ratios(samples: PairedBenchmarkSamples) -> LogRatios:
-    """log(B / A) of a race of two models: the blocks of each heat."""
+    """Return log(B / A) of two models: the blocks of each round."""
     logs = compute_block_logs(samples.nanoseconds, samples.preempted, samples.probe)
-    return _rows(logs[..., 1] - logs[..., 0])
+    return _as_tuples(logs[..., 1] - logs[..., 0])
 
 
-def _rows(values: npt.NDArray[np.float64]) -> LogRatios:
+def _as_tuples(values: npt.NDArray[np.float64]) -> LogRatios:
     return tuple(tuple(float(x) for x in row) for row in values)

@@ -1,4 +1,4 @@
-"""Plans a pipeline and runs the plan: order, keys, cache, skips, retries."""
+"""Plan a pipeline and run the plan: order, keys, cache, skips, retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a pipeline to its plan: which stages, in which order, with which settings and tools."""
+"""Plan a pipeline: its stages in order, with their settings, tools and hints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from onnx_ops.pipeline.stages.data import get_source_name
 
 
 def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
-    """The stages of a pipeline, each after those it needs.
+    """Return the stages of a pipeline, each after those it needs.
 
     Args:
         pipeline: a checked pipeline.
@@ -47,10 +47,10 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
         probe: answers what content the plan starts from.
         until: leave out every kind of stage that comes after this one.
     """
-    stages = [*_source(pipeline, probe), *_models(pipeline, targets, probe)]
+    stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
         for variant in pipeline.variants():
-            stages += _judged(pipeline, targets[name], variant, probe)
+            stages += _plan_judgement(pipeline, targets[name], variant, probe)
     if pipeline.register is not None and probe.signer() is not None:
         stages += plan_release(pipeline, targets)
     order = list(StageKind)
@@ -58,7 +58,7 @@ def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, unt
     return Plan(pipeline=pipeline.pipeline, stages=tuple(s for s in stages if order.index(s.kind) <= last))
 
 
-def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
+def _plan_sources(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     stages = [
         make_stage(
             StageKind.DATA,
@@ -71,9 +71,9 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
     ]
     scored = pipeline.validate.samples.data
     framework = pipeline.export.framework
-    wanted = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
-    env, hints = write_environment(wanted)
-    tools = probe.tools("exporters", framework, wanted, trains=True)
+    environment = (pipeline.train.env if pipeline.train else None) or pipeline.export.env
+    env, hints = write_environment(environment)
+    tools = probe.tools("exporters", framework, environment, trains=True)
     if pipeline.train is not None:
         code = probe.code(pipeline.train.run, pipeline.train.depends)
         settings: dict[str, Json] = {
@@ -87,25 +87,22 @@ def _source(pipeline: Pipeline, probe: Probe) -> list[Stage]:
         brought = pipeline.model or ""
         settings = {"model": brought, "digest": probe.model(brought), "framework": framework}
         needs = []
-    # A user's code may crash, or be edited while this process lives: it runs in a process of its own.
-    own = pipeline.train is not None
-    stages.append(
-        make_stage(
-            StageKind.TRAIN,
-            "train",
-            pipeline.train,
-            settings | env,
-            needs=needs,
-            tools=tools,
-            own_process=own,
-            hints=hints,
-        )
+    train = make_stage(
+        StageKind.TRAIN,
+        "train",
+        pipeline.train,
+        settings | env,
+        needs=needs,
+        tools=tools,
+        # User code may crash, or be edited while this process runs.
+        own_process=pipeline.train is not None,
+        hints=hints,
     )
-    return stages
+    return [*stages, train]
 
 
-def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
-    """Converters, quantizers and the runtime may take their process down: each stage has its own."""
+def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
+    """Plan export, validation and variants; their libraries may crash, so each has its own process."""
     samples = pipeline.validate.samples
     scored = data_id(samples.data)
     tools = probe.tools("exporters", pipeline.export.framework, pipeline.export.env)
@@ -113,7 +110,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     operators, libraries = write_operators(pipeline, targets)
     hints |= libraries
     origins = {name: dict(probe.origin(section)) for name, section in pipeline.data.items()}
-    if known := {name: told for name, told in origins.items() if told}:
+    if known := {name: origin for name, origin in origins.items() if origin}:
         hints["origins"] = known
     export: dict[str, Json] = {
         "section": write_section(pipeline.export),
@@ -160,7 +157,7 @@ def _models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> 
     ]
 
 
-def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
+def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     asked = derive_measurement_request(limits)
@@ -174,8 +171,8 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
         "data": pipeline.validate.samples.data,
         "quantized": is_quantized(pipeline, variant, probe),
         "source": variant_id(variant),
-        **_measurements(asked),
-        "metrics": _metrics(pipeline, probe),
+        **_write_measurements(asked),
+        "metrics": _write_metrics(pipeline, probe),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in limits]
@@ -213,31 +210,31 @@ def _judged(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> l
     ]
 
 
-def _measurements(asked: MeasurementRequest) -> dict[str, Json]:
-    """Those that are only made where a gate judges them. Limits change none, so they stay out of the key."""
-    levels: dict[str, Json] = {"throughput": list(asked.throughput)} if asked.throughput else {}
-    return {**levels, "starts": True} if asked.starts else levels
+def _write_measurements(request: MeasurementRequest) -> dict[str, Json]:
+    """Return the measurements that are only made for a gate. Limits change none, so they stay out of the key."""
+    levels: dict[str, Json] = {"throughput": list(request.throughput)} if request.throughput else {}
+    return {**levels, "starts": True} if request.starts else levels
 
 
-def _metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
-    """What the metric gates want measured, without their limits; accuracy is measured wherever it can be."""
-    asked = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
+def _write_metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
+    """Return the metrics to measure, without their limits; accuracy is measured wherever possible."""
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     return [
-        {"definition": codec.to_json(one), "code": digest_metric_code(pipeline, one, probe)}
-        for one in sorted(asked, key=lambda one: one.label)
+        {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
+        for metric in sorted(metrics, key=lambda metric: metric.label)
     ]
 
 
 def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
-    """Stages of every entry of `quantize`."""
-    machines = _machines(pipeline.benchmark.targets, targets, probe)
+    """Plan the stages of every entry of `quantize`."""
+    machines = _list_machines(pipeline.benchmark.targets, targets, probe)
     operators, libraries = write_operators(pipeline, targets)
     stages: list[Stage] = []
     for entry in pipeline.quantize:
         if entry.method == AUTO:
-            stages += _searched(pipeline, entry, targets, machines, probe)
+            stages += _plan_search(pipeline, entry, targets, machines, probe)
         else:
-            stages.append(_quantize(entry, machines, probe))
+            stages.append(_plan_quantize(entry, machines, probe))
     return [
         replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
         if stage.kind is StageKind.QUANTIZE
@@ -246,13 +243,13 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
     ]
 
 
-def _machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
-    """The kinds of machine that a variant is made for, each once: recipes follow them."""
+def _list_machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
+    """Return the distinct kinds of machine that a variant is made for: recipes depend on them."""
     kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in names]
     return sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
 
 
-def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
+def _plan_quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     env, hints = write_environment(entry.env)
     return make_stage(
@@ -273,10 +270,10 @@ def _quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
     )
 
 
-def _searched(
+def _plan_search(
     pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
 ) -> list[Stage]:
-    """The search, and a stage for each variant that it may find: which it does is known when it has ended."""
+    """Plan the search, and a stage for each variant that it may find."""
     here = [targets[name] for name in pipeline.benchmark.targets]
     tune = entry.tune
     rows = [data_id(tune.data)] if tune else []
@@ -293,20 +290,20 @@ def _searched(
             "batch": pipeline.benchmark.batch,
             "data": tune.data if tune else "",
             "samples": tune.samples if tune else 0,
-            "metric": _metric(pipeline, probe),
+            "metric": _write_metric(pipeline, probe),
         },
         needs=list(dict.fromkeys(["export", *rows, *calibration])),
-        tools=_tools(here, probe),
+        tools=_list_tools(here, probe),
         own_process=True,
         hints={"targets": codec.to_json(here)},
     )
     return [
         search,
-        *(_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep)),
+        *(_plan_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep)),
     ]
 
 
-def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], probe: Probe) -> Stage:
+def _plan_role(entry: Quantize, role: str, search: str, calibration: Sequence[str], probe: Probe) -> Stage:
     name = f"{entry.name}-{role}"
     return make_stage(
         StageKind.QUANTIZE,
@@ -320,15 +317,15 @@ def _role(entry: Quantize, role: str, search: str, calibration: Sequence[str], p
     )
 
 
-def _tools(targets: Sequence[Target], probe: Probe) -> dict[str, str]:
-    found = dict(probe.tools("optimizers", "dynamic"))
+def _list_tools(targets: Sequence[Target], probe: Probe) -> dict[str, str]:
+    tools = dict(probe.tools("optimizers", "dynamic"))
     for target in targets:
-        found |= probe.tools("runtimes", target.runtime, target.env)
-    return found
+        tools |= probe.tools("runtimes", target.runtime, target.env)
+    return tools
 
 
-def _metric(pipeline: Pipeline, probe: Probe) -> Json:
-    """What the search decides by: the metric of the first metric gate, else accuracy."""
+def _write_metric(pipeline: Pipeline, probe: Probe) -> Json:
+    """Return the metric that the search optimizes: that of the first metric gate, else accuracy."""
     gate = next((gate for gate in pipeline.gates if isinstance(gate, MetricGate)), None)
     definition = gate.definition() if gate else ACCURACY
     better = gate.higher_is_better if gate and gate.use else definition.higher_is_better
@@ -340,19 +337,20 @@ def _metric(pipeline: Pipeline, probe: Probe) -> Json:
 
 
 def digest_metric_code(pipeline: Pipeline, metric: MetricDefinition, probe: Probe) -> Digest | None:
-    """Digest of the code of an own metric; None for one that is known here."""
+    """Return the digest of a custom metric's code; None for a built-in one."""
     if not metric.use:
         return None
     return probe.code(metric.use, pipeline.train.depends if pipeline.train else ()).digest()
 
 
 def is_quantized(pipeline: Pipeline, variant: str, probe: Probe) -> bool:
-    """Whether a variant differs from the export by design."""
+    """Return whether a variant differs from the export by design."""
     entry = next((one for one in pipeline.quantize if variant in one.variants()), None)
     return entry is not None and (entry.method == AUTO or probe.is_quantizer(entry))
 
 
 def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stage]:
+    """Plan the stages of a release: registration, promotion, endpoints."""
     section = pipeline.register
     if section is None:
         return []
@@ -368,7 +366,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "policies": {name: codec.to_json(get_objective(pipeline, targets[name])) for name in names},
-            "parameters": _parameters(pipeline),
+            "parameters": _write_parameters(pipeline),
             "measured_on": pipeline.validate.samples.data,
         },
         needs=["train", "export"],
@@ -385,7 +383,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             StageKind.PROMOTE,
             f"promote@{name}",
             None,
-            {"endpoints": _endpoint_names(pipeline, name)},
+            {"endpoints": [entry.endpoint for entry in pipeline.deploy if entry.target == name]},
             needs=["register"],
             target=name,
         )
@@ -414,18 +412,18 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
 
 
 def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
-    """What is preferred on a target; its price counts where cost is."""
+    """Return the objective of a target, with its price if cost is preferred."""
     prefer = pipeline.prefer.on(target.name)
     return TargetObjective(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
 
 
-def _parameters(pipeline: Pipeline) -> dict[str, Json]:
-    """How the model was made, recorded with its versions."""
+def _write_parameters(pipeline: Pipeline) -> dict[str, Json]:
+    """Return how the model was made, recorded with its versions."""
     recorded: dict[str, Json] = {
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),
     }
-    recorded |= {f"params.{_recordable(name)}": as_json_text(value) for name, value in pipeline.parameters.items()}
+    recorded |= {f"params.{_make_recordable(name)}": as_json_text(value) for name, value in pipeline.parameters.items()}
     if pipeline.train is None:
         return recorded | {"model": pipeline.model}
     values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
@@ -436,10 +434,6 @@ def _parameters(pipeline: Pipeline) -> dict[str, Json]:
     }
 
 
-def _recordable(path: str) -> str:
-    """A path of `params.yaml` as registries take names: `rates[1]` is `rates.1`."""
+def _make_recordable(path: str) -> str:
+    """Convert a path of `params.yaml` to a name that registries accept: `rates[1]` to `rates.1`."""
     return re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
-
-
-def _endpoint_names(pipeline: Pipeline, target: str) -> list[Json]:
-    return [entry.endpoint for entry in pipeline.deploy if entry.target == target]

@@ -1,6 +1,4 @@
-"""Threads that do work side by side, as many as are asked for.
-
-Runs a plan: each stage once its inputs are there, unless its result is known already."""
+"""Run a plan: each stage as soon as its inputs are there, unless its result is cached."""
 
 from __future__ import annotations
 
@@ -24,23 +22,23 @@ from onnx_ops.ports import Clock, Executor, Observer, Work
 T = TypeVar("T")
 R = TypeVar("R")
 
-Ended = tuple[StageOutcome, OnnxOpsError | None]
-"""What became of a stage, and the error behind a failure."""
+StageResult = tuple[StageOutcome, OnnxOpsError | None]
+"""The outcome of a stage, and the error of a failure."""
 
-Step = Callable[[Stage], Ended]
+Step = Callable[[Stage], StageResult]
 
 
 class DaemonThreadPool(Generic[R]):
-    """At most `jobs` pieces of work at once, begun in the order in which they are given.
+    """Run at most `jobs` tasks at once, started in the order of submission.
 
-    Its threads hold nobody up: whoever is interrupted leaves at once, and what they had begun ends with the process.
+    Its threads are daemons: an interrupted command exits at once, and running tasks end with the process.
     """
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
-            raise ValueError(f"a crew of {jobs} does no work")
+            raise ValueError(f"jobs must be at least 1, not {jobs}")
         self._jobs = jobs
-        self._given: SimpleQueue[tuple[Future[R], Callable[[], R]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[R], Callable[[], R]] | None] = SimpleQueue()
 
     def __enter__(self) -> DaemonThreadPool[R]:
         for _ in range(self._jobs):
@@ -51,91 +49,100 @@ class DaemonThreadPool(Generic[R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for _ in range(self._jobs):
-            self._given.put(None)
+            self._tasks.put(None)
 
-    def give(self, work: Callable[[], R]) -> Future[R]:
+    def submit(self, task: Callable[[], R]) -> Future[R]:
+        """Submit a task."""
         future: Future[R] = Future()
-        self._given.put((future, work))
+        self._tasks.put((future, task))
         return future
 
     def _work(self) -> None:
-        while (task := self._given.get()) is not None:
-            future, work = task
+        while (item := self._tasks.get()) is not None:
+            future, task = item
             try:
-                result: Any = work()
+                result: Any = task()
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del task, future, work  # or the last result would be kept while this thread waits
+            del item, future, task  # or the last result would be kept while this thread waits
 
 
-def ordered_map(jobs: int, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`work` of every item, in the order of the items; at most `jobs` at once. What was taken is not kept."""
-    with DaemonThreadPool[R](jobs) as crew:
-        given = deque(crew.give(partial(work, item)) for item in items)
-        while given:
-            yield given.popleft().result()
+def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield the results of `task` for every item, in the order of the items, with at most `jobs` at once.
+
+    Results that were yielded are not kept in memory.
+    """
+    with DaemonThreadPool[R](jobs) as pool:
+        futures = deque(pool.submit(partial(task, item)) for item in items)
+        while futures:
+            yield futures.popleft().result()
 
 
 class Handler(Protocol):
     """What the engine needs to know about the stages it runs."""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """The stage's result, if it is known and intact; for a release stage, if the endpoint is already so."""
+        """Return the stage's result if it is cached and intact; for a release stage, if it is already applied."""
         ...
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Why the stage has nothing to do (no variant passed); empty if it has."""
+        """Return why the stage has nothing to do (no variant passed); empty if it has."""
         ...
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Holds back other runs that would do the same work; they find its result when they come in."""
+        """Hold a lock on the same work of other runs; they find its result when they get the lock."""
         ...
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Compute and record the result."""
+        """Compute and store the result."""
         ...
 
     def decision(self, manifest: Manifest) -> Decision | None:
-        """The decision in a gate stage's result."""
+        """Return the decision in a gate stage's result."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What became of every stage, and the errors behind the failures."""
+    """The outcome of every stage, and the errors of failures."""
 
     plan: Plan
     outcomes: Mapping[str, StageOutcome]
     errors: Mapping[str, OnnxOpsError] = field(default_factory=dict)
 
     def executed(self) -> tuple[str, ...]:
-        """Stages that did work in this run."""
+        """Return the stages that were executed in this run."""
         busy = (StageStatus.DONE, StageStatus.FAILED)
         return tuple(s.id for s in self.plan.stages if self.outcomes[s.id].status in busy)
 
 
 class SilentObserver:
-    """An observer that says nothing."""
+    """An observer that reports nothing."""
 
     def planned(self, plan: Plan) -> None:
+        """Ignore the plan."""
         del plan
 
     def started(self, stage: Stage) -> None:
+        """Ignore the start of a stage."""
         del stage
 
     def told(self, stage: Stage, line: str) -> None:
+        """Ignore a progress message."""
         del stage, line
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        """Ignore the end of a stage."""
         del stage, outcome
 
 
 class InlineExecutor:
-    """Runs work here, again after a failure of the environment as often as the stage allows."""
+    """Run stages in this process, and retry after environment failures as often as the stage allows."""
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
+        """Run the work of a stage."""
         del decide
         for attempt in range(stage.retries + 1):
             try:
@@ -146,6 +153,7 @@ class InlineExecutor:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Callable[[Manifest], Decision | None]) -> None:
+        """Ignore an outcome that needed no work."""
         del stage, outcome, decide
 
 
@@ -159,36 +167,36 @@ def run(
     fresh: Collection[StageKind] = (),
     jobs: int = 1,
 ) -> RunResult:
-    """Run every stage of a plan that can run; a failure stops what depends on it and nothing else.
+    """Run every stage of a plan that can run; a failure stops only what depends on it.
 
-    A file that cannot be used stops the run: that says nothing about a variant, and a release that leaves out what
-    could not be written would differ from the one that is meant.
+    An unusable file stops the run: it says nothing about a variant, and a release without what could not be written
+    would differ from the intended one.
 
     Args:
         plan: stages in order.
-        handler: knows how stages are done.
+        handler: knows how to execute stages.
         executor: runs the work of a stage.
-        observer: is told what happens.
+        observer: is notified of progress.
         clock: measures durations.
-        fresh: kinds of stages whose known results are not used.
-        jobs: stages that run side by side at most. One: all of them in the caller's thread, in the plan's order.
+        fresh: kinds of stages whose cached results are ignored.
+        jobs: maximum number of parallel stages. 1 runs them in the caller's thread, in the order of the plan.
 
     Raises:
-        StorageError: the disk is full, or a file or folder cannot be used; what was finished is kept.
+        StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
     """
     observer.planned(plan)
     outcomes: dict[str, StageOutcome] = {}
     errors: dict[str, OnnxOpsError] = {}
 
-    def step(stage: Stage) -> Ended:
-        outcome, error = _look(stage, outcomes, handler, fresh)
+    def step(stage: Stage) -> StageResult:
+        outcome, error = _check(stage, outcomes, handler, fresh)
         if outcome is not None:
             executor.show(stage, outcome, handler.decision)
             return outcome, error
         observer.started(stage)
-        return _work(stage, outcomes, handler, executor, clock, fresh)
+        return _run_locked(stage, outcomes, handler, executor, clock, fresh)
 
-    for stage, (outcome, error) in _side_by_side(plan, step, jobs) if jobs > 1 else _one_by_one(plan, step):
+    for stage, (outcome, error) in _run_in_parallel(plan, step, jobs) if jobs > 1 else _run_in_order(plan, step):
         if error is not None:
             errors[stage.id] = error
         outcomes[stage.id] = outcome
@@ -196,64 +204,65 @@ def run(
     return RunResult(plan=plan, outcomes=outcomes, errors=errors)
 
 
-def _one_by_one(plan: Plan, step: Step) -> Iterator[tuple[Stage, Ended]]:
+def _run_in_order(plan: Plan, step: Step) -> Iterator[tuple[Stage, StageResult]]:
     for stage in plan.stages:
         yield stage, step(stage)
 
 
-def _side_by_side(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, Ended]]:
-    """Each stage begins when all that it waits for have been taken by whoever iterates."""
+def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, StageResult]]:
+    """Start each stage when the caller has received the results that it waits for."""
     planned = {stage.id for stage in plan.stages}
-    waiting, running, taken = list(plan.stages), dict[Future[Ended], Stage](), set[str]()
-    with DaemonThreadPool[Ended](jobs) as crew:
+    waiting, running, received = list(plan.stages), dict[Future[StageResult], Stage](), set[str]()
+    with DaemonThreadPool[StageResult](jobs) as pool:
         while waiting or running:
-            ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= taken]
-            begun = {stage.id for stage in ready}
-            waiting = [stage for stage in waiting if stage.id not in begun]
-            running |= {crew.give(partial(step, stage)): stage for stage in ready}
+            ready = [stage for stage in waiting if planned.intersection((*stage.needs, *stage.tolerates)) <= received]
+            started = {stage.id for stage in ready}
+            waiting = [stage for stage in waiting if stage.id not in started]
+            running |= {pool.submit(partial(step, stage)): stage for stage in ready}
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 stage = running.pop(future)
                 yield stage, future.result()
-                taken.add(stage.id)
+                received.add(stage.id)
 
 
 def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
-    """What a run would find: an outcome for what is known, None for what would run.
+    """Return the outcome of each stage that needs no work, and None for each that would run.
 
-    A stage behind one that would run cannot be known yet and counts as one that would.
+    A stage that depends on one that would run counts as one that would.
     """
-    known: dict[str, StageOutcome] = {}
+    outcomes: dict[str, StageOutcome] = {}
     result: dict[str, StageOutcome | None] = {}
     for stage in plan.stages:
-        unknown = any(result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result)
-        outcome = None if unknown else _ready(stage, known, handler, fresh)
+        is_open = any(result[name] is None for name in (*stage.needs, *stage.tolerates) if name in result)
+        outcome = None if is_open else _find_outcome(stage, outcomes, handler, fresh)
         result[stage.id] = outcome
         if outcome is not None:
-            known[stage.id] = outcome
+            outcomes[stage.id] = outcome
     return result
 
 
 def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[str, Manifest]:
-    found = {name: outcomes[name].manifest for name in (*stage.needs, *stage.tolerates) if name in outcomes}
-    return {name: manifest for name, manifest in found.items() if manifest is not None}
+    """Return the results that a stage depends on."""
+    manifests = {name: outcomes[name].manifest for name in (*stage.needs, *stage.tolerates) if name in outcomes}
+    return {name: manifest for name, manifest in manifests.items() if manifest is not None}
 
 
-def _look(
+def _check(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
 ) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-    """What can be had without work, or None; what is known but cannot be read is a failure."""
+    """Return the outcome without work, or None; an error result is a failure."""
     try:
-        return _ready(stage, outcomes, handler, fresh), None
+        return _find_outcome(stage, outcomes, handler, fresh), None
     except StorageError:
         raise
-    except OnnxOpsError as unreadable:
-        return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(unreadable)), unreadable
+    except OnnxOpsError as error:
+        return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(error)), error
 
 
-def _ready(
+def _find_outcome(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
 ) -> StageOutcome | None:
-    """The outcome that can be had without work, or None."""
+    """Return the outcome without work, or None."""
     missing = [name for name in stage.needs if name not in outcomes or outcomes[name].manifest is None]
     if missing:
         first = outcomes.get(missing[0])
@@ -269,19 +278,19 @@ def _ready(
     return StageOutcome(stage=stage.id, status=StageStatus.CACHED, key=key, manifest=manifest)
 
 
-def _work(
+def _run_locked(
     stage: Stage,
     outcomes: Mapping[str, StageOutcome],
     handler: Handler,
     executor: Executor,
     clock: Clock,
     fresh: Collection[StageKind],
-) -> Ended:
-    """Do the stage, unless another run does so meanwhile."""
+) -> StageResult:
+    """Run the stage, unless another run finishes it in the meantime."""
     inputs = collect_inputs(stage, outcomes)
     key = stage.key(inputs)
     with handler.claim(stage, key):
-        outcome, error = _look(stage, outcomes, handler, fresh)
+        outcome, error = _check(stage, outcomes, handler, fresh)
         if outcome is None:
             return _execute(stage, key, inputs, handler, executor, clock)
     executor.show(stage, outcome, handler.decision)
@@ -290,16 +299,16 @@ def _work(
 
 def _execute(
     stage: Stage, key: Digest, inputs: Mapping[str, Manifest], handler: Handler, executor: Executor, clock: Clock
-) -> Ended:
-    begun = clock.monotonic()
+) -> StageResult:
+    started = clock.monotonic()
     try:
         with storage_errors(stage.id):
             manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
     except StorageError:
         raise
     except OnnxOpsError as error:
-        seconds = clock.monotonic() - begun
+        seconds = clock.monotonic() - started
         failed = StageOutcome(stage=stage.id, status=StageStatus.FAILED, key=key, seconds=seconds, reason=str(error))
         return failed, error
-    seconds = clock.monotonic() - begun
+    seconds = clock.monotonic() - started
     return StageOutcome(stage=stage.id, status=StageStatus.DONE, key=key, manifest=manifest, seconds=seconds), None

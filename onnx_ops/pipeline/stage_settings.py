@@ -17,7 +17,7 @@ from onnx_ops.pipeline.user_code import UserCode
 from onnx_ops.ports import Exporter, Ports, SessionExporter
 
 REQUIREMENTS = "requirements"
-"""Stands among a stage's tools where they live in an environment of their own."""
+"""Key among a stage's tools that marks an isolated environment."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
@@ -34,74 +34,85 @@ REVISIONS: Mapping[StageKind, int] = {
 
 
 class Probe(Protocol):
-    """Cheap questions a plan asks of the world. No answer imports a framework."""
+    """Cheap queries of a plan. No answer imports a framework."""
 
     def data(self, section: DataSection) -> str:
-        """Fingerprint of a data set."""
+        """Return the fingerprint of a data set."""
         ...
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
-        """Where a data set comes from, if its source knows."""
+        """Return where a data set comes from, if its source knows."""
         ...
 
-    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode: ...
+    def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
+        """Return the source files and packages that a function depends on."""
+        ...
 
     def model(self, path: str) -> Digest:
-        """Digest of a model file or folder that the pipeline brings."""
+        """Return the digest of a model file or folder that the pipeline brings."""
         ...
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        """Versions of the distributions that shape what a plugin produces, or its environment's requirements.
+        """Return the versions of the distributions that shape a plugin's result, or its requirements.
 
         Args:
             kind: of plugin.
             name: of the plugin.
-            env: the environment that the pipeline or the target asks for.
+            env: the environment that the pipeline or the target defines.
             trains: leave out what shapes the export only.
         """
         ...
 
     def settled(self, entry: Quantize) -> Quantize:
-        """The entry with the content of files that its options name."""
+        """Return the entry with the content of the files that its options name."""
         ...
 
-    def is_quantizer(self, entry: Quantize) -> bool: ...
+    def is_quantizer(self, entry: Quantize) -> bool:
+        """Return whether the entry's optimizer quantizes."""
+        ...
 
-    def hardware(self, target: Target) -> Digest: ...
+    def hardware(self, target: Target) -> Digest:
+        """Return the digest of a target's hardware."""
+        ...
 
     def arithmetic(self, target: Target) -> Arithmetic:
-        """How the machine of a target computes in few bits."""
+        """Return how the machine of a target computes in low precision."""
         ...
 
     def signer(self) -> Digest | None:
-        """Key that signs decisions; None where runs stop at the gates."""
+        """Return the key that signs decisions; None where runs stop at the gates."""
         ...
 
 
 def data_id(name: str) -> str:
+    """Return the id of a data stage."""
     return f"data/{name}"
 
 
 def search_id(name: str) -> str:
+    """Return the id of a search stage."""
     return f"search/{name}"
 
 
 def variant_id(variant: str) -> str:
+    """Return the id of the stage that makes a variant."""
     return "export" if variant == EXPORT else f"quantize/{variant}"
 
 
 def benchmark_id(variant: str, target: str) -> str:
+    """Return the id of a benchmark stage."""
     return f"benchmark/{variant}@{target}"
 
 
 def gate_id(variant: str, target: str) -> str:
+    """Return the id of a gate stage."""
     return f"gate/{variant}@{target}"
 
 
 def make_stage(
     kind: StageKind, stage_id: str, section: Attempts | None, settings: Mapping[str, Json], **rest: object
 ) -> Stage:
-    """A stage whose attempts come from its section; they do not shape the result and stay out of the settings."""
+    """Make a stage with its attempts, which do not shape the result and stay out of the settings."""
     return codec.from_json(
         {
             "id": stage_id,
@@ -117,62 +128,63 @@ def make_stage(
 
 
 def write_section(section: Attempts) -> dict[str, Json]:
-    """Return a section without its attempts and without its environment (see `write_environment`)."""
+    """Return a section without its attempts and its environment (see `write_environment`)."""
     document = codec.to_json(section)
     return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "env")}
 
 
 def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Settings and hints of a stage that runs in an environment of its own; none where the exporter decides."""
+    """Return settings and hints of a stage in an isolated environment; empty where the exporter decides."""
     if env is None:
         return {}, {}
     return {"env": env.content()}, {"env": codec.to_json(env)}
 
 
 def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Settings and hints of stages that put libraries of operators beside a model; none where no target has any."""
-    found = {name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops}
-    if not found:
+    """Return settings and hints of stages that add operator libraries to a model; empty without libraries."""
+    libraries_by_target = {
+        name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops
+    }
+    if not libraries_by_target:
         return {}, {}
     content: Json = {
-        name: [{"digest": one.digest, "domains": list(one.domains)} for one in libraries]
-        for name, libraries in found.items()
+        name: [{"digest": library.digest, "domains": list(library.domains)} for library in libraries]
+        for name, libraries in libraries_by_target.items()
     }
-    return {"custom_ops": content}, {"custom_ops": codec.to_json(found)}
+    return {"custom_ops": content}, {"custom_ops": codec.to_json(libraries_by_target)}
 
 
 def as_json_text(value: Json) -> str:
+    """Return a text as it is, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def is_isolated(stage: Stage) -> bool:
-    """Whether the stage's exporter runs in an environment of its own, whose packages are not those of this
-    installation."""
+    """Return whether the stage's exporter runs in an isolated environment."""
     return REQUIREMENTS in stage.tools
 
 
 def get_exporter(stage: Stage, ports: Ports, framework: str) -> Exporter:
-    """The exporter, where the stage's hints say that it runs."""
-    found = ports.exporter(framework, read_environment(stage))
-    here = read_reference_operators(stage)
-    return found.with_custom_ops(here) if here and isinstance(found, SessionExporter) else found
+    """Return the exporter, in the environment of the stage's hints."""
+    exporter = ports.exporter(framework, read_environment(stage))
+    operators = read_reference_operators(stage)
+    return exporter.with_custom_ops(operators) if operators and isinstance(exporter, SessionExporter) else exporter
 
 
 def read_environment(stage: Stage) -> Environment | None:
-    """The environment that the pipeline asks for."""
+    """Return the environment that the pipeline defines."""
     env = stage.hints.get("env")
     return codec.from_json(env, Environment, where=stage.id) if env else None
 
 
 def read_operators(stage: Stage) -> Mapping[str, tuple[CustomOps, ...]]:
-    """The libraries of operators of the pipeline's targets, by target."""
-    told = stage.hints.get("custom_ops", {})
-    found: Mapping[str, tuple[CustomOps, ...]] = codec.from_json(
-        told, Mapping[str, tuple[CustomOps, ...]], where=stage.id
+    """Return the operator libraries of the pipeline's targets, by target."""
+    libraries: Mapping[str, tuple[CustomOps, ...]] = codec.from_json(
+        stage.hints.get("custom_ops", {}), Mapping[str, tuple[CustomOps, ...]], where=stage.id
     )
-    return found
+    return libraries
 
 
 def read_reference_operators(stage: Stage) -> tuple[CustomOps, ...]:
-    """Those with which an export is compared with its source: the first target's that has any."""
+    """Return the libraries for comparing an export with its source: those of the first target with any."""
     return next(iter(read_operators(stage).values()), ())

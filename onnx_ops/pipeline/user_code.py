@@ -25,10 +25,10 @@ from onnx_ops.errors import NotFoundError, UserError
 
 _OURS = __name__.partition(".")[0]
 
-_WRITER = "joblib"
-"""Names itself in the files that it writes, and computes nothing of what stands there."""
+_JOBLIB = "joblib"
+"""Writes its own name into its files, and computes nothing in them."""
 
-_NAMED = re.compile(
+_NAME_PATTERN = re.compile(
     rb"(?=\x8c(?P<short>.)(?P<a>[^\W\d][\w.]*)"  # texts of pickles, with their lengths
     rb"|X(?P<long>.{4})(?P<b>[^\W\d][\w.]*)"
     rb"|c(?P<c>[^\W\d][\w.]*)\n"  # a class in a pickle of an old protocol
@@ -36,33 +36,34 @@ _NAMED = re.compile(
     re.DOTALL,
 )
 
-_UNPACKED: Mapping[bytes, Callable[[bytes], bytes]] = {
+_DECOMPRESSORS: Mapping[bytes, Callable[[bytes], bytes]] = {
     b"\x78": zlib.decompress,
     b"\x1f\x8b": gzip.decompress,
     b"BZh": bz2.decompress,
     b"\xfd7zXZ": lzma.decompress,
     b"\x5d\x00": lzma.decompress,
 }
-"""How joblib may have compressed a file, by its first bytes."""
+"""Compression formats of joblib, by the first bytes of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """What modules compute with: source files by path with their digests, installed packages with their versions."""
+    """What modules depend on: source files by path with digests, installed packages with versions."""
 
     files: Mapping[str, Digest]
     packages: Mapping[str, str]
 
     def digest(self) -> Digest:
+        """Return the digest of files and packages."""
         return digest_json([dict(self.files), dict(self.packages)])
 
 
 def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = ()) -> UserCode:
-    """Return all that `package.module:function`, or a module, can reach by import statements, and `depends`.
+    """Collect all that `package.module:function`, or a module, can import, and `depends`.
 
-    Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). A
-    package of the installation counts with its version, and so does what shapes the results of this product, wherever
-    it lies: the revisions of its stages. The standard library is left to the version of Python.
+    Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
+    installed package counts with its version, and so does what shapes the results of this product: the revisions of its
+    stages. The standard library is left to the version of Python.
 
     Raises:
         NotFoundError: a module, or a file in `depends`, does not exist.
@@ -72,14 +73,14 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
     packages: dict[str, str] = {}
     for reference in references:
         module = reference.partition(":")[0]
-        if _source(module, root) is None and not find_distributions(module.partition(".")[0]):
+        if _find_source(module, root) is None and not find_distributions(module.partition(".")[0]):
             raise NotFoundError(
                 f"module {module} is not in the project",
                 where=str(root),
                 remedy="Put it below the project's root, or install it.",
             )
         for package in _with_packages(module):  # importing a module runs its packages too
-            _collect(package, root, files, packages)
+            _collect_module(package, root, files, packages)
     for name in depends:
         file = root / name
         if not file.is_file():
@@ -91,11 +92,10 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
 
 
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
-    """Return the modules that a trained model's file, or its folder's files, name, as pickles and JSON documents do
-    those of classes; of an installed package its first name only.
+    """Find the modules that a trained model's files name, as pickles and JSON documents name classes.
 
-    The file is not loaded: that would take its framework, and run its code. A name that stands there for another reason
-    does no harm.
+    Of an installed package only its first name is returned. The file is not loaded: that would need its framework, and
+    run its code. A name that occurs for another reason does no harm.
     """
     if not path.is_file():
         return frozenset(
@@ -106,57 +106,57 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
         with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
             named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
             content = b"\n".join(archive.read(name) for name in named)
-    elif unpack := next((call for first, call in _UNPACKED.items() if content.startswith(first)), None):
+    elif decompress := next((call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None):
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
-            content = unpack(content)
-    found = set()
-    for name, is_module in set(_named(content)):
+            content = decompress(content)
+    modules = set()
+    for name, is_module in set(_list_names(content)):
         first = name.partition(".")[0]
-        if _module_file(name, root) is not None or (is_module and _source(name, root) is not None):
-            found.add(name)
+        if _find_module_file(name, root) is not None or (is_module and _find_source(name, root) is not None):
+            modules.add(name)
         elif is_module and find_distributions(first):
-            found.add(first)
-    return frozenset(found)
+            modules.add(first)
+    return frozenset(modules)
 
 
-def _named(content: bytes) -> Iterator[tuple[str, bool]]:
-    """Names, and whether each is certainly a module's: a text without a dot may be any word of a vocabulary."""
-    for match in _NAMED.finditer(content):
+def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
+    """Yield names, and whether each is certainly a module's: a text without a dot may be any word."""
+    for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup
         name = match[kind or 0]
         if kind == "a":
             name = name[: match["short"][0]]
         elif kind == "b":
             name = name[: int.from_bytes(match["long"], "little")]
-        yield name.decode("ascii"), kind == "c" or b"." in name or (kind == "a" and _is_class(content, match))
+        yield name.decode("ascii"), kind == "c" or b"." in name or (kind == "a" and _is_class_name(content, match))
 
 
-def _is_class(content: bytes, match: re.Match[bytes]) -> bool:
-    """Whether a text of a pickle is followed by a second one and the operation that takes both for a class."""
+def _is_class_name(content: bytes, match: re.Match[bytes]) -> bool:
+    """Return whether a text of a pickle is followed by a second one and the opcode for a class."""
     second = re.compile(rb"\x94?\x8c(.)", re.DOTALL).match(content, match.start("a") + match["short"][0])
     return second is not None and content[second.end() + second[1][0] :][:2] in (b"\x94\x93", b"\x93\x94", b"\x93")
 
 
-def _collect(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
-    found = _source(module, root)
-    if found is None:
+def _collect_module(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
+    source = _find_source(module, root)
+    if source is None:
         first = module.partition(".")[0]
         if not any((root / first).glob("*.py")):  # else it is a name in a module of the project
             packages.update(find_distributions(first))
         return
-    path, base = found
+    path, base = source
     name = path.relative_to(root if path.is_relative_to(root) else base).as_posix()
     if name in files:
         return
     files[name] = digest_file(path)
-    for name in set(_imports(path, base)):
-        _collect(name, root, files, packages)
+    for name in set(_list_imports(path, base)):
+        _collect_module(name, root, files, packages)
 
 
-def _imports(path: Path, base: Path) -> Iterator[str]:
-    """Every dotted name that an import might mean; names that are no modules do no harm."""
+def _list_imports(path: Path, base: Path) -> Iterator[str]:
+    """Yield every dotted name that an import might mean; names that are no modules do no harm."""
     package = list(path.relative_to(base).parts[:-1])
-    for node in ast.walk(_parsed(path)):
+    for node in ast.walk(_parse(path)):
         match node:
             case ast.Import():
                 names = [alias.name for alias in node.names]
@@ -180,7 +180,7 @@ def _with_packages(module: str) -> Iterator[str]:
     return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
 
 
-def _parsed(path: Path) -> ast.Module:
+def _parse(path: Path) -> ast.Module:
     try:
         return parse_python(path.read_bytes())
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
@@ -188,16 +188,16 @@ def _parsed(path: Path) -> ast.Module:
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
 
 
-def _source(module: str, root: Path) -> tuple[Path, Path] | None:
-    """A module's file, and the folder that its name begins in; None for one that is installed, or is none."""
+def _find_source(module: str, root: Path) -> tuple[Path, Path] | None:
+    """Return a module's file and its base folder; None for an installed or unknown module."""
     first = module.partition(".")[0]
-    for base in (root, _developed(first)):
-        if base is not None and (file := _module_file(module, base)) is not None:
+    for base in (root, _find_development_folder(first)):
+        if base is not None and (file := _find_module_file(module, base)) is not None:
             return file, base
     return None
 
 
-def _module_file(module: str, base: Path) -> Path | None:
+def _find_module_file(module: str, base: Path) -> Path | None:
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts) or parts[0] == _OURS:
         return None
@@ -209,8 +209,8 @@ def _module_file(module: str, base: Path) -> Path | None:
 
 
 @functools.cache
-def _developed(package: str) -> Path | None:
-    """Folder from which a package is imported as source, outside of the installation; None if it is not."""
+def _find_development_folder(package: str) -> Path | None:
+    """Return the folder of a package that is imported as source outside of the installation, or None."""
     spec = None
     if package.isidentifier() and package not in sys.stdlib_module_names:
         with contextlib.suppress(ImportError, ValueError):  # the latter: a module without a specification
@@ -223,7 +223,7 @@ def _developed(package: str) -> Path | None:
 
 
 def find_distributions(package: str) -> Mapping[str, str]:
-    """Return the distributions that bring an importable package, with their versions; none for the project's own."""
-    if package in (_OURS, _WRITER) or package in sys.stdlib_module_names:
+    """Return the distributions of an importable package, with their versions; none for the project's own."""
+    if package in (_OURS, _JOBLIB) or package in sys.stdlib_module_names:
         return {}
     return plugins.bringing(package)

@@ -1,4 +1,4 @@
-"""What has become of a variant since it was decided: the same files, measured then and now. Pure."""
+"""Drift of a released variant: the same files, measured at the decision and now. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onnx_ops.statistics.rules.common import as_ms
 from onnx_ops.statistics.rules.metric import MetricLimit, list_limits
 
 _ROUNDING = 1e-9
-"""So far beyond a limit is still on it: a share of rows is no exact number."""
+"""Tolerance beyond a limit: a share of rows is not an exact number."""
 
 
 def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
-    """What the gates say now, and how far the figures have moved since.
+    """Judge the gates on the present evidence, and how far measurements have moved since the decision.
 
-    A gate that the old figures fail as well, held against what the variant is compared with now, tells no drift: its
-    result is advisory. Figures may move as far as the gates let a release move them: `max_regression` of latency,
-    `max_drop` and `max_increase` of a metric.
+    A gate that the old evidence also fails against the present baseline shows no drift: its result is advisory.
+    Measurements may move as far as the gates let a release move them: `max_regression` of latency, `max_drop` and
+    `max_increase` of a metric.
 
     Args:
-        gates: those it was decided by.
-        then: what it was decided upon.
+        gates: those of the decision.
+        then: the evidence of the decision.
         now: the same files on the same target, measured again.
     """
     before = {
@@ -42,18 +42,20 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
         else result
         for result in judge(gates, now).results
     )
-    return (*judged, *(result for gate in gates for result in _moved(gate, gates, then, now)))
+    return (*judged, *(result for gate in gates for result in _judge_change(gate, gates, then, now)))
 
 
 def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
-    """What is different of the runtime and the machine, in words."""
-    told = {name: (_facts(then).get(name, ""), value) for name, value in _facts(now).items()}
-    return tuple(f"{name} {new or 'none'}, was {old or 'none'}" for name, (old, new) in told.items() if old != new)
+    """Return what changed in the runtime and the machine, as phrases."""
+    values = {
+        name: (_describe_environment(then).get(name, ""), value) for name, value in _describe_environment(now).items()
+    }
+    return tuple(f"{name} {new or 'none'}, was {old or 'none'}" for name, (old, new) in values.items() if old != new)
 
 
-def _facts(evidence: Evidence) -> dict[str, str]:
+def _describe_environment(evidence: Evidence) -> dict[str, str]:
     hardware, runtime = evidence.hardware, evidence.runtime
-    found = {
+    environment = {
         "runtime": f"{hardware.runtime} {hardware.runtime_version}",
         "architecture": hardware.machine,
         "CPU": hardware.cpu_model,
@@ -64,40 +66,40 @@ def _facts(evidence: Evidence) -> dict[str, str]:
         "driver": hardware.driver,
     }
     if runtime is not None:
-        found |= {"build": runtime.build, "providers": ", ".join(runtime.used)}
-    return found
+        environment |= {"build": runtime.build, "providers": ", ".join(runtime.used)}
+    return environment
 
 
-def _moved(gate: Gate, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+def _judge_change(gate: Gate, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
     match gate:
         case LatencyGate() if gate.max_regression is not None:
-            yield from _ratio(gate.max_regression, gates, then, now)
-            yield from _median(gate.max_regression, then, now)
+            yield from _judge_ratio(gate.max_regression, gates, then, now)
+            yield from _judge_median(gate.max_regression, then, now)
         case MetricGate():
             for limit in list_limits(gate):
                 if limit.of_change:
-                    yield from _metric(gate.definition().label, limit, then, now)
+                    yield from _judge_metric_change(gate.definition().label, limit, then, now)
         case _:
             return
 
 
-def _ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """The speed against the export, measured in pairs on one machine at either time: no host is in it."""
+def _judge_ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """Judge the speed against the export, which was measured in pairs both times: the host cancels out."""
     if now.variant == EXPORT:
         return
     old, new = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
     if old is not None and new is not None and min(old.low, old.estimate) > 0:
         told = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
-        yield _growth(f"ratio vs {EXPORT} since", limit, old, new, told, advisory=False)
+        yield _make_growth(f"ratio vs {EXPORT} since", limit, old, new, told, advisory=False)
 
 
-def _median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """The median alone. On a machine that others use too it tells of them, and is advisory."""
+def _judge_median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """Judge the median alone. On a shared machine it depends on other load, and is advisory."""
     if then.latency is None or now.latency is None:
         return
     old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
-        yield _growth(
+        yield _make_growth(
             "p50 since",
             limit,
             Interval(estimate=old.quantile, low=old.low, high=old.high),
@@ -107,8 +109,8 @@ def _median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]
         )
 
 
-def _growth(metric: str, limit: float, old: Interval, new: Interval, told: str, *, advisory: bool) -> GateResult:
-    """New over old; the interval is the widest that both allow."""
+def _make_growth(metric: str, limit: float, old: Interval, new: Interval, told: str, *, advisory: bool) -> GateResult:
+    """Return the result of new over old; the interval is the widest that both allow."""
     low, high = new.low / old.high, new.high / old.low
     bound = 1 + limit
     verdict = Verdict.PASS if high <= bound else Verdict.FAIL if low > bound else Verdict.INCONCLUSIVE
@@ -128,9 +130,9 @@ def _growth(metric: str, limit: float, old: Interval, new: Interval, told: str, 
     )
 
 
-def _metric(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """The value on the same rows: how far it moved is a fact and has no interval."""
-    old, new = _values(name, then), _values(name, now)
+def _judge_metric_change(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """Judge the change of a metric on the same rows. It is exact, and has no interval."""
+    old, new = _find_value(name, then), _find_value(name, now)
     if old is None or new is None or old[1] != new[1]:
         return
     moved = new[0] - old[0]
@@ -144,7 +146,7 @@ def _metric(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Ite
         metric=f"{name} since",
         limit=limit.text,
         verdict=Verdict.PASS if beyond <= _ROUNDING else Verdict.FAIL,
-        reason=f"{name} was {old[0]:.4g} and is {new[0]:.4g}: {limit.told(moved)}, limit {limit.told(limit.bound)}",
+        reason=f"{name} was {old[0]:.4g} and is {new[0]:.4g}: {limit.format(moved)}, limit {limit.format(limit.bound)}",
         estimate=moved,
         bound=limit.bound,
         unit="1",
@@ -152,8 +154,8 @@ def _metric(name: str, limit: MetricLimit, then: Evidence, now: Evidence) -> Ite
     )
 
 
-def _values(name: str, evidence: Evidence) -> tuple[float, int] | None:
-    """The variant's own value of a metric, and how many rows it is of."""
+def _find_value(name: str, evidence: Evidence) -> tuple[float, int] | None:
+    """Return the variant's own value of a metric, and its number of rows."""
     entries: tuple[PairedCounts | ScoreComparison, ...] = (*evidence.metrics, *evidence.scores)
     for entry in entries:
         if entry.metric != name or not entry.n:

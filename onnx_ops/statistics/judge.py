@@ -1,6 +1,4 @@
-"""The judge: gates and evidence in, a decision with reasons out. Pure.
-
-The figures by which a variant is chosen, read off its evidence."""
+"""The judge: gates and evidence in, a decision with reasons out. Pure."""
 
 from __future__ import annotations
 
@@ -49,28 +47,28 @@ from onnx_ops.statistics.rules.performance import (
     judge_throughput,
 )
 
-_STANDINGS = 2
-"""Schema of evidence since which decisions tell figures for a choice; older is judged as it was, to the byte."""
+_RANKING_METRICS = 2
+"""Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without them."""
 
-_EQUAL, _NONE = Interval(estimate=1.0, low=1.0, high=1.0), Interval(estimate=0.0, low=0.0, high=0.0)
+_UNIT, _NONE = Interval(estimate=1.0, low=1.0, high=1.0), Interval(estimate=0.0, low=0.0, high=0.0)
 
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
-    """What the gates say about the evidence.
+    """Judge evidence by gates.
 
-    A measurement that failed makes every gate an ERROR with its reason. A figure that is no number is an ERROR and
-    is not judged any further. A gate that does not apply (the first export has no baseline) says nothing; one
-    that applies and finds nothing measured is INCONCLUSIVE.
+    A failed measurement makes every gate an ERROR with its reason. A value that is not a number is an ERROR and is not
+    judged further. A gate that does not apply (the first export has no baseline) yields nothing; one that applies and
+    finds no measurement is INCONCLUSIVE.
     """
     if evidence.failure:
         reason = join_lines(evidence.failure)
-        results = tuple(_error(gate.kind, reason) for gate in gates)
+        results = tuple(_make_error(gate.kind, reason) for gate in gates)
         return Decision(variant=evidence.variant, target=evidence.target, results=results)
-    sound = _sound(evidence)
+    sound = _drop_non_finite(evidence)
     results = (
-        *(result for gate in gates for result in _apply(gate, sound)),
+        *(result for gate in gates for result in _apply_gate(gate, sound)),
         *judge_independence(gates, sound),
-        *_not_numbers(evidence),
+        *_find_non_finite(evidence),
         *judge_provider(evidence),
     )
     against_export = [
@@ -85,11 +83,11 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         results=results,
         faster_than_export=all(c.verdict is Verdict.PASS for c in against_export) if against_export else None,
         latency_ratio=ratio if math.isfinite(ratio) else None,
-        standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _STANDINGS else None,
+        standing=compute_ranking_metrics(gates, sound) if evidence.schema >= _RANKING_METRICS else None,
     )
 
 
-def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
+def _apply_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
     match gate:
         case ParityGate():
             return judge_parity(gate, evidence)
@@ -109,72 +107,72 @@ def _apply(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
             assert_never(gate)
 
 
-def _sound(evidence: Evidence) -> Evidence:
-    """The evidence without the entries that hold something that is no number."""
+def _drop_non_finite(evidence: Evidence) -> Evidence:
+    """Return the evidence without entries that hold NaN or infinity."""
     return replace(
         evidence,
-        parity=tuple(m for m in evidence.parity if m.mismatch or _measured(m)),
-        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _measured(m)),
-        weights=tuple(w for w in evidence.weights if _weighed(w)),
-        activations=tuple(a for a in evidence.activations if _watched(a)),
-        comparisons=tuple(c for c in evidence.comparisons if _compared(c)),
-        ratios=tuple(r for r in evidence.ratios if _compared(r)),
-        throughput=tuple(t for t in evidence.throughput if _counted(t)),
-        starts=evidence.starts if evidence.starts and _started(evidence.starts) else None,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _is_finite_parity(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_finite_parity(m)),
+        weights=tuple(w for w in evidence.weights if _is_finite_weight(w)),
+        activations=tuple(a for a in evidence.activations if _is_finite_activation(a)),
+        comparisons=tuple(c for c in evidence.comparisons if _is_finite_ratios(c)),
+        ratios=tuple(r for r in evidence.ratios if _is_finite_ratios(r)),
+        throughput=tuple(t for t in evidence.throughput if _is_finite_throughput(t)),
+        starts=evidence.starts if evidence.starts and _is_finite_starts(evidence.starts) else None,
     )
 
 
-def _not_numbers(evidence: Evidence) -> Iterator[GateResult]:
-    """One ERROR for each kind of figure that is NaN or infinite, whether or not a gate asks for it."""
+def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
+    """Yield one ERROR for each kind of measurement with NaN or infinity, whether or not a gate needs it."""
     for name, measurements in (("outputs", evidence.parity), ("export", evidence.export_parity)):
-        for m in sorted((m for m in measurements if not _measured(m)), key=lambda m: (m.output, m.group))[:1]:
-            yield _error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
-    if bad := sorted(w.tensor for w in evidence.weights if not _weighed(w)):
-        yield _error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
-    if strange := sorted(a.tensor for a in evidence.activations if not _watched(a)):
-        yield _error("parity", f"activation {strange[0]!r}: a figure is not a number", "activations")
-    if against := sorted(c.against for c in evidence.comparisons if not _compared(c)):
-        yield _error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
+        for m in sorted((m for m in measurements if not _is_finite_parity(m)), key=lambda m: (m.output, m.group))[:1]:
+            yield _make_error("parity", f"output {m.output!r}, inputs {m.group!r}: a figure is not a number", name)
+    if bad := sorted(w.tensor for w in evidence.weights if not _is_finite_weight(w)):
+        yield _make_error("parity", f"weight {bad[0]!r}: its error is not a number", "weights")
+    if bad_activations := sorted(a.tensor for a in evidence.activations if not _is_finite_activation(a)):
+        yield _make_error("parity", f"activation {bad_activations[0]!r}: a figure is not a number", "activations")
+    if against := sorted(c.against for c in evidence.comparisons if not _is_finite_ratios(c)):
+        yield _make_error("latency", f"a ratio against {against[0]} is not a number", f"ratio vs {against[0]}")
     if evidence.latency and not all(map(math.isfinite, evidence.latency.quantiles_ns.values())):
-        yield _error("latency", "a quantile is not a number", "quantiles")
-    for r in sorted((r for r in evidence.ratios if not _compared(r)), key=lambda r: (r.figure, r.against)):
-        yield _error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
-    for t in (t for t in evidence.throughput if not _counted(t)):
-        yield _error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
-    if evidence.starts and not _started(evidence.starts):
-        yield _error("cold_start", "a figure of a fresh process is not a positive number", "processes")
+        yield _make_error("latency", "a quantile is not a number", "quantiles")
+    for r in sorted((r for r in evidence.ratios if not _is_finite_ratios(r)), key=lambda r: (r.figure, r.against)):
+        yield _make_error(find_gate_kind(r.figure), "a ratio is not a number", f"{r.figure} vs {r.against}")
+    for t in (t for t in evidence.throughput if not _is_finite_throughput(t)):
+        yield _make_error("throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency))
+    if evidence.starts and not _is_finite_starts(evidence.starts):
+        yield _make_error("cold_start", "a figure of a fresh process is not a positive number", "processes")
 
 
-def _measured(m: ParityMeasurement) -> bool:
+def _is_finite_parity(m: ParityMeasurement) -> bool:
     return all(map(math.isfinite, (m.error, m.noise, m.ratio)))
 
 
-def _counted(t: ThroughputMeasurement) -> bool:
+def _is_finite_throughput(t: ThroughputMeasurement) -> bool:
     return all(0 < rate < math.inf for rate in t.per_second)
 
 
-def _started(s: ColdStartMeasurement) -> bool:
+def _is_finite_starts(s: ColdStartMeasurement) -> bool:
     return all(0 < value < math.inf for value in (*s.load_s, *s.first_s, *s.peak_bytes))
 
 
-def _weighed(w: WeightMeasurement) -> bool:
+def _is_finite_weight(w: WeightMeasurement) -> bool:
     return all(math.isfinite(v) for v in (w.steps, w.output_error, w.stretch) if v is not None)
 
 
-def _watched(a: ActivationMeasurement) -> bool:
+def _is_finite_activation(a: ActivationMeasurement) -> bool:
     return all(math.isfinite(v) for v in (a.noise, a.saturated, a.clipping, a.stretch) if v is not None)
 
 
-def _compared(c: LatencyComparison | PairedRatios) -> bool:
+def _is_finite_ratios(c: LatencyComparison | PairedRatios) -> bool:
     return all(math.isfinite(v) for pairs in (c.log_ratios, c.self_log_ratios) for pair in pairs for v in pair)
 
 
-def _error(gate: str, reason: str, metric: str = "") -> GateResult:
+def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.ERROR, reason=reason)
 
 
 def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> RankingMetrics:
-    """What stands in sound evidence; figures that were not measured are None.
+    """Read the metrics that variants are ranked by; those that were not measured are None.
 
     The task metric is that of the first metric gate, else accuracy.
     """
@@ -185,33 +183,35 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
     return RankingMetrics(
         size_bytes=evidence.size_bytes,
-        ratio=_EQUAL if own else _ratio(evidence),
+        ratio=_UNIT if own else _find_ratio(evidence),
         metric=metric,
-        change=_NONE if own else _finite(_change(evidence, metric, lower=lower)),
+        change=_NONE if own else _finite(_find_change(evidence, metric, lower=lower)),
         seconds=median / 1e9 if median and math.isfinite(median) else None,
-        load=_load(evidence),
+        load=_find_load_time(evidence),
     )
 
 
-def _finite(found: Interval | None) -> Interval | None:
-    return found if found and all(map(math.isfinite, (found.estimate, found.low, found.high))) else None
-
-
-def _ratio(evidence: Evidence) -> Interval | None:
-    for one in evidence.comparisons:
-        if one.against == EXPORT and any(one.log_ratios):
-            found = compare(one.log_ratios, tolerance=0.0)
-            if math.isfinite(found.high):
-                return Interval(estimate=found.ratio, low=found.low, high=found.high)
+def _finite(interval: Interval | None) -> Interval | None:
+    if interval and all(map(math.isfinite, (interval.estimate, interval.low, interval.high))):
+        return interval
     return None
 
 
-def _change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
+def _find_ratio(evidence: Evidence) -> Interval | None:
+    for comparison in evidence.comparisons:
+        if comparison.against == EXPORT and any(comparison.log_ratios):
+            ratio = compare(comparison.log_ratios, tolerance=0.0)
+            if math.isfinite(ratio.high):
+                return Interval(estimate=ratio.ratio, low=ratio.low, high=ratio.high)
+    return None
+
+
+def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     for counts in evidence.metrics:
         if (counts.metric, counts.against) == (metric, EXPORT):
             try:
                 return change_interval(counts)
-            except ValueError:  # impossible counts, which the gate tells
+            except ValueError:  # impossible counts, which the gate reports
                 return None
     for score in evidence.scores:
         if (score.metric, score.against) == (metric, EXPORT):
@@ -222,13 +222,13 @@ def _change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
     return None
 
 
-def _load(evidence: Evidence) -> Interval | None:
-    """Seconds per request over fresh sessions at the highest concurrency."""
+def _find_load_time(evidence: Evidence) -> Interval | None:
+    """Return seconds per request over fresh sessions at the highest concurrency."""
     measured = [one for one in evidence.throughput if one.per_second]
     if not measured:
         return None
     highest = max(measured, key=lambda one: one.concurrency)
-    found = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
-    if not math.isfinite(found.high):
+    per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
+    if not math.isfinite(per_request.high):
         return None
-    return Interval(estimate=found.quantile, low=found.low, high=found.high)
+    return Interval(estimate=per_request.quantile, low=per_request.low, high=per_request.high)

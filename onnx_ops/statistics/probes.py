@@ -275,9 +275,10 @@ def _draw_in_range(array: AnyArray, rows: Rows, domain: InputDomain, draw: np.ra
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
+    whole = made.astype(array.dtype)
     if not domain.recombined:
-        made[2:] = chosen[2:]
-    return made.astype(array.dtype)
+        whole[2:] = chosen[2:]
+    return whole
 
 
 def _draw_numbers(chosen: AnyArray, domain: InputDomain, draw: np.random.Generator) -> Floats:

@@ -138,7 +138,7 @@ def test_why_no_node_is_named(source: Source, tmp_path: Path, golden: Golden) ->
     assert worst is not None
     golden("reasons", source.located(path, worst, None).note)
     assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
-    assert "the runtime's optimization departs" in source.located(source.path, worst, source.tracer).note
+    assert "without the runtime's optimizations" in source.located(source.path, worst, source.tracer).note
 
     def broken(inputs: Tensors, names: object) -> Any:
         raise StageError("cannot be exported again", where="export")

@@ -108,7 +108,7 @@ def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementReque
         runtime=cast("Runtime", runtime),
         target=CPU,
         candidate=models["candidate"],
-        rivals={name: models[name] for name in rivals},
+        baselines={name: models[name] for name in rivals},
         feed=rows(2),
         seed=1,
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
-from onnx_ops.pipeline.user_code import _developed
+from onnx_ops.pipeline.user_code import _find_development_folder
 
 SOURCES = {
     "model.py": "import helper\nfrom tools import shapes\nimport numpy\n\ndef train(): ...\n",
@@ -185,11 +185,11 @@ def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     (folder / "shop_library" / "layers.py").write_text("class Layer: ...\n")
     (folder / "shop_alone.py").write_text("class Alone: ...\n")
     monkeypatch.syspath_prepend(str(folder))
-    _developed.cache_clear()
+    _find_development_folder.cache_clear()
     yield folder
     for name in ("shop_library", "shop_library.layers", "shop_alone"):
         sys.modules.pop(name, None)
-    _developed.cache_clear()
+    _find_development_folder.cache_clear()
 
 
 def test_package_under_development_is_followed_wherever_it_lies(project: Path, library: Path) -> None:

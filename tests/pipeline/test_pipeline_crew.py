@@ -139,12 +139,12 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
 
         return run_it
 
-    with DaemonThreadPool[None](2) as crew:
-        given_work = [crew.give(work(number)) for number in range(4)]
+    with DaemonThreadPool[None](2) as pool:
+        given_work = [pool.submit(work(number)) for number in range(4)]
         with pytest.raises(ValueError, match="one"):
             given_work[1].result(PATIENCE_S)
         for number in (0, 2, 3):
             given_work[number].result(PATIENCE_S)
     assert sorted(done) == [0, 2, 3]
-    with pytest.raises(ValueError, match="a crew of 0"):
+    with pytest.raises(ValueError, match="a pool of 0"):
         DaemonThreadPool[None](0)

@@ -41,7 +41,7 @@ def table(*columns: Any) -> dict[str, npt.NDArray[Any]]:
 def within(array: npt.NDArray[Any], domain: InputDomain) -> bool:
     values = array.astype(np.float64)
     finite = np.isfinite(values)
-    rounding = float(np.finfo(array.dtype.name).eps) if array.dtype.kind == "f" else 0.0
+    rounding = float(np.finfo(array.dtype.name if array.dtype.kind == "f" else np.float64).eps)
     below, above = (rounding * np.abs(end) + rounding for end in (domain.low, domain.high))
     bounded = (values >= domain.low - below) & (values <= domain.high + above)
     return bool((bounded | ~finite).all())

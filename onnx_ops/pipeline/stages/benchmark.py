@@ -237,14 +237,14 @@ def add_default_metric(
 
 def _contest(bench: BenchmarkContext, is_export: bool, batch: int) -> ComparisonSpec:
     """Against the export, and against the champion, which is the baseline where there is one."""
-    rivals = {} if is_export else {EXPORT: bench.export}
+    baselines = {} if is_export else {EXPORT: bench.export}
     if bench.champion is not None:
-        rivals["champion"] = Path(bench.champion.location) / MODEL_FILE
+        baselines["champion"] = Path(bench.champion.location) / MODEL_FILE
     return ComparisonSpec(
         runtime=bench.runtime,
         target=bench.target,
         candidate=bench.candidate,
-        rivals=rivals,
+        baselines=baselines,
         feed=build_feed(bench.candidate, bench.dataset.inputs, batch),
         seed=bench.seed,
     )

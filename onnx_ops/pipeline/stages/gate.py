@@ -18,7 +18,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.ports import Ports
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.rules.metric import unscored
+from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
@@ -30,8 +30,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     evidence = codec.loads(ports.store.read(source), Evidence, where=stage.id)
     gates = codec.from_json(settings["gates"], tuple[Gate, ...], where=stage.id)
     judged = {gate.definition().label for gate in gates if isinstance(gate, MetricGate)}
-    if evidence.variant == EXPORT and (failed := unscored(judged, evidence.scores)):
-        raise UserError(next(iter(failed.values())), where="gates")
+    if evidence.variant == EXPORT and (failures := explain_unscored(judged, evidence.scores)):
+        raise UserError(next(iter(failures.values())), where="gates")
     decision = judge(gates, evidence)
     files = {
         "decision.json": put_document(ports.store, decision),

@@ -1,6 +1,6 @@
-"""Is the candidate worse than the stable version? Asked as often as wanted, on counts of requests only.
+"""Judge a rollout: is the candidate worse than the stable version? Valid at any time, on counts of requests only.
 
-`judge` says what observations mean under a policy, `decide` what is to be done about it.
+`judge` evaluates observations under a policy, `decide` derives the next action.
 """
 
 from __future__ import annotations

@@ -1,32 +1,26 @@
-"""How well an odds ratio explains which version the events of an interval fell to.
+"""Evidence that one version has more events than the other, valid after every interval.
 
 Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow requests). Given
-these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose one parameter
-is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of events nor its drift from interval to
-interval enters. Where requests are assigned at random and the versions do not differ, it is the law of k whatever
-made the events happen, in bursts or not: the assignment alone is the experiment.
+these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose only parameter
+is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of events nor its drift enters. Where
+requests are assigned at random and the versions do not differ, it is the law of k whatever caused the events, in bursts
+or not: the assignment alone is the experiment.
 
+An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping time; the chance
+that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
+38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of mixtures:
+Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so what
+holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
+counts (see `design_effect`), which is 1 where each request is assigned on its own.
 
-Evidence that one version has more events than the other, which may be looked at after every interval.
+Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then assumed to
+be equal; it stays valid if the split did not change between them and the merge did not depend on counts of events. More
+events on the candidate never lower it: given the margins, k grows by at most one with x (Efron 1965, Ann. Math. Stat.
+36:272-279).
 
-An e-process starts at 1 and, while its null hypothesis holds, is 1 or less in expectation whenever one stops looking;
-the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical
-Science 38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of
-mixtures: Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood
-ratio, so what holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design
-effect of the counts (see `units`), which is 1 where each request is assigned on its own.
-
-Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates are then taken to
-be one; it stays valid where the split did not change between them and counts of events did not decide what to merge.
-More events on the candidate never lower it: given the margins, k grows by at most one with x (Efron 1965, Ann. Math.
-Stat. 36:272-279).
-
-
-Is the candidate's error rate below what was promised, whatever the stable version does?
-
-For a rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios of smaller rates to s.
-The rates that it does not speak against are a confidence sequence for the error rate (Howard, Ramdas, McAuliffe and
-Sekhon 2021, Ann. Stat. 49:1055-1080): it may be looked at after every request.
+For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios of smaller rates
+to s. The rates that it does not exclude are a confidence sequence (Howard, Ramdas, McAuliffe and Sekhon 2021, Ann.
+Stat. 49:1055-1080), valid after every request.
 """
 
 from __future__ import annotations
@@ -42,29 +36,29 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 GRID = np.geomspace(1.25, 12.0, 24)
-"""Odds ratios, as multiples of the tolerated one, that a guardrail looks for; equal weights. A wider grid would spend
-weight on ratios above 12, which are found within a handful of events by the grid's end."""
+"""Odds ratios that a guardrail looks for, as multiples of the tolerated one, with equal weights. A wider grid would
+waste weight: ratios above 12 are found within a handful of events anyway."""
 FINE_GRID = np.geomspace(1.02, 5.0, 24)
 """The same for success metrics, where small differences matter."""
 
 _CELLS = 1 << 20
-"""Numbers held at once."""
+"""Numbers held in memory at once."""
 
 RISK = 0.05
 """Chance that a candidate that is no worse is ever rolled back, over all guardrails; and of a wrong A/B decision."""
 
 _CONFIDENCE_GRID = np.geomspace(0.01, 100.0, 185)
-"""Odds ratios of which a confidence set is made; 5 % apart."""
+"""Odds ratios of confidence sets; 5 % apart."""
 
 SplitDecision = Literal["better", "worse", "undecided"]
 
 _SHARES = np.geomspace(0.02, 0.9, 12)
-"""Rates that are looked for, as shares of the one that is spoken against; equal weights."""
+"""Rates that are looked for, as shares of the excluded one; equal weights."""
 _LEAST = 1e-12
 
 
 def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> Array:
-    """Log probability of the events' distribution under each odds ratio, up to a constant in the odds ratio.
+    """Return the log probability of the events under each odds ratio, up to a constant.
 
     The log probabilities of independent intervals add.
 
@@ -84,7 +78,7 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
     rows = counts.reshape(-1, 4)
     if (rows < 0).any() or (rows[:, 0] > rows[:, 1]).any() or (rows[:, 2] > rows[:, 3]).any():
         raise ValueError("events are negative or exceed requests")
-    found = np.zeros((len(rows), len(logs)))
+    logs_by_row = np.zeros((len(rows), len(logs)))
     events = rows[:, 0] + rows[:, 2]
     low = np.maximum(0, events - rows[:, 3])
     width = np.minimum(rows[:, 1], events) - low + 1
@@ -95,9 +89,9 @@ def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> 
         # Widths ascend, so the last row of a part that fits is its widest.
         fits = (np.arange(1, len(order) - start + 1) * width[order[start:]] <= _CELLS).sum()
         part = order[start : start + max(1, int(fits))]
-        found[part] = _likelihood(rows[part], low[part], width[part], logs)
+        logs_by_row[part] = _likelihood(rows[part], low[part], width[part], logs)
         start += len(part)
-    return found.reshape(*counts.shape[:-1], len(logs))
+    return logs_by_row.reshape(*counts.shape[:-1], len(logs))
 
 
 def _likelihood(rows: Counts, low: Counts, width: Counts, logs: Array) -> Array:
@@ -109,11 +103,11 @@ def _likelihood(rows: Counts, low: Counts, width: Counts, logs: Array) -> Array:
     weight = -(gammaln(k + 1) + gammaln(canary - k + 1) + gammaln(rest + 1) + gammaln(stable - rest + 1))
     weight[outside] = -np.inf
     distance = (k - rows[:, :1]).astype(np.float64)
-    none = _log_sum(weight)
-    found = np.empty((len(rows), len(logs)))
+    baseline = _log_sum(weight)
+    logs_by_row = np.empty((len(rows), len(logs)))
     for column, log in enumerate(logs):
-        found[:, column] = none - _log_sum(weight + distance * log)
-    return found
+        logs_by_row[:, column] = baseline - _log_sum(weight + distance * log)
+    return logs_by_row
 
 
 def _log_sum(values: Array) -> Array:
@@ -122,17 +116,17 @@ def _log_sum(values: Array) -> Array:
 
 
 def compute_evidence_limit(guardrails: int) -> float:
-    """log10 of the evidence at which one of so many guardrails fires: 60:1 for three (union bound)."""
+    """Return log10 of the evidence at which one of so many guardrails fires: 60:1 for three (union bound)."""
     return math.log10(max(1, guardrails) / RISK)
 
 
 def make_alternatives(tolerated: float, grid: Array = GRID) -> Array:
-    """The tolerated odds ratio, then those that are looked for; (25,)."""
+    """Return the tolerated odds ratio, then those that are looked for; (25,)."""
     return np.concatenate([[tolerated], tolerated * grid])
 
 
 def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
-    """log10 of the evidence against "the odds ratio is at most the tolerated one".
+    """Return log10 of the evidence against "the odds ratio is at most the tolerated one".
 
     Args:
         summed: (..., 25) log likelihoods at `make_alternatives`, added over intervals.
@@ -145,18 +139,21 @@ def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
 
 
 def average_evidence(evidences: npt.ArrayLike) -> Array:
-    """log10 of the evidence that any of several null hypotheses is false: their mean, as e-processes have (Vovk and
-    Wang 2021, Ann. Stat. 49:1736-1754). The arguments' last axis is that of the hypotheses."""
+    """Return log10 of the evidence that any of several null hypotheses is false.
+
+    It is the mean, as for any e-processes (Vovk and Wang 2021, Ann. Stat. 49:1736-1754). The last axis is that of the
+    hypotheses.
+    """
     return _log_mean(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
 
 def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
-    """log10 of the evidence of all intervals, each a row as `compute_log_likelihood` takes them."""
+    """Return log10 of the evidence of all intervals, each a row as for `compute_log_likelihood`."""
     return float(compute_log10_evidence(_summed(table, make_alternatives(tolerated)) / effect))
 
 
 def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
-    """log10 of the evidence after each interval; (intervals,)."""
+    """Return log10 of the evidence after each interval; (intervals,)."""
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
     return compute_log10_evidence(
         np.cumsum(compute_log_likelihood(rows, make_alternatives(tolerated)), axis=0) / effect
@@ -164,21 +161,21 @@ def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) 
 
 
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
-    """Bounds of the odds ratio that hold at all times together with a chance of 95 %.
+    """Return bounds of the odds ratio that hold at all times together with a chance of 95 %.
 
-    The set of odds ratios that a mixture over all of them does not speak against by 20:1, widened to the grid's next
-    points. Bounds of 0.01 and 100 mean "and beyond".
+    The set of odds ratios that a mixture over all of them does not exclude by 20:1, widened to the next points of the
+    grid. Bounds of 0.01 and 100 mean "and beyond".
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
-    kept = np.flatnonzero(_log_mean(summed) - summed < math.log(1 / RISK))
-    low, high = max(0, int(kept[0]) - 1), min(len(summed) - 1, int(kept[-1]) + 1)
+    included = np.flatnonzero(_log_mean(summed) - summed < math.log(1 / RISK))
+    low, high = max(0, int(included[0]) - 1), min(len(summed) - 1, int(included[-1]) + 1)
     return float(_CONFIDENCE_GRID[low]), float(_CONFIDENCE_GRID[high])
 
 
 def run_split_test(
     table: npt.ArrayLike, *, higher_is_better: bool, effect: float = 1.0
 ) -> tuple[SplitDecision, float, float]:
-    """Which version has the better success rate, at any time.
+    """Decide which version has the better success rate, valid at any time.
 
     Both directions are tested at half of `RISK`: the limit is 40:1.
 
@@ -197,17 +194,17 @@ def run_split_test(
 
 
 def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[Array, Array]:
-    """log10 evidence that the odds ratio is above 1, and that it is below 1.
+    """Return log10 evidence that the odds ratio is above 1, and that it is below 1.
 
     Args:
-        above: (..., 25) summed log likelihoods at `alternatives(1, FINE_GRID)`.
+        above: (..., 25) summed log likelihoods at `make_alternatives(1, FINE_GRID)`.
         below: (..., 24) those at `1 / FINE_GRID`.
     """
     return compute_log10_evidence(above), _log_mean(np.asarray(below, dtype=np.float64)) / math.log(10)
 
 
 def decide_split(higher: float, lower: float, *, higher_is_better: bool) -> SplitDecision:
-    """From log10 evidence in both directions; the stronger counts."""
+    """Decide from log10 evidence in both directions; the stronger counts."""
     if max(higher, lower) < compute_evidence_limit(2):
         return "undecided"
     return "better" if (higher > lower) is higher_is_better else "worse"
@@ -226,34 +223,38 @@ def _log_mean(logs: Array) -> Array:
 def compute_evidence_below(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike, effect: npt.ArrayLike = 1.0
 ) -> Array:
-    """Log evidence against "the share of errors is `rate` or more", by the design effect; the arguments broadcast."""
+    """Return log evidence against "the share of errors is `rate` or more"; the arguments broadcast."""
     bad = np.asarray(errors, dtype=np.float64)[..., None]
     good = np.asarray(requests, dtype=np.float64)[..., None] - bad
     against = np.asarray(rate, dtype=np.float64)[..., None]
     logs = bad * np.log(_SHARES) + good * (np.log1p(-against * _SHARES) - np.log1p(-against))
     logs = logs / np.asarray(effect, dtype=np.float64)[..., None]
-    top = logs.max(axis=-1, keepdims=True)
-    return np.asarray(top[..., 0] + np.log(np.exp(logs - top).mean(axis=-1)))
+    return _log_mean(logs)
 
 
 def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
-    """log10 evidence against "the share of errors is `rate` or less"."""
+    """Return log10 evidence against "the share of errors is `rate` or less"."""
     odds = GRID * rate / (1 - rate)
     rates = odds / (1 + odds)
     logs = errors * np.log(rates / rate) + (requests - errors) * (np.log1p(-rates) - math.log1p(-rate))
+    return log_mean_exp(logs) / math.log(10)
+
+
+def log_mean_exp(logs: Array) -> float:
+    """Return the log of the mean of exp(logs)."""
     top = float(logs.max())
-    return (top + math.log(float(np.exp(logs - top).mean()))) / math.log(10)
+    return top + math.log(float(np.exp(logs - top).mean()))
 
 
 def is_rate_certified(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float, effect: npt.ArrayLike = 1.0
 ) -> npt.NDArray[np.bool_]:
-    """Whether the share of errors is shown to be below `rate`, with a chance of 5 % of ever being wrong."""
+    """Return whether the share of errors is shown to be below `rate`, with a 5 % chance of ever being wrong."""
     return np.asarray(compute_evidence_below(errors, requests, rate, effect) >= math.log(1 / RISK))
 
 
 def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
-    """Upper end of the confidence sequence of the share of errors; 1 where nothing is known."""
+    """Return the upper end of the confidence sequence of the share of errors; 1 without requests."""
 
     def short(rate: float) -> float:
         return float(compute_evidence_below(errors, requests, rate, effect)) - math.log(1 / RISK)
@@ -264,19 +265,19 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
     if short(least) >= 0:
         return least
 
-    from scipy.optimize import brentq  # what only looks at rollouts starts sooner without it
+    from scipy.optimize import brentq  # commands that only show rollouts start faster without it
 
     return float(brentq(short, least, 1 - _LEAST, xtol=1e-9))
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Fewest requests without an error that show a share of errors below `rate`.
+    """Return the fewest requests without an error that show a share of errors below `rate`.
 
     Raises:
         ValueError: `rate` is not between 0 and 1.
     """
     if not 0 < rate < 1:
-        raise ValueError(f"{rate} is no rate between 0 and 1")
+        raise ValueError(f"{rate} is not between 0 and 1")
     high = 1
     while not is_rate_certified(0, high, rate):
         high *= 2

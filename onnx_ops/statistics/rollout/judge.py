@@ -1,6 +1,4 @@
-"""From the counts of a rollout to what they say, and from there to the next action.
-
-What a policy will take, told before any rollout begins."""
+"""From the counts of a rollout to their evaluation, and to the next action."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Row = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidencePath:
-    """One guardrail for a plot: log10 evidence against requests to the candidate, and the limit as a line."""
+    """One guardrail for a plot: log10 evidence by requests to the candidate, and the limit."""
 
     name: str
     requests: tuple[int, ...]
@@ -51,9 +49,9 @@ def decide(
     word: OperatorCommand | None,
     now: float,
 ) -> Action | Wait:
-    """`choose_next_action` by what was observed; the arguments are those of `choose_next_action`.
+    """Return the next action for a rollout; the other arguments are those of `choose_next_action`.
 
-    Observations of another candidate or step than `roles` says count for nothing.
+    Observations of another candidate or step than that of `roles` are ignored.
     """
     judged = None
     if observations is not None and roles.candidate is not None and policy.judged:
@@ -72,24 +70,26 @@ def decide(
 
 
 def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
-    """What the counts say about the present step. Guardrails look at the whole rollout, all else at the step."""
+    """Judge the counts of the present step. Guardrails cover the whole rollout."""
     planned = policy.planned()
     step = planned[min(observations.step, len(planned) - 1)]
-    here = [one for one in observations.intervals if one.step == observations.step]
-    canary, stable = _total([one.canary for one in here]), _total([one.stable for one in here])
-    rails = [one for one in policy.guardrails if one is not policy.cold]
-    guards = [evaluate_guardrail(one, observations, here, step, policy) for one in rails]
+    here = [each for each in observations.intervals if each.step == observations.step]
+    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
+    guards = [
+        evaluate_guardrail(rail, observations, here, step, policy)
+        for rail in policy.guardrails
+        if rail is not policy.cold
+    ]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
         guards.append(evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
     elif step.kind == "shadow" and policy.shadow is not None:
-        copies = _copies(here)
-        guards.append(_answers(copies, policy.shadow, compute_firing_limit(policy)))
-        requests, short = copies.seen, _not_alike(copies, policy.shadow)
+        copies = _sum_copies(here)
+        guards.append(_evaluate_answers(copies, policy.shadow, compute_firing_limit(policy)))
+        requests, short = copies.seen, _explain_differing_answers(copies, policy.shadow)
     else:
-        short = explain_missing_evidence(canary, policy.slo, _bunching(observations)) or _few(
-            observations, here, policy
-        )
+        short = explain_missing_evidence(canary, policy.slo, _compute_error_effect(observations))
+        short = short or _explain_few_intervals(observations, here, policy)
         crowded = design_effect.compute_request_effect(observations.units_of("errors"))
         mismatch = explain_traffic_mismatch(canary.requests, canary.requests + stable.requests, step, crowded)
     outcome: ev.SplitDecision = "undecided"
@@ -102,14 +102,14 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
         guards=tuple(guards),
         short=short,
         mismatch=mismatch,
-        broken=_broken(here, canary, stable, _effect(observations, "errors", ())),
+        broken=_describe_failure(here, canary, stable, _compute_effect(observations, "errors", ())),
         outcome=outcome,
         outcome_line=line,
     )
 
 
 def compute_firing_limit(policy: RolloutPolicy) -> float:
-    """log10 of the evidence at which any of the policy's guardrails fires."""
+    """Return log10 of the evidence at which any of the policy's guardrails fires."""
     return ev.compute_evidence_limit(len(policy.guardrails) + (policy.shadow is not None))
 
 
@@ -120,72 +120,77 @@ def evaluate_guardrail(
     step: PlannedStep,
     policy: RolloutPolicy,
 ) -> GuardrailResult:
-    """One guardrail over all intervals of the rollout; `here` are those of the present step."""
+    """Evaluate one guardrail over all intervals; `here` are those of the present step."""
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(one.canary_latency for one in intervals):
-        return _by_signs(rail, intervals, here, step, limit)
+        return _evaluate_by_signs(rail, intervals, here, step, limit)
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
         return GuardrailResult(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
-    effects = {place: _effect(observations, place, rows) for place, rows in counted.items()}
-    found = {place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()}
-    worst = max(found, key=lambda place: found[place])
-    rows, alone = counted[worst], len(found) == 1
+    effects = {place: _compute_effect(observations, place, rows) for place, rows in counted.items()}
+    evidences = {
+        place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()
+    }
+    worst = max(evidences, key=lambda place: evidences[place])
+    rows, alone = counted[worst], len(evidences) == 1
     # Bounds of the place that was chosen for being the worst would not hold.
     low, high = ev.bound_odds_ratio(rows, effects[worst]) if alone else (None, None)
-    seen = sum(row[1] for row in count_events(worst, here) if row[3])
+    requests = sum(row[1] for row in count_events(worst, here) if row[3])
     return GuardrailResult(
         name=rail.name,
         place="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
-        evidence=float(ev.average_evidence(list(found.values()))),
+        evidence=float(ev.average_evidence(list(evidences.values()))),
         limit=limit,
         low=low,
         high=high,
         effect=effects[worst],
         holds=rail.on_violation == "hold",
-        seen=seen,
+        seen=requests,
         needed=needed,
     )
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
-    """Events and requests of either version in each interval in which the source could tell them.
+    """Return events and requests of either version, for each interval in which the source reports them.
 
     Args:
-        place: what the events are: the name of a guardrail, or one of its places.
-        intervals: what was counted.
+        place: kind of event: the name of a guardrail, or interval of its places.
+        intervals: the observations.
     """
-    found = []
-    for one in intervals:
-        (mine, of_mine), (theirs, of_theirs) = _events(place, one.canary), _events(place, one.stable)
-        if mine is not None and theirs is not None:
-            found.append((mine, of_mine, theirs, of_theirs))
-    return found
+    rows = []
+    for interval in intervals:
+        (canary_events, of_mine), (stable_events, of_theirs) = (
+            _get_events(place, interval.canary),
+            _get_events(place, interval.stable),
+        )
+        if canary_events is not None and stable_events is not None:
+            rows.append((canary_events, of_mine, stable_events, of_theirs))
+    return rows
 
 
 def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple[EvidencePath, ...]:
-    """The evidence after each interval, for a plot."""
-    found = []
+    """Return the evidence after each interval, for a plot."""
+    paths = []
     for rail in policy.guardrails:
         counted = {place: count_events(place, observations.intervals) for place in rail.places}
         rows = counted[rail.places[0]]
         sums = [sum(row[1] for row in rows[: index + 1]) for index in range(len(rows))]
         lines = [
-            ev.trace_evidence(rows, rail.tolerated(place), _effect(observations, place, rows))
+            ev.trace_evidence(rows, rail.tolerated(place), _compute_effect(observations, place, rows))
             for place, rows in counted.items()
         ]
         values = ev.average_evidence(np.stack(lines, axis=-1))
         limit = compute_firing_limit(policy)
         path = EvidencePath(name=rail.name, requests=tuple(sums), log10_evidence=tuple(values.tolist()), limit=limit)
-        found.append(path)
-    return tuple(found)
+        paths.append(path)
+    return tuple(paths)
 
 
 def explain_missing_evidence(canary: RequestCounts, promised: ServiceLevel | None, effect: float = 1.0) -> str:
-    """What is still to be shown of the error rate; empty if nothing is."""
+    """Return what is still to be shown of the error rate; empty if nothing is."""
     if promised is None or bool(ev.is_rate_certified(canary.errors, canary.requests, promised.error_rate, effect)):
         return ""
     shown = ev.bound_error_rate(canary.errors, canary.requests, effect)
@@ -196,7 +201,7 @@ def explain_missing_evidence(canary: RequestCounts, promised: ServiceLevel | Non
 
 
 def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
-    """Why the split of requests cannot be what was asked for; empty if it can."""
+    """Return why the split of requests cannot be the requested one; empty if it can."""
     if not 0 < step.percent < 100:
         return ""
     if float(guardrails.compute_mismatch_evidence(canary, requests, step.percent, effect)) < guardrails.MISMATCH_LIMIT:
@@ -207,29 +212,29 @@ def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effe
 def judge_split_test(
     observations: Observations, here: Sequence[ObservationInterval], test: SplitTest
 ) -> tuple[ev.SplitDecision, str]:
-    """The A/B test's decision and its line for a person."""
-    mine, theirs = _total([one.canary for one in here]), _total([one.stable for one in here])
-    if not mine.outcomes or not theirs.outcomes:
+    """Return the A/B test's decision and its line for people."""
+    canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
+    if not canary.outcomes or not stable.outcomes:
         return "undecided", ""
     rows = [(o.canary.successes, o.canary.outcomes, o.stable.successes, o.stable.outcomes) for o in here]
-    effect = _effect(observations, "outcomes", rows)
+    effect = _compute_effect(observations, "outcomes", rows)
     decision, higher, lower = ev.run_split_test(rows, higher_is_better=test.goal == "higher", effect=effect)
     low, high = ev.bound_odds_ratio(rows, effect)
-    told = GuardrailResult(
+    guard = GuardrailResult(
         name=test.metric,
-        canary=(mine.successes, mine.outcomes),
-        stable=(theirs.successes, theirs.outcomes),
+        canary=(canary.successes, canary.outcomes),
+        stable=(stable.successes, stable.outcomes),
         evidence=max(higher, lower),
         limit=ev.compute_evidence_limit(2),
         low=low,
         high=high,
         effect=effect,
     )
-    return decision, f"{told.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
+    return decision, f"{guard.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
 
 
-def _effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
-    """Design effect of a guardrail's events: by user where the source tells users, else by how intervals vary."""
+def _compute_effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
+    """Return the design effect of a guardrail's events: by user if the source counts users, else by interval."""
     epochs = observations.units_of(name)
     return (
         design_effect.bound_design_effect(epochs)
@@ -240,27 +245,33 @@ def _effect(observations: Observations, name: str, rows: Sequence[Row]) -> float
     )
 
 
-def _bunching(observations: Observations) -> float:
-    """Design effect of errors for the service level: by user, and by how intervals vary where requests have no key."""
-    rows = [(o.canary.errors, o.canary.requests, o.stable.errors, o.stable.requests) for o in observations.intervals]
+def _compute_error_effect(observations: Observations) -> float:
+    """Return the design effect of errors for the service level.
+
+    By user, and by the variation of intervals for requests without a key.
+    """
+    rows = [
+        (interval.canary.errors, interval.canary.requests, interval.stable.errors, interval.stable.requests)
+        for interval in observations.intervals
+    ]
     varied = float(design_effect.estimate_burstiness(rows)) if rows else 1.0
     epochs = observations.units_of("errors")
     if not epochs:
         return varied
-    events, squared = sum(one.events for one in epochs), sum(one.events_squared**0.5 for one in epochs) ** 2
+    events, squared = sum(epoch.events for epoch in epochs), sum(epoch.events_squared**0.5 for epoch in epochs) ** 2
     return max(
         varied, float(design_effect.compute_error_effect(events, squared, design_effect.compute_request_effect(epochs)))
     )
 
 
-def _events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
-    """Events, and the requests that they are events of."""
+def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
+    """Return events, and the requests that they are counted among."""
     if place == "errors":
         return tally.errors, tally.requests
     return tally.over().get(place), tally.measured
 
 
-def _by_signs(
+def _evaluate_by_signs(
     rail: Guardrail,
     intervals: Sequence[ObservationInterval],
     here: Sequence[ObservationInterval],
@@ -282,7 +293,7 @@ def _by_signs(
     )
 
 
-def _answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> GuardrailResult:
+def _evaluate_answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> GuardrailResult:
     return GuardrailResult(
         name="shadow answers",
         evidence=ev.compute_evidence_above(copies.wrong, copies.seen, trial.max_differing),
@@ -294,7 +305,7 @@ def _answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> Guardrai
     )
 
 
-def _not_alike(copies: ShadowCounts, trial: ShadowTrial) -> str:
+def _explain_differing_answers(copies: ShadowCounts, trial: ShadowTrial) -> str:
     if bool(ev.is_rate_certified(copies.wrong, copies.seen, trial.max_differing)):
         return ""
     shown = ev.bound_error_rate(copies.wrong, copies.seen)
@@ -304,21 +315,25 @@ def _not_alike(copies: ShadowCounts, trial: ShadowTrial) -> str:
     )
 
 
-def _few(observations: Observations, here: Sequence[ObservationInterval], policy: RolloutPolicy) -> str:
-    """Why a step may not be left: what a source that tells no users counted in one interval may be of one user."""
+def _explain_few_intervals(
+    observations: Observations, here: Sequence[ObservationInterval], policy: RolloutPolicy
+) -> str:
+    """Return why a step may not end: without counts by user, one interval's counts may be of one user."""
     if observations.units or not policy.guardrails or len(here) >= design_effect.MIN_INTERVALS:
         return ""
     return f"{len(here)} of {design_effect.MIN_INTERVALS} intervals, which a source takes that does not count by user"
 
 
-def _broken(here: Sequence[ObservationInterval], canary: RequestCounts, stable: RequestCounts, effect: float) -> str:
-    """The last interval, and the step as a whole."""
+def _describe_failure(
+    here: Sequence[ObservationInterval], canary: RequestCounts, stable: RequestCounts, effect: float
+) -> str:
+    """Describe a gross failure of the last interval or the step as a whole; empty if there is none."""
     if guardrails.is_refusing((canary.refused, canary.requests), (stable.refused, stable.requests)):
         return (
             f"refusals: the candidate refused {canary.refused} of {canary.requests} requests, "
             f"the stable version {stable.refused} of {stable.requests} -> ROLL BACK"
         )
-    for mine, theirs in (*((one.canary, one.stable) for one in here[-1:]), (canary, stable)):
+    for mine, theirs in (*((each.canary, each.stable) for each in here[-1:]), (canary, stable)):
         if guardrails.is_grossly_failing((mine.failed, mine.requests), (theirs.failed, theirs.requests), effect):
             return (
                 f"gross failure: {mine.failed} of the candidate's {mine.requests} requests failed, "
@@ -327,7 +342,7 @@ def _broken(here: Sequence[ObservationInterval], canary: RequestCounts, stable: 
     return ""
 
 
-def _total(tallies: Sequence[RequestCounts]) -> RequestCounts:
+def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
     return RequestCounts(
         requests=sum(one.requests for one in tallies),
         errors=sum(one.errors for one in tallies),
@@ -337,7 +352,7 @@ def _total(tallies: Sequence[RequestCounts]) -> RequestCounts:
     )
 
 
-def _copies(here: Sequence[ObservationInterval]) -> ShadowCounts:
+def _sum_copies(here: Sequence[ObservationInterval]) -> ShadowCounts:
     return ShadowCounts(
         compared=sum(one.shadow.compared for one in here),
         differing=sum(one.shadow.differing for one in here),
@@ -346,7 +361,7 @@ def _copies(here: Sequence[ObservationInterval]) -> ShadowCounts:
 
 
 def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
-    """What a person should know of a policy that is right, one line each."""
+    """Yield what a valid policy requires, one line each."""
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, compute_clean_requests(rate))

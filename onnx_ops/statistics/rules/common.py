@@ -1,4 +1,4 @@
-"""What the rules share: the baseline, results without a figure, and the wording of figures."""
+"""Common parts of the rules: the baseline, results without a measurement, and formatting."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from onnx_ops.domain.pipeline import EXPORT
 
 
 def get_baseline(evidence: Evidence) -> str:
-    """What the variant is compared with; empty for the export at its first release."""
+    """Return what the variant is compared with; empty for the export at its first release."""
     return evidence.baseline or ("" if evidence.variant == EXPORT else EXPORT)
 
 
-def noun(baseline: str) -> str:
-    """Return what a sentence calls the model that another is compared with."""
+def name_baseline(baseline: str) -> str:
+    """Return the name of a baseline in a sentence."""
     return "the champion" if baseline == "champion" else baseline
 
 
 def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = False) -> GateResult:
+    """Return an INCONCLUSIVE result of something that was not measured."""
     return GateResult(
         gate=gate,
         metric=metric,
@@ -31,28 +32,35 @@ def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = Fals
 
 
 def make_unlimited(gate: str, metric: str) -> GateResult:
+    """Return an INCONCLUSIVE result of a gate without limits."""
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.INCONCLUSIVE, reason="the gate sets no limit")
 
 
 def finite_or_none(value: float) -> float | None:
+    """Return the value if it is finite."""
     return value if math.isfinite(value) else None
 
 
 def join_lines(text: str) -> str:
+    """Return the text with all white space as single spaces."""
     return " ".join(text.split())
 
 
 def as_percent(fraction: float) -> str:
+    """Format a fraction as a percentage."""
     return f"{100 * fraction:.4g}%"
 
 
 def as_signed_percent(fraction: float) -> str:
+    """Format a fraction as a percentage with a sign."""
     return f"{100 * fraction:+.3g}%" if fraction else "0%"
 
 
 def as_ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:.4g} ms"
 
 
 def as_size(size: int) -> str:
+    """Format bytes as MB, kB or B."""
     return f"{size / 1e6:.4g} MB" if size >= 1e6 else f"{size / 1e3:.4g} kB" if size >= 1e3 else f"{size} B"

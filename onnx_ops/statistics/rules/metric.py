@@ -1,6 +1,4 @@
-"""The limits of a metric gate: how each is told, and what an interval says about it.
-
-Metric gates: which figure each limit is held against, and what it says."""
+"""Metric gates: their limits, and what the interval of a metric says about each."""
 
 from __future__ import annotations
 
@@ -27,28 +25,31 @@ from onnx_ops.statistics.rules.common import (
     get_baseline,
     make_unlimited,
     make_unmeasured,
-    noun,
+    name_baseline,
 )
 
 _Entry = PairedCounts | ScoreComparison
 
 INDEPENDENCE = "independent rows"
-"""What the advisory result is about that tells of rows which look as if some belonged together."""
+"""Metric of the advisory result about rows that seem to belong together."""
 
 _P_VALUES = 4
-"""Schema of evidence since which results tell p-values; older is judged as it was, to the byte."""
+"""Schema of evidence that introduced p-values in results; older evidence is judged without them."""
 
 _EVEN_ROWS = 50
 """Least effective rows (or groups) for a PASS of a largest error; chosen by simulation."""
 
 _CONCENTRATED = 1 / 8
-"""Share of the rows below which so few equally bad ones carry the error that they are named; 1/3 in a normal one."""
+"""Share of the rows: rows are named when fewer equally bad ones carry the error; about 1/3 for normal errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricLimit:
-    """One limit. Those of a change are held against an interval of the change: `max_drop` of candidate minus baseline,
-    `max_increase` of candidate over baseline, minus 1. `plain` says that values have the label's unit."""
+    """One limit of a metric gate.
+
+    Limits of a change are compared with an interval of the change: `max_drop` of candidate minus baseline,
+    `max_increase` of candidate over baseline, minus 1. `plain` says that values have the label's unit.
+    """
 
     kind: Literal["max_drop", "max_increase", "min", "max"]
     value: float
@@ -56,35 +57,38 @@ class MetricLimit:
 
     @property
     def of_change(self) -> bool:
+        """Return whether the limit is one of a change."""
         return self.kind in ("max_drop", "max_increase")
 
     @property
     def from_above(self) -> bool:
-        """Whether figures must stay below the bound."""
+        """Return whether values must stay below the bound."""
         return self.kind in ("max_increase", "max")
 
     @property
     def bound(self) -> float:
-        """The number that intervals are held against."""
+        """Return the number that intervals are compared with."""
         return -self.value if self.kind == "max_drop" else self.value
 
     @property
     def unit(self) -> str:
+        """Return `1` for shares, or empty for values in the label's unit."""
         return "" if self.plain and not self.of_change else "1"
 
     @property
     def text(self) -> str:
+        """Return the limit as a text."""
         words = {"max_drop": "drop ≤ ", "max_increase": "increase ≤ ", "min": "≥ ", "max": "≤ "}
         return words[self.kind] + (f"{self.value:.4g}" if not self.unit else as_percent(self.value))
 
-    def told(self, value: float) -> str:
-        """A figure in the limit's terms."""
+    def format(self, value: float) -> str:
+        """Format a value in the unit of the limit."""
         if self.of_change:
             return as_signed_percent(value)
         return as_percent(value) if self.unit else f"{value:.4g}"
 
     def verdict(self, low: float, high: float) -> Verdict:
-        """PASS where the whole interval keeps the limit, FAIL where it lies beyond it."""
+        """Return PASS where the whole interval keeps the limit, FAIL where it lies beyond it."""
         match self.kind:
             case "max_drop":
                 kept, broken = low > self.bound, high < self.bound
@@ -98,22 +102,19 @@ class MetricLimit:
 
 
 def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
+    """Yield the limits that a gate sets."""
     plain = gate.definition().higher_is_better is False or gate.higher_is_better is False
-    if gate.max_drop is not None:
-        yield MetricLimit(kind="max_drop", value=gate.max_drop, plain=plain)
-    if gate.max_increase is not None:
-        yield MetricLimit(kind="max_increase", value=gate.max_increase, plain=plain)
-    if gate.min is not None:
-        yield MetricLimit(kind="min", value=gate.min, plain=plain)
-    if gate.max is not None:
-        yield MetricLimit(kind="max", value=gate.max, plain=plain)
+    kinds: tuple[Literal["max_drop", "max_increase", "min", "max"], ...] = ("max_drop", "max_increase", "min", "max")
+    for kind in kinds:
+        value: float | None = getattr(gate, kind)
+        if value is not None:
+            yield MetricLimit(kind=kind, value=value, plain=plain)
 
 
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
-    """A result for each limit and each model that it is held against.
+    """Judge each limit against each model that it applies to.
 
-    Where models are compared without labels, a first release has nothing to be compared with, and the gate says
-    nothing.
+    Where models are compared without labels, a first release has nothing to be compared with, and yields nothing.
     """
     name = gate.definition().label
     counts = [c for c in evidence.metrics if c.metric == name and c.n]
@@ -125,23 +126,24 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
         return
     for limit in limits:
         if limit.of_change:
-            yield from (_aged(result, evidence) for result in _changes(name, limit, entries, evidence))
+            results = list(_judge_changes(name, limit, entries, evidence))
         elif entries:
-            # Every entry tells the candidate's own value; where they differ, the worst counts.
-            telling = [entry for entry in entries if _tells_value(entry)] or entries
-            results = [_judge(name, limit, entry) for entry in telling]
-            yield _aged(max(results, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n)), evidence)
+            # Every entry holds the candidate's own value; where they differ, the worst counts.
+            valued = [entry for entry in entries if _has_value(entry)] or entries
+            judged = [_judge(name, limit, entry) for entry in valued]
+            results = [max(judged, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))]
         else:
-            yield make_unmeasured("metric", name, limit.text)
+            results = [make_unmeasured("metric", name, limit.text)]
+        yield from (r if evidence.schema >= _P_VALUES else replace(r, p_value=None) for r in results)
 
 
-def unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
+def explain_unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
     """Return why the candidate has no value of some of these metrics: labels or answers are of another kind."""
-    return {one.metric: one.failed for one in scores if one.failed and not one.against and one.metric in metrics}
+    return {score.metric: score.failed for score in scores if score.failed and not score.against and score.metric in metrics}
 
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
-    """Advice to name groups, where metric gates take rows as independent that look as if some belonged together."""
+    """Advise to name groups where rows that metric gates take as independent seem to belong together."""
     if evidence.grouped and any(isinstance(gate, MetricGate) for gate in gates):
         yield GateResult(
             gate="metric",
@@ -154,25 +156,23 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
         )
 
 
-def _aged(result: GateResult, evidence: Evidence) -> GateResult:
-    return result if evidence.schema >= _P_VALUES else replace(result, p_value=None)
-
-
-def _changes(name: str, limit: MetricLimit, entries: Sequence[_Entry], evidence: Evidence) -> Iterator[GateResult]:
-    """Against every model that the candidate was compared with; the baseline must be one of them."""
+def _judge_changes(
+    name: str, limit: MetricLimit, entries: Sequence[_Entry], evidence: Evidence
+) -> Iterator[GateResult]:
+    """Judge the change against every compared model; the baseline must be among them."""
     compared = [e for e in entries if e.against and e.against != evidence.variant]
     for entry in compared:
         yield replace(_judge(name, limit, entry), metric=f"{name} vs {entry.against}")
     baseline = get_baseline(evidence)
     if baseline and not any(e.against == baseline for e in compared):
         metric = f"{name} vs {baseline}"
-        spoilt = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-        found = make_unmeasured("metric", metric, limit.text) if spoilt is None else _judge(name, limit, spoilt)
-        yield replace(found, metric=metric)
+        explain_unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
+        result = make_unmeasured("metric", metric, limit.text) if explain_unscored is None else _judge(name, limit, explain_unscored)
+        yield replace(result, metric=metric)
 
 
-def _tells_value(entry: _Entry) -> bool:
-    """An entry about a baseline without a figure says nothing about the candidate."""
+def _has_value(entry: _Entry) -> bool:
+    """Return whether the entry says something about the candidate, not only about a baseline."""
     return isinstance(entry, PairedCounts) or entry.candidate is not None or not entry.against
 
 
@@ -191,47 +191,49 @@ def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
         for verdict, reason in verdicts.items():
             if reason:
                 return replace(blank, verdict=verdict, reason=reason)
-    if problem := _problem(entry):
+    if problem := _find_problem(entry):
         return replace(blank, reason=f"{name}: {problem}")
-    found = _interval(limit, entry)
-    if found is None:
+    interval = _find_interval(limit, entry)
+    if interval is None:
         return replace(blank, verdict=Verdict.INCONCLUSIVE, reason=f"{name} has no interval that fits {limit.text}")
-    verdict = limit.verdict(found.low, found.high)
+    verdict = limit.verdict(interval.low, interval.high)
     if verdict is Verdict.PASS and limit.kind == "max" and _is_uneven(entry):
         verdict = Verdict.INCONCLUSIVE
     return replace(
         blank,
         verdict=verdict,
-        reason=_reason(name, limit, entry, found, verdict),
-        estimate=found.estimate,
-        low=found.low,
-        high=found.high,
+        reason=_explain(name, limit, entry, interval, verdict),
+        estimate=interval.estimate,
+        low=interval.low,
+        high=interval.high,
         bound=limit.bound,
         unit=limit.unit,
-        p_value=_p_value(limit, entry, found),
+        p_value=_p_value(limit, entry, interval),
     )
 
 
 def _is_uneven(entry: _Entry) -> bool:
-    """Whether few rows carry the error: then an unseen one may be as bad as all that were seen together."""
+    """Return whether so few rows carry the error that an unseen one may be as bad as all of them together."""
     return isinstance(entry, ScoreComparison) and entry.effective is not None and entry.effective < _EVEN_ROWS
 
 
-def _p_value(limit: MetricLimit, entry: _Entry, found: Interval) -> float:
-    """Exact for counts; for other intervals as if the distance to the limit were normal."""
+def _p_value(limit: MetricLimit, entry: _Entry, interval: Interval) -> float:
+    """Return the p-value: exact for counts, otherwise as if the distance to the limit were normal."""
     if isinstance(entry, PairedCounts):
         return (change_p_value if limit.of_change else value_p_value)(entry, limit.bound)
-    safe = limit.bound - found.estimate if limit.from_above else found.estimate - limit.bound
-    end = found.high - found.estimate if limit.from_above else found.estimate - found.low
+    safe = limit.bound - interval.estimate if limit.from_above else interval.estimate - limit.bound
+    end = interval.high - interval.estimate if limit.from_above else interval.estimate - interval.low
     if end <= 0:
         return 0.0 if safe > 0 else 1.0
     return float(special.ndtr(-special.ndtri((1 + CONFIDENCE) / 2) * safe / end))
 
 
-def _interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
-    """What the limit is held against."""
+def _find_interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
+    """Return the interval that the limit is compared with: of counts, Tango's of the change, Clopper's of the value."""
     if isinstance(entry, PairedCounts):
-        return _counted(limit, entry)
+        if limit.kind == "max_drop":
+            return change_interval(entry)
+        return None if limit.of_change else value_interval(entry)
     match limit.kind:
         case "max_drop":
             return entry.difference
@@ -244,14 +246,7 @@ def _interval(limit: MetricLimit, entry: _Entry) -> Interval | None:
             return None
 
 
-def _counted(limit: MetricLimit, counts: PairedCounts) -> Interval | None:
-    """Tango's interval of the change, Clopper and Pearson's of the value."""
-    if limit.kind == "max_drop":
-        return change_interval(counts)
-    return None if limit.of_change else value_interval(counts)
-
-
-def _problem(entry: _Entry) -> str:
+def _find_problem(entry: _Entry) -> str:
     if isinstance(entry, PairedCounts):
         parts = (entry.both, entry.only_baseline, entry.only_candidate)
         if not (1 <= entry.change_effect < math.inf and 1 <= entry.value_effect < math.inf):
@@ -265,23 +260,25 @@ def _problem(entry: _Entry) -> str:
     return ""
 
 
-def _reason(name: str, limit: MetricLimit, entry: _Entry, found: Interval, verdict: Verdict) -> str:
+def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict) -> str:
     verb = f"{name} changes by" if limit.of_change else f"{name} is"
-    against = f" against {noun(entry.against)}" if limit.of_change else ""
-    figures = f"{limit.told(found.estimate)} [{limit.told(found.low)}, {limit.told(found.high)}]{against}"
-    reason = f"{verb} {figures}, limit {limit.told(limit.bound)}, n = {entry.n}"
+    against = f" against {name_baseline(entry.against)}" if limit.of_change else ""
+    figures = (
+        f"{limit.format(interval.estimate)} [{limit.format(interval.low)}, {limit.format(interval.high)}]{against}"
+    )
+    reason = f"{verb} {figures}, limit {limit.format(limit.bound)}, n = {entry.n}"
     if entry.groups:
         reason += f" in {entry.groups} groups"
     if isinstance(entry, PairedCounts) and limit.of_change:
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
     if verdict is not Verdict.INCONCLUSIVE:
         return reason
-    told = (_carried(limit, entry), advise_sample_size(entry.n))
-    return "; ".join((reason, *(one for one in told if one)))
+    notes = (_describe_heavy_rows(limit, entry), advise_sample_size(entry.n))
+    return "; ".join((reason, *(note for note in notes if note)))
 
 
-def _carried(limit: MetricLimit, entry: _Entry) -> str:
-    """Which rows carry the error, where few do."""
+def _describe_heavy_rows(limit: MetricLimit, entry: _Entry) -> str:
+    """Return which rows carry the error, where few do."""
     if isinstance(entry, PairedCounts) or entry.effective is None or not entry.heavy:
         return ""
     units = entry.groups or entry.n

@@ -1,8 +1,4 @@
-"""Parity gates.
-
-Under the parity gate, what outputs do not tell: trees, quantized activations, int8 coverage, NaN.
-
-Batch invariance under the parity gate: told, and never part of a verdict."""
+"""Parity gates: outputs, weights, trees, activations, int8 coverage, NaN, and batch invariance."""
 
 from __future__ import annotations
 
@@ -28,21 +24,22 @@ COMPENSATED = 0.95
 rounding gave .02 to .73 in 25 layers, faults of the same size .99 and more: `benchmarks.truth.quantization`."""
 
 FURTHEST = 4.0
-"""Steps that such a weight may move: what real rows do not show of an input that is 0 in all of them, this bounds."""
+"""Steps that such a weight may move. It bounds errors that real rows do not show, of inputs that are 0 in all of
+them."""
 
 SATURATION_WARNING = 0.03
-"""Share of saturated values that is told, though it does not fail."""
+"""Share of saturated values that is reported, though it does not fail."""
 
 _NAMED = 3
 
 _RARE = 0.01
-"""Share of rows of a difference that is told of where few rows were asked."""
+"""Share of rows whose difference the advice on a slow source is about."""
 
 METRIC = "batch invariance"
 
 
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """A float variant by its outputs; a quantized one by those of the export it stems from, and by its weights."""
+    """Judge a float variant by its outputs; a quantized one by those of its export and by its weights."""
     if not evidence.quantized:
         yield from _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
     else:
@@ -59,21 +56,21 @@ def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 def _judge_outputs(
     metric: str, gate: ParityGate, measurements: Sequence[ParityMeasurement], divergence: Divergence | None
 ) -> Iterator[GateResult]:
-    """The verdict on what callers can send, and one advisory line where something else differs."""
+    """Yield the verdict on inputs that callers can send, and one advisory line if others differ."""
     pooled = pool_noise(measurements)
     binding = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "fail"]
     outside = [m for m in pooled if gate.rule(m.group, inside=m.inside) == "advise"]
     yield _verdict(metric, gate, binding, divergence)
-    if departed := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
-        worst = max(departed, key=_badness)
-        groups = ", ".join(sorted({m.group for m in departed}))
+    if differing := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
+        worst = max(differing, key=_rank_badness)
+        groups = ", ".join(sorted({m.group for m in differing}))
         yield GateResult(
             gate="parity",
             metric=f"{metric} outside the domain",
             limit=_limit(gate),
             verdict=Verdict.FAIL,
             reason=(
-                f"differs on inputs outside the domain: {groups}; {_told(worst)}; "
+                f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
                 f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it"
             ),
             estimate=None if worst.mismatch else worst.ratio,
@@ -89,17 +86,17 @@ def _verdict(
 ) -> GateResult:
     if not any(m.rows > 0 or m.mismatch for m in measurements):
         return make_unmeasured("parity", metric, _limit(gate))
-    worst = max(measurements, key=_badness)
+    worst = max(measurements, key=_rank_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
     if worst.mismatch or (worst.noise == 0 and worst.error > 0):
-        reason = f"{_told(worst)}, {rows} rows"
+        reason = f"{_describe(worst)}, {rows} rows"
     else:
-        reason = f"{_told(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
-    reason += _jumps(measurements)
+        reason = f"{_describe(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
+    reason += _describe_tree_rows(measurements)
     if not good:
         reason += f"; for example {worst.example}" if worst.example else ""
-        reason += f"; first diverging node: {_place(divergence)}" if divergence is not None else ""
+        reason += f"; first diverging node: {_describe_node(divergence)}" if divergence is not None else ""
     return GateResult(
         gate="parity",
         metric=metric,
@@ -117,30 +114,25 @@ def _limit(gate: ParityGate) -> str:
     return f"error ≤ {gate.noise_factor:.4g}x noise"
 
 
-def _badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
+def _rank_badness(m: ParityMeasurement) -> tuple[bool, float, float, str, str]:
     return bool(m.mismatch), m.ratio, m.error, m.output, m.group
 
 
-def _told(m: ParityMeasurement) -> str:
+def _describe(m: ParityMeasurement) -> str:
     where = f"output {m.output!r}, inputs {m.group!r}"
     if m.mismatch:
         return f"{where}: {join_lines(m.mismatch)}"
     if m.noise == 0 and m.error > 0:
         return f"{where}: error {m.error:.3g} where the source leaves no room"
-    return f"{where}: {_figures(m)}"
-
-
-def _figures(worst: ParityMeasurement) -> str:
-    """The error in units of the noise, or of the fixed tolerance that took its place."""
-    if worst.tolerance:
-        unit = f"a tenth of the tolerance {worst.tolerance} (the source does not run in float64)"
+    if m.tolerance:
+        unit = f"a tenth of the tolerance {m.tolerance} (the source does not run in float64)"
     else:
-        unit = f"the source's noise {worst.noise:.3g}"
-    return f"error {worst.error:.3g} is {worst.ratio:.3g}x {unit}"
+        unit = f"the source's noise {m.noise:.3g}"
+    return f"{where}: error {m.error:.3g} is {m.ratio:.3g}x {unit}"
 
 
-def _jumps(measurements: Sequence[ParityMeasurement]) -> str:
-    """Rows in which a tree decides otherwise: those that rounding of the inputs explains, and the others."""
+def _describe_tree_rows(measurements: Sequence[ParityMeasurement]) -> str:
+    """Return how many rows differ at a tree's splits, and how many of them rounding explains."""
     explained = sum(m.explained for m in measurements)
     unexplained = sum(m.unexplained for m in measurements)
     if not explained and not unexplained:
@@ -148,7 +140,7 @@ def _jumps(measurements: Sequence[ParityMeasurement]) -> str:
     return f"; of {explained + unexplained} answers that differ, {explained} are explained by rounding of the inputs"
 
 
-def _place(divergence: Divergence) -> str:
+def _describe_node(divergence: Divergence) -> str:
     if not divergence.node:
         return join_lines(f"not located ({divergence.note})")
     module = f" in module {divergence.scope}" if divergence.scope else ""
@@ -159,15 +151,15 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     limit = f"≤ {gate.weight_steps:.4g} steps"
     if not any(w.elements > 0 for w in evidence.weights):
         return make_unmeasured("parity", "weights", limit)
-    worst = max(evidence.weights, key=lambda w: (not _is_sound(w, gate), w.steps, w.tensor))
+    worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
     return GateResult(
         gate="parity",
         metric="weights",
         limit=limit,
-        verdict=Verdict.PASS if _is_sound(worst, gate) else Verdict.FAIL,
+        verdict=Verdict.PASS if _is_rounded(worst, gate) else Verdict.FAIL,
         reason=(
             f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
-            f"limit {gate.weight_steps:.4g}{_made_up_for(worst, gate)}, {len(evidence.weights)} weights"
+            f"limit {gate.weight_steps:.4g}{_describe_compensation(worst, gate)}, {len(evidence.weights)} weights"
         ),
         estimate=worst.steps,
         bound=gate.weight_steps,
@@ -176,57 +168,59 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     )
 
 
-def _is_sound(weight: WeightMeasurement, gate: ParityGate) -> bool:
-    """Rounded, or moved further so that errors make up for one another, as GPTQ does: no fault brings a layer's answers
-    nearer to the float export's than plain rounding does."""
+def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
+    """Return whether a weight was rounded, or moved further so that errors compensate, as GPTQ does.
+
+    No fault brings a layer's answers closer to the float export's than plain rounding does.
+    """
     moved = weight.output_error is not None and weight.output_error <= COMPENSATED and weight.steps <= FURTHEST
     return weight.steps <= gate.weight_steps or moved
 
 
-def _made_up_for(weight: WeightMeasurement, gate: ParityGate) -> str:
+def _describe_compensation(weight: WeightMeasurement, gate: ParityGate) -> str:
     if weight.steps <= gate.weight_steps or weight.output_error is None:
         return ""
-    told = f", and its layer's answers on real rows have {weight.output_error:.3g}x the squared error of plain rounding"
-    return told if _is_sound(weight, gate) else f"{told} (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
+    text = f", and its layer's answers on real rows have {weight.output_error:.3g}x the squared error of plain rounding"
+    return text if _is_rounded(weight, gate) else f"{text} (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
 
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
-    """Nothing for a model without trees, or whose source cannot tell them."""
-    found = evidence.trees
-    if found is None:
+    """Judge the trees; yield nothing for a model without trees, or whose source cannot show them."""
+    trees = evidence.trees
+    if trees is None:
         return
-    counted = f"{found.trees} trees, {found.splits} splits and {found.leaves} leaves"
-    if found.changed:
-        rest = found.changed - len(found.differences)
-        told = "; ".join(found.differences[:_NAMED])
-        more = f" and {found.changed - _NAMED} more" if rest > 0 or len(found.differences) > _NAMED else ""
-        reason = f"{found.changed} of {counted} differ from the source's: {told}{more}"
+    counted = f"{trees.trees} trees, {trees.splits} splits and {trees.leaves} leaves"
+    if trees.changed:
+        rest = trees.changed - len(trees.differences)
+        shown = "; ".join(trees.differences[:_NAMED])
+        more = f" and {trees.changed - _NAMED} more" if rest > 0 or len(trees.differences) > _NAMED else ""
+        reason = f"{trees.changed} of {counted} differ from the source's: {shown}{more}"
     else:
         reason = f"{counted} are the source's"
     yield GateResult(
         gate="parity",
         metric="trees",
         limit="0 changed",
-        verdict=Verdict.FAIL if found.changed else Verdict.PASS,
+        verdict=Verdict.FAIL if trees.changed else Verdict.PASS,
         reason=join_lines(reason),
-        estimate=float(found.changed),
+        estimate=float(trees.changed),
         bound=0.0,
         unit="nodes",
-        n=found.splits + found.leaves,
+        n=trees.splits + trees.leaves,
     )
 
 
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Nothing for a variant whose activations have no fixed range, as that of dynamic quantization."""
+    """Judge the activations; yield nothing where none has a fixed range, as in dynamic quantization."""
     measured = [a for a in evidence.activations if a.values > 0]
     if measured:
-        yield _noise(gate, measured)
-        yield _saturation(gate, measured)
-        yield from _clipping(gate, measured)
-    yield from _stretch(gate, evidence)
+        yield _judge_noise(gate, measured)
+        yield _judge_saturation(gate, measured)
+        yield from _judge_clipping(gate, measured)
+    yield from _judge_stretch(gate, evidence)
 
 
-def _noise(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
+def _judge_noise(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
     worst = max(measured, key=lambda a: (a.noise, a.tensor))
     return GateResult(
         gate="parity",
@@ -244,7 +238,7 @@ def _noise(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResul
     )
 
 
-def _saturation(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
+def _judge_saturation(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
     worst = max(measured, key=lambda a: (a.saturated, a.tensor))
     fits = worst.saturated <= gate.saturation
     note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
@@ -265,8 +259,8 @@ def _saturation(gate: ParityGate, measured: list[ActivationMeasurement]) -> Gate
     )
 
 
-def _clipping(gate: ParityGate, measured: list[ActivationMeasurement]) -> Iterator[GateResult]:
-    """Nothing for evidence that is older than the figure."""
+def _judge_clipping(gate: ParityGate, measured: list[ActivationMeasurement]) -> Iterator[GateResult]:
+    """Yield nothing for evidence that is older than this measurement."""
     cut = [(a.clipping, a.tensor) for a in measured if a.clipping is not None]
     if not cut:
         return
@@ -288,8 +282,8 @@ def _clipping(gate: ParityGate, measured: list[ActivationMeasurement]) -> Iterat
     )
 
 
-def _stretch(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Nothing for evidence that is older than the figure, or without ranges that come from values."""
+def _judge_stretch(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Yield nothing for evidence that is older than this measurement, or without ranges from values."""
     ranges = [
         *((a.stretch, f"activation {a.tensor!r}") for a in evidence.activations if a.stretch is not None),
         *((w.stretch, f"weight {w.tensor!r}") for w in evidence.weights if w.stretch is not None),
@@ -316,40 +310,42 @@ def _stretch(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
-    """One advisory line where the runtime showed its graph and there is something to cover."""
-    found = evidence.coverage
-    if found is None or not (found.int8 or found.floats):
+    """Yield node advisory line where the runtime shows its graph and there are nodes to cover."""
+    coverage = evidence.coverage
+    if coverage is None or not (coverage.int8 or coverage.floats):
         return
-    total = len(found.int8) + len(found.floats)
-    heeded = all(one.reason == "excluded" for one in found.floats) and not found.unheeded
+    total = len(coverage.int8) + len(coverage.floats)
+    is_covered = all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded
     yield GateResult(
         gate="parity",
         metric="int8 coverage",
         limit="all but excluded ones",
-        verdict=Verdict.PASS if heeded else Verdict.FAIL,
-        reason=join_lines(f"{len(found.int8)} of {total} MatMul/Conv/Gemm run in int8{_left(found)}"),
-        estimate=len(found.int8) / total,
+        verdict=Verdict.PASS if is_covered else Verdict.FAIL,
+        reason=join_lines(
+            f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8{_describe_float_nodes(coverage)}"
+        ),
+        estimate=len(coverage.int8) / total,
         unit="1",
         n=total,
         advisory=True,
     )
 
 
-def _left(found: Int8Coverage) -> str:
+def _describe_float_nodes(coverage: Int8Coverage) -> str:
     text = ""
-    if found.floats:
-        ranked = sorted(found.floats, key=lambda one: one.reason == "excluded")
-        named = ", ".join(f"{one.name} ({one.reason})" for one in ranked[:_NAMED])
-        rest = Counter(one.reason for one in ranked[_NAMED:])
+    if coverage.floats:
+        ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
+        named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
+        rest = Counter(node.reason for node in ranked[_NAMED:])
         more = f", and {rest.total()} more" if rest else ""
-        text += f"; {len(found.floats)} in float: {named}{more}"
-    if found.unheeded:
-        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(found.unheeded[:_NAMED])}"
+        text += f"; {len(coverage.floats)} in float: {named}{more}"
+    if coverage.unheeded:
+        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
     return text
 
 
 def judge_nan(evidence: Evidence) -> Iterator[GateResult]:
-    """One advisory line where the source refuses NaN, which no ONNX file does by itself."""
+    """Yield one advisory line where the source refuses NaN, which no ONNX file does by itself."""
     if evidence.source is None or evidence.source.nan != "refused":
         return
     yield GateResult(
@@ -363,11 +359,11 @@ def judge_nan(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_rows(evidence: Evidence) -> Iterator[GateResult]:
-    """One advisory line where the source was too slow to be asked all rows, with what that leaves unseen."""
+    """Yield one advisory line where the source was too slow for all rows, with what that leaves unseen."""
     source = evidence.source
     if source is None or not source.samples:
         return
-    seen = 1 - (1 - _RARE) ** source.rows
+    detected = 1 - (1 - _RARE) ** source.rows
     yield GateResult(
         gate="parity",
         metric="rows",
@@ -375,7 +371,7 @@ def judge_rows(evidence: Evidence) -> Iterator[GateResult]:
         verdict=Verdict.PASS,
         reason=(
             f"the source is slow: it was asked {source.rows} of {source.samples} rows; a difference in "
-            f"{as_percent(_RARE)} of all rows is seen with a chance of {as_percent(round(seen, 2))} "
+            f"{as_percent(_RARE)} of all rows is detected with a chance of {as_percent(round(detected, 2))} "
             f"(`validate: {{source_time: …}}` allows more)"
         ),
         n=source.rows,
@@ -384,13 +380,13 @@ def judge_rows(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """One advisory line where it was measured: a model of a fixed batch has nothing to measure."""
+    """Yield one advisory line where batch invariance was measured."""
     measured = [m for m in evidence.batch_invariance if m.rows > 0]
     if not measured:
         return
     limit = f"error ≤ {gate.noise_factor:.4g}x noise"
     rows = max(m.rows for m in measured)
-    if strange := sorted(
+    if non_finite := sorted(
         m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))
     ):
         yield GateResult(
@@ -398,7 +394,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
             metric=METRIC,
             limit=limit,
             verdict=Verdict.ERROR,
-            reason=f"output {strange[0]!r}: a figure is not a number",
+            reason=f"output {non_finite[0]!r}: a figure is not a number",
             n=rows,
             advisory=True,
         )

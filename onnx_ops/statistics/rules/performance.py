@@ -1,19 +1,9 @@
-"""Limits on a ratio to the baseline, measured in pairs: the same rule for latency, load, starts and memory.
-
-Latency gates.
-
-Throughput gates.
-
-Gates on fresh processes: cold start and memory.
-
-Size gates.
-
-The truth about execution providers, which every decision needs."""
+"""Gates of performance: latency, throughput, cold start, memory, size, and the execution provider."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,10 +28,10 @@ from onnx_ops.statistics.rules.common import (
     get_baseline,
     make_unlimited,
     make_unmeasured,
-    noun,
+    name_baseline,
 )
 
-_SAID = {
+_SPEEDUP_TEXTS = {
     Verdict.PASS: "surely faster",
     Verdict.INCONCLUSIVE: "not shown to be faster",
     Verdict.FAIL: "surely not faster",
@@ -52,7 +42,17 @@ _PAIRS = "pairs of fresh processes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioMeasurement:
-    """A measured ratio and how its result is worded: `of` names what it multiplies, `pairs` what n counts."""
+    """A measured ratio to the baseline, and its wording.
+
+    Args:
+        gate: kind of gate.
+        metric: name in results.
+        of: the quantity that the ratio multiplies.
+        log_ratios: of the candidate, by pair and block.
+        self_log_ratios: of the baseline against itself.
+        pairs: what n counts.
+        detail: further facts for the reason.
+    """
 
     gate: str
     metric: str
@@ -64,37 +64,40 @@ class RatioMeasurement:
 
 
 def judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
-    """`statistics.latency.compare`, unless the baseline against itself shows that this host cannot tell."""
-    found = compare(ratio.log_ratios, tolerance=max_regression)
+    """Judge a ratio with `statistics.latency.compare`, unless the host is too biased for a verdict."""
+    comparison = compare(ratio.log_ratios, tolerance=max_regression)
     noisy = explain_withheld_verdict(ratio.log_ratios, ratio.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
-    reason = describe_ratio(ratio, found, limit)
-    if found.verdict is Verdict.INCONCLUSIVE:
-        reason += f"; {_what_decides(ratio, found, max_regression)}"
+    reason = describe_ratio(ratio, comparison, limit)
+    if comparison.verdict is Verdict.INCONCLUSIVE:
+        reason += f"; {_describe_remedy(ratio, comparison, max_regression)}"
     return GateResult(
         gate=ratio.gate,
         metric=ratio.metric,
         limit=f"≤ {limit}",
-        verdict=Verdict.INCONCLUSIVE if noisy else found.verdict,
+        verdict=Verdict.INCONCLUSIVE if noisy else comparison.verdict,
         reason=f"{noisy}; {reason}" if noisy else reason,
-        estimate=finite_or_none(found.ratio),
-        low=finite_or_none(found.low),
-        high=finite_or_none(found.high),
+        estimate=finite_or_none(comparison.ratio),
+        low=finite_or_none(comparison.low),
+        high=finite_or_none(comparison.high),
         bound=1 + max_regression,
         unit="x",
-        n=found.pairs,
+        n=comparison.pairs,
     )
 
 
-def describe_ratio(ratio: RatioMeasurement, found: Comparison, limit: str) -> str:
-    figures = f"{found.ratio:.4g}x [{found.low:.4g}, {found.high:.4g}] {ratio.of}"
+def describe_ratio(ratio: RatioMeasurement, comparison: Comparison, limit: str) -> str:
+    """Return the ratio with its interval, limit and trend as a text."""
+    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {ratio.of}"
     change = find_trend(ratio.log_ratios)
-    way = "" if change is None else f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
-    return f"{figures}, limit {limit}, {found.pairs} {ratio.pairs}{ratio.detail}{way}"
+    trend = (
+        "" if change is None else f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
+    )
+    return f"{figures}, limit {limit}, {comparison.pairs} {ratio.pairs}{ratio.detail}{trend}"
 
 
-def _what_decides(ratio: RatioMeasurement, found: Comparison, max_regression: float) -> str:
-    """How many pairs, or which other limit."""
+def _describe_remedy(ratio: RatioMeasurement, comparison: Comparison, max_regression: float) -> str:
+    """Return how many pairs, or which other limit, would decide."""
     needed = estimate_pairs_needed(ratio.log_ratios, max_regression)
     if needed is None:
         more = "the ratio is too near to the limit for any number of pairs"
@@ -102,48 +105,53 @@ def _what_decides(ratio: RatioMeasurement, found: Comparison, max_regression: fl
         more = f"about {needed} pairs on end would decide, and a run has {LOOKS[-1]}: measure on a quieter machine"
     else:
         more = f"the {needed} pairs of a whole run would decide"
-    if not (found.low > 0 and math.isfinite(found.high)):
+    if not (comparison.low > 0 and math.isfinite(comparison.high)):
         return more
-    low, high = found.low / found.rest - 1, _up(found.high * found.rest - 1)
+    low, high = (
+        comparison.low / comparison.rest - 1,
+        math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000,
+    )
     below = f", one of {as_percent(low)} broken" if low > 0 else ""
     return f"{more}; a limit of {as_percent(high)} would be kept{below}"
-
-
-def _up(fraction: float) -> float:
-    """To the next tenth of a percent."""
-    return math.ceil(1000 * fraction + 1e-9) / 1000
 
 
 def judge_figure(
     gate: str, figure: str, of: str, pairs: str, max_regression: float | None, evidence: Evidence
 ) -> Iterator[GateResult]:
-    """A figure of `Evidence.ratios` against the baseline; nothing where the gate sets no such limit, or there is no
-    baseline."""
+    """Judge a figure of `Evidence.ratios` against the baseline.
+
+    Yields nothing where the gate sets no such limit, or there is no baseline.
+    """
     baseline = get_baseline(evidence)
     if max_regression is None or not baseline:
         return
     metric = f"{figure} vs {baseline}"
-    found = [r for r in evidence.ratios if (r.figure, r.against) == (figure, baseline) and any(r.log_ratios)]
-    for r in found:
+    measured = [
+        paired
+        for paired in evidence.ratios
+        if (paired.figure, paired.against) == (figure, baseline) and any(paired.log_ratios)
+    ]
+    for paired in measured:
         ratio = RatioMeasurement(
             gate=gate,
             metric=metric,
-            of=f"{of} of {noun(baseline)}",
-            log_ratios=r.log_ratios,
-            self_log_ratios=r.self_log_ratios,
+            of=f"{of} of {name_baseline(baseline)}",
+            log_ratios=paired.log_ratios,
+            self_log_ratios=paired.self_log_ratios,
             pairs=pairs,
         )
         yield judge_ratio(ratio, max_regression)
-    if not found:
+    if not measured:
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
 
 
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge the ratio to the baseline, the speed-up over another model, and absolute quantiles."""
     baseline = get_baseline(evidence)
     if gate.max_regression is not None and baseline:
         against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
         for comparison in against:
-            yield judge_ratio(_latency_ratio(comparison), gate.max_regression)
+            yield judge_ratio(_make_latency_ratio(comparison), gate.max_regression)
         if not against:
             yield make_unmeasured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
@@ -155,13 +163,13 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
         yield make_unlimited("latency", "")
 
 
-def _latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
+def _make_latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
     means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
     return RatioMeasurement(
         gate="latency",
         metric=f"ratio vs {comparison.against}",
-        of=f"the latency of {noun(comparison.against)}",
+        of=f"the latency of {name_baseline(comparison.against)}",
         log_ratios=comparison.log_ratios,
         self_log_ratios=comparison.self_log_ratios,
         pairs="session pairs",
@@ -170,27 +178,29 @@ def _latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
 
 
 def _judge_faster(name: str, min_speedup: float, evidence: Evidence) -> Iterator[GateResult]:
-    """Whether the other model takes at least `1 + min_speedup` times as long. Without a limit to be noisy about, the
-    interval alone decides: on a noisy host it is wide, and shows nothing."""
+    """Judge whether the other model takes at least `1 + min_speedup` times as long.
+
+    The interval alone decides: on a noisy host it is wide, and shows nothing.
+    """
     bound = 1 / (1 + min_speedup)
     metric, limit = f"faster than {name}", f"< {bound:.4g}x"
     enough = f" by {as_percent(min_speedup)}" if min_speedup else ""
     against = [c for c in evidence.comparisons if c.against == name and any(c.log_ratios)]
     for comparison in against:
-        ratio = _latency_ratio(comparison)
-        found = compare(ratio.log_ratios, tolerance=bound - 1)
+        ratio = _make_latency_ratio(comparison)
+        compared = compare(ratio.log_ratios, tolerance=bound - 1)
         yield GateResult(
             gate="latency",
             metric=metric,
             limit=limit,
-            verdict=found.verdict,
-            reason=f"{_SAID[found.verdict]}{enough}: {describe_ratio(ratio, found, f'{bound:.4g}x')}",
-            estimate=finite_or_none(found.ratio),
-            low=finite_or_none(found.low),
-            high=finite_or_none(found.high),
+            verdict=compared.verdict,
+            reason=f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {describe_ratio(ratio, compared, f'{bound:.4g}x')}",
+            estimate=finite_or_none(compared.ratio),
+            low=finite_or_none(compared.low),
+            high=finite_or_none(compared.high),
             bound=bound,
             unit="x",
-            n=found.pairs,
+            n=compared.pairs,
         )
     if not against:
         yield make_unmeasured("latency", metric, limit)
@@ -201,38 +211,38 @@ def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> 
     samples = evidence.latency
     if samples is None or not samples.sorted_ns:
         return make_unmeasured("latency", name, limit, advisory=advisory)
-    found = compare_latency_quantile(samples.sorted_ns, q, limit_s)
+    quantile = compare_latency_quantile(samples.sorted_ns, q, limit_s)
     reason = (
-        f"{name} is {as_ms(found.quantile)} [{as_ms(found.low)}, {as_ms(found.high)}], "
-        f"limit {as_ms(limit_s)}, {found.exceeding} of {found.runs} runs above it"
+        f"{name} is {as_ms(quantile.quantile)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
+        f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.runs} runs above it"
     )
-    if found.verdict is Verdict.INCONCLUSIVE and found.runs < found.needed:
-        reason += f"; to pass, {found.needed} runs are needed"
+    if quantile.verdict is Verdict.INCONCLUSIVE and quantile.runs < quantile.needed:
+        reason += f"; to pass, {quantile.needed} runs are needed"
     return GateResult(
         gate="latency",
         metric=name,
         limit=limit,
-        verdict=found.verdict,
+        verdict=quantile.verdict,
         reason=reason,
-        estimate=finite_or_none(found.quantile),
-        low=finite_or_none(found.low),
-        high=finite_or_none(found.high),
+        estimate=finite_or_none(quantile.quantile),
+        low=finite_or_none(quantile.low),
+        high=finite_or_none(quantile.high),
         bound=limit_s,
         unit="s",
-        n=found.runs,
+        n=quantile.runs,
         advisory=advisory,
     )
 
 
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Throughput as time per request under load, so that more is worse, as everywhere else."""
+    """Judge throughput as time per request under load, so that more is worse, as everywhere else."""
     figure = throughput_metric_name(gate.concurrency)
     of = f"the time per request at {figure}"
     yield from judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
     if gate.min is not None:
         measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
-        for one in measured:
-            yield _judge_minimum(gate.min, figure, one, advisory=not evidence.dedicated)
+        for session in measured:
+            yield _judge_minimum(gate.min, figure, session, advisory=not evidence.dedicated)
         if not measured:
             yield make_unmeasured("throughput", figure, f"≥ {_rate(gate.min)}", advisory=not evidence.dedicated)
     if gate.max_regression is None and gate.min is None:
@@ -240,25 +250,25 @@ def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateR
 
 
 def _judge_minimum(minimum: float, figure: str, measured: ThroughputMeasurement, *, advisory: bool) -> GateResult:
-    found = compare_quantile([1 / rate for rate in measured.per_second], 0.5, 1 / minimum)
-    low = 1 / found.high if found.high > 0 else 0.0
-    high = 1 / found.low if found.low > 0 else math.inf
+    per_request = compare_quantile([1 / rate for rate in measured.per_second], 0.5, 1 / minimum)
+    low = 1 / per_request.high if per_request.high > 0 else 0.0
+    high = 1 / per_request.low if per_request.low > 0 else math.inf
     middle = median(measured.per_second)
     return GateResult(
         gate="throughput",
         metric=figure,
         limit=f"≥ {_rate(minimum)}",
-        verdict=found.verdict,
+        verdict=per_request.verdict,
         reason=(
             f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(minimum)}, "
-            f"{found.runs} sessions ({measured.requests} requests)"
+            f"{per_request.runs} sessions ({measured.requests} requests)"
         ),
         estimate=middle,
         low=low,
         high=finite_or_none(high),
         bound=minimum,
         unit="req/s",
-        n=found.runs,
+        n=per_request.runs,
         advisory=advisory,
     )
 
@@ -268,6 +278,7 @@ def _rate(per_second: float) -> str:
 
 
 def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge load time and time to the first inference of fresh processes."""
     samples = {} if evidence.starts is None else {"load": evidence.starts.load_s, "first": evidence.starts.first_s}
     for figure, of in (("load", "the load time"), ("first", "the first inference")):
         yield from judge_figure("cold_start", figure, of, _PAIRS, gate.max_regression, evidence)
@@ -281,7 +292,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Enforced everywhere: what else a machine does changes no process's memory."""
+    """Judge peak memory. It is enforced everywhere: other load of the machine changes no process's memory."""
     yield from judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
@@ -293,47 +304,43 @@ def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
 def _judge_median(
     gate: str, figure: str, samples: Sequence[float], limit: float, unit: str, *, advisory: bool
 ) -> GateResult:
-    text = _TEXTS[unit]
+    def text(value: float) -> str:
+        return as_ms(value) if unit == "s" else as_size(round(value)) if value < math.inf else "inf"
+
     if not samples:
         return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
-    found = compare_quantile(samples, 0.5, limit)
+    center = compare_quantile(samples, 0.5, limit)
     return GateResult(
         gate=gate,
         metric=figure,
         limit=f"≤ {text(limit)}",
-        verdict=found.verdict,
+        verdict=center.verdict,
         reason=(
-            f"median {figure} {text(found.quantile)} [{text(found.low)}, {text(found.high)}], limit {text(limit)}, "
-            f"{found.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+            f"median {figure} {text(center.quantile)} [{text(center.low)}, {text(center.high)}], "
+            f"limit {text(limit)}, "
+            f"{center.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
         ),
-        estimate=finite_or_none(found.quantile),
-        low=finite_or_none(found.low),
-        high=finite_or_none(found.high),
+        estimate=finite_or_none(center.quantile),
+        low=finite_or_none(center.low),
+        high=finite_or_none(center.high),
         bound=float(limit),
         unit=unit,
-        n=found.runs,
+        n=center.runs,
         advisory=advisory,
     )
 
 
-def _size_text(value: float) -> str:
-    return as_size(round(value)) if value < float("inf") else "inf"
-
-
-_TEXTS: dict[str, Callable[[float], str]] = {"s": as_ms, "B": _size_text}
-
-
 def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
+    """Judge the bytes on disk."""
     limit = f"≤ {as_size(gate.max)}"
     if evidence.size_bytes <= 0:
         yield make_unmeasured("size", "", limit)
         return
-    fits = evidence.size_bytes <= gate.max
     yield GateResult(
         gate="size",
         metric="",
         limit=limit,
-        verdict=Verdict.PASS if fits else Verdict.FAIL,
+        verdict=Verdict.PASS if evidence.size_bytes <= gate.max else Verdict.FAIL,
         reason=f"{as_size(evidence.size_bytes)} on disk, limit {as_size(gate.max)}",
         estimate=float(evidence.size_bytes),
         bound=float(gate.max),
@@ -343,22 +350,22 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
-    """Nothing if the provider asked for first did the work; else the reason why the figures are not its own."""
+    """Yield why the measurements are not those of the requested provider; nothing if they are."""
     facts = evidence.runtime
     if facts is None or not facts.asked:
-        yield _provider(Verdict.INCONCLUSIVE, "which provider ran was not recorded")
+        yield _make_provider_result(Verdict.INCONCLUSIVE, "which provider ran was not recorded")
         return
     first = facts.asked[0]
-    elsewhere = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
+    others = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
     if first not in facts.used:
         used = ", ".join(facts.used) or "nothing"
-        yield _provider(Verdict.ERROR, f"{first} was asked for, {used} ran instead")
-    elif first != "CPUExecutionProvider" and elsewhere:
-        taken = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in elsewhere.items())
-        yield _provider(Verdict.ERROR, f"{first} was asked for, {taken}")
+        yield _make_provider_result(Verdict.ERROR, f"{first} was asked for, {used} ran instead")
+    elif first != "CPUExecutionProvider" and others:
+        fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
+        yield _make_provider_result(Verdict.ERROR, f"{first} was asked for, {fallbacks}")
     elif first != "CPUExecutionProvider" and not facts.nodes.get(first):
-        yield _provider(Verdict.INCONCLUSIVE, f"which nodes {first} took was not recorded")
+        yield _make_provider_result(Verdict.INCONCLUSIVE, f"which nodes {first} took was not recorded")
 
 
-def _provider(verdict: Verdict, reason: str) -> GateResult:
+def _make_provider_result(verdict: Verdict, reason: str) -> GateResult:
     return GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)
