@@ -14,7 +14,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.measure.quantization import measure_activations
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.pipeline.stages.quantize import _unseen
+from onnx_ops.pipeline.stages.quantize import _select_unseen
 from onnx_ops.ports import Dataset, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -80,5 +80,5 @@ def test_ranges_found_in_every_run_have_nothing_to_look_at(tmp_path: Path) -> No
 
 def test_the_rows_are_those_that_no_range_was_read_off_first() -> None:
     dataset = Dataset(inputs={"x": np.arange(10)})
-    np.testing.assert_array_equal(_unseen(dataset, 4)["x"], [4, 5, 6, 7, 8, 9, 0, 1, 2, 3])
-    np.testing.assert_array_equal(_unseen(dataset, 40)["x"], np.arange(10))
+    np.testing.assert_array_equal(_select_unseen(dataset, 4)["x"], [4, 5, 6, 7, 8, 9, 0, 1, 2, 3])
+    np.testing.assert_array_equal(_select_unseen(dataset, 40)["x"], np.arange(10))

@@ -12,7 +12,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.reference_outputs import build_probes as probes_of
-from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _check_ceiling
+from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _check_compatibility
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -92,7 +92,7 @@ def test_a_file_too_new_for_a_target_is_told_with_the_remedy(
         seed=0,
     )
     with pytest.raises(UserError, match=message) as caught:
-        _check_ceiling(bench, "benchmark/fp32@cpu")
+        _check_compatibility(bench, "benchmark/fp32@cpu")
     assert "leave cpu out" in caught.value.remedy
 
 
@@ -108,4 +108,4 @@ def test_a_file_within_the_ceiling_passes(tmp_path: Path) -> None:
         dataset=Dataset(inputs=rows(4)),
         seed=0,
     )
-    _check_ceiling(bench, "benchmark/fp32@cpu")
+    _check_compatibility(bench, "benchmark/fp32@cpu")

@@ -15,7 +15,7 @@ from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _metrics, add_default_metric
+from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _measure_metrics, add_default_metric
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from tests.cli.mistakes import write_regressor
@@ -82,5 +82,5 @@ def measured(bench: BenchmarkContext, root: Path, *judged: str) -> list[tuple[st
     """Each metric of the candidate alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
     stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})
-    found = _metrics(bench, False, stage, open_project(root).ports)
+    found = _measure_metrics(bench, False, stage, open_project(root).ports)
     return [(one.metric, bool(one.failed)) for one in found.scores if not one.against]

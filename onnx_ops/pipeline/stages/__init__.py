@@ -1,4 +1,4 @@
-"""One use case a file: `execute(stage, key, inputs, ports) -> Manifest`."""
+"""The stages of a pipeline: one module each, with `execute(stage, key, inputs, ports) -> Manifest`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Ports], Manifest]
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Do the work of a stage; promote and deploy are operations and not among them.
+    """Run a stage; promotion and deployment are release operations and not among them.
 
     Raises:
-        OnnxOpsError: the stage could not do what it should.
+        OnnxOpsError: the stage failed.
     """
-    # Imported by name, so that a stage loads only what it needs; all of them are rooms of this package.
+    # Imported by name, so that a stage loads only what it needs.
     run: Execute = importlib.import_module(f"onnx_ops.pipeline.stages.{stage.kind.value}").execute
     return run(stage, key, inputs, ports)

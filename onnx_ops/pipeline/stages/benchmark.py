@@ -1,4 +1,4 @@
-"""Benchmark: everything that is measured about one variant on one target, as evidence."""
+"""Benchmark: measure one variant on one target, as evidence."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from onnx_ops.onnx_graph.model_info import count_operators, info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
-from onnx_ops.statistics.rules.metric import unscored
+from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkContext:
-    """The files and the runtime that one benchmark works with."""
+    """The files and the runtime of one benchmark."""
 
     runtime: Runtime
     target: Target
@@ -59,6 +59,7 @@ class BenchmarkContext:
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Measure the variant and store its evidence."""
     settings: Mapping[str, Any] = stage.settings
     target = codec.from_json(stage.hints["target"], Target, where=stage.id)
     store = ports.store
@@ -71,7 +72,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     with Scratch() as folder:
         champion = read_champion(stage, ports)
         manifest = variant.subset(MODEL)
-        bench = BenchmarkContext(
+        context = BenchmarkContext(
             runtime=runtime,
             target=target,
             candidate=checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
@@ -80,16 +81,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             dataset=data,
             seed=int(key[-8:], 16),
         )
-        _check_ceiling(bench, stage.id)
+        _check_compatibility(context, stage.id)
         is_export = stage.variant == EXPORT
-        metrics = _metrics(bench, is_export, stage, ports)
-        speed = measure_speed(_contest(bench, is_export, settings["batch"]), _asked(stage))
+        metrics = _measure_metrics(context, is_export, stage, ports)
+        speed = measure_speed(_make_spec(context, is_export, settings["batch"]), _read_request(stage))
         quantized = bool(settings["quantized"])
-        examined = ExecutionReport() if is_export else _examined(ports, bench, variant)
+        execution = ExecutionReport() if is_export else _inspect(ports, context, variant)
         reference = get_reference(store, inputs["export"]["reference.npz"])
-        parity = () if quantized else measure_parity(bench.runtime, bench.candidate, target, reference)
-        package = _package(bench, folder / "package", ports)
-        divergence = next(iter(_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
+        parity = () if quantized else measure_parity(context.runtime, context.candidate, target, reference)
+        package = _make_package(context, folder / "package", ports)
+        divergence = next(iter(_read_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
             pipeline=settings["pipeline"],
             variant=stage.variant or "",
@@ -99,30 +100,30 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             manifest=manifest.digest(),
             target_digest=target.digest(),
             dedicated=target.dedicated,
-            size_bytes=_size(package or manifest.files, ports),
+            size_bytes=_count_bytes(package or manifest.files, ports),
             hardware=hardware,
             conditions=dict(ports.conditions()),
-            runtime=bench.runtime.facts(bench.candidate, target),
-            baseline="champion" if bench.champion else ("" if is_export else EXPORT),
-            champion=None if champion is None else _facts(champion),
+            runtime=context.runtime.facts(context.candidate, target),
+            baseline="champion" if context.champion else ("" if is_export else EXPORT),
+            champion=None if champion is None else _read_champion_facts(champion),
             parity=parity,
-            export_parity=_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
-            batch_invariance=measure_invariance(bench.runtime, bench.candidate, target, data.inputs, reference),
+            export_parity=_read_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
+            batch_invariance=measure_invariance(context.runtime, context.candidate, target, data.inputs, reference),
             divergence=divergence
-            or find_hardware_divergence(ports, bench.runtime, target, bench.candidate, reference, parity),
-            weights=_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
+            or find_hardware_divergence(ports, context.runtime, target, context.candidate, reference, parity),
+            weights=_read_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
-            trees=next(iter(_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
-            activations=_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
-            coverage=examined.coverage,
-            advice=examined.advice,
-            recipe=() if is_export else _documents(ports, variant["recipe.json"], str),
+            trees=next(iter(_read_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
+            activations=_read_documents(ports, variant["activations.json"], ActivationMeasurement) if quantized else (),
+            coverage=execution.coverage,
+            advice=execution.advice,
+            recipe=() if is_export else _read_documents(ports, variant["recipe.json"], str),
             metrics=metrics.counts,
             scores=metrics.scores,
             grouped=metrics.grouped,
             sampled=sampled if sampled.used < sampled.total else None,
-            opsets=info(bench.candidate).opsets,
-            operators=count_operators(read_structure(bench.candidate)),
+            opsets=info(context.candidate).opsets,
+            operators=count_operators(read_structure(context.candidate)),
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,
@@ -130,127 +131,126 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             ratios=speed.ratios,
             raw=store.put_bytes(pack_arrays({**speed.raw, **metrics.rows, **digest_rows(data)})),
         )
-    found = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
-    return Manifest(files={**package, **found})
+    files = {"evidence.json": put_document(store, evidence), "raw.npz": evidence.raw or Digest("")}
+    return Manifest(files={**package, **files})
 
 
-def _package(bench: BenchmarkContext, folder: Path, ports: Ports) -> dict[str, Digest]:
-    """What a target with a format of its own gets of the model."""
-    if bench.target.ort_format is None:
+def _make_package(context: BenchmarkContext, folder: Path, ports: Ports) -> dict[str, Digest]:
+    """Return the files of a target with its own model format."""
+    if context.target.ort_format is None:
         return {}
-    if not isinstance(bench.runtime, PackagingRuntime):
+    if not isinstance(context.runtime, PackagingRuntime):
         raise UserError(
-            f"runtime {bench.target.runtime} makes no .ort files",
-            where=f"target {bench.target.name}: ort_format",
+            f"runtime {context.target.runtime} makes no .ort files",
+            where=f"target {context.target.name}: ort_format",
             remedy="Use runtime onnxruntime, node or browser.",
         )
     folder.mkdir()
-    bench.runtime.package(bench.candidate, bench.target, folder)
+    context.runtime.package(context.candidate, context.target, folder)
     return put_folder(ports.store, folder, PACKAGE)
 
 
-def _facts(champion: Champion) -> ChampionFacts:
+def _read_champion_facts(champion: Champion) -> ChampionFacts:
     folder = Path(champion.location)
     files = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] != CUSTOM_OPS]
     size = sum(path.stat().st_size for path in files)
     return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
 
-def _size(files: Mapping[str, Digest], ports: Ports) -> int:
-    """Bytes of the model; libraries of operators belong to targets, and what is said about a package to nobody."""
+def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
+    """Return the bytes of the model, without operator libraries and descriptions of a package."""
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
     own = packaged or {name: digest for name, digest in files.items() if not name.startswith(f"{CUSTOM_OPS}/")}
     return sum(ports.store.path(digest).stat().st_size for digest in own.values())
 
 
-def _check_ceiling(bench: BenchmarkContext, where: str) -> None:
-    """A runtime tells of a file that is too new for it in words of its own, or of none."""
-    if reason := refusal(bench.candidate, bench.target):
+def _check_compatibility(context: BenchmarkContext, where: str) -> None:
+    """Check the file's versions first: a runtime's own message is unclear or missing."""
+    if reason := refusal(context.candidate, context.target):
         raise UserError(
             reason,
             where=where,
-            remedy=f"Export what all targets accept, give the target its custom_ops, or leave {bench.target.name} out.",
+            remedy="Export what all targets accept, give the target its custom_ops, "
+            f"or leave {context.target.name} out.",
         )
 
 
-def _documents(ports: Ports, digest: Digest, kind: Any) -> Any:
+def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _examined(ports: Ports, bench: BenchmarkContext, variant: Manifest) -> ExecutionReport:
-    excluded = _documents(ports, variant["excluded.json"], str)
-    return inspect_execution(bench.runtime, bench.export, bench.candidate, bench.target, excluded)
+def _inspect(ports: Ports, context: BenchmarkContext, variant: Manifest) -> ExecutionReport:
+    excluded = _read_documents(ports, variant["excluded.json"], str)
+    return inspect_execution(context.runtime, context.export, context.candidate, context.target, excluded)
 
 
-def _metrics(bench: BenchmarkContext, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
-    """Return the task metrics of the variant, alone and on the same rows as what it is compared with.
-
-    Raises:
-        UserError: a gate's metric is of another kind than the labels or the export's answers.
-    """
+def _measure_metrics(context: BenchmarkContext, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
+    """Measure the task metrics of the variant, alone and on the same rows as its baselines."""
     settings: Mapping[str, Any] = stage.settings
     judged: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
-    definitions, default = add_default_metric(definitions, bench.dataset)
-    models = {CANDIDATE: bench.candidate}
+    definitions, default = add_default_metric(definitions, context.dataset)
+    models = {CANDIDATE: context.candidate}
     if not is_export:
-        models[EXPORT] = bench.export
-    if bench.champion is not None:
-        models["champion"] = Path(bench.champion.location) / MODEL_FILE
+        models[EXPORT] = context.export
+    if context.champion is not None:
+        models["champion"] = Path(context.champion.location) / MODEL_FILE
     with importable(ports.root):
         functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
         scorer = ScoringRequest(
-            runtime=bench.runtime,
-            target=bench.target,
+            runtime=context.runtime,
+            target=context.target,
             models=models,
-            dataset=bench.dataset,
-            seed=bench.seed,
+            dataset=context.dataset,
+            seed=context.seed,
             functions=functions,
         )
-        found = measure_metrics(scorer, definitions)
-        failed = unscored(judged.get("judged", ()), found.scores)
+        metrics = measure_metrics(scorer, definitions)
+        failed = explain_unscored(judged.get("judged", ()), metrics.scores)
         if failed and not is_export:  # a variant that alone answers in another way is no mistake of the file
             again = [one for one in definitions if one.label in failed]
-            failed = unscored(failed, measure_metrics(replace(scorer, models={CANDIDATE: bench.export}), again).scores)
+            failed = explain_unscored(
+                failed, measure_metrics(replace(scorer, models={CANDIDATE: context.export}), again).scores
+            )
     if failed:
         raise UserError(next(iter(failed.values())), where="gates")
-    if default is not None and any(counts.metric == ACCURACY.label for counts in found.counts):
-        return replace(found, scores=tuple(one for one in found.scores if one.metric != default.label))
-    return found
+    if default is not None and any(counts.metric == ACCURACY.label for counts in metrics.counts):
+        return replace(metrics, scores=tuple(one for one in metrics.scores if one.metric != default.label))
+    return metrics
 
 
 def add_default_metric(
-    asked: tuple[MetricDefinition, ...], dataset: Dataset
+    definitions: tuple[MetricDefinition, ...], dataset: Dataset
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
-    """Add rmse where labels are numbers and no gate asks for an error of numbers.
+    """Add rmse where labels are numbers and no gate measures an error of numbers.
 
-    Whether a model gives classes or numbers is known once it has answered: then either accuracy or rmse is told.
+    Whether a model returns classes or numbers is known once it has answered: then either accuracy or rmse is reported.
     """
     numbers = (
         dataset.label is not None and dataset.label.dtype.kind in "fiu" and flatten_column(dataset.label).ndim == 1
     )
-    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in asked):
-        return asked, None
+    if not numbers or any(definition.name in ("mae", "rmse", "r2") for definition in definitions):
+        return definitions, None
     default = MetricDefinition(name="rmse")
-    return (*asked, default), default
+    return (*definitions, default), default
 
 
-def _contest(bench: BenchmarkContext, is_export: bool, batch: int) -> ComparisonSpec:
-    """Against the export, and against the champion, which is the baseline where there is one."""
-    baselines = {} if is_export else {EXPORT: bench.export}
-    if bench.champion is not None:
-        baselines["champion"] = Path(bench.champion.location) / MODEL_FILE
+def _make_spec(context: BenchmarkContext, is_export: bool, batch: int) -> ComparisonSpec:
+    """Compare with the export, and with the champion, which is the baseline if there is one."""
+    baselines = {} if is_export else {EXPORT: context.export}
+    if context.champion is not None:
+        baselines["champion"] = Path(context.champion.location) / MODEL_FILE
     return ComparisonSpec(
-        runtime=bench.runtime,
-        target=bench.target,
-        candidate=bench.candidate,
+        runtime=context.runtime,
+        target=context.target,
+        candidate=context.candidate,
         baselines=baselines,
-        feed=build_feed(bench.candidate, bench.dataset.inputs, batch),
-        seed=bench.seed,
+        feed=build_feed(context.candidate, context.dataset.inputs, batch),
+        seed=context.seed,
     )
 
 
-def _asked(stage: Stage) -> MeasurementRequest:
+def _read_request(stage: Stage) -> MeasurementRequest:
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     return MeasurementRequest(

@@ -1,4 +1,4 @@
-"""The champion of a target: the version that a release is measured against, fetched and verified now."""
+"""The champion of a target: the version that a release is compared with, fetched and verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HINT = "champion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Champion:
-    """`location` is a verified folder of this machine."""
+    """A champion; `location` is a verified local folder."""
 
     version: str
     manifest: Digest
@@ -27,11 +27,11 @@ class Champion:
 
 
 def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
-    """None if the target has no champion yet, or the pipeline registers nothing.
+    """Find the champion of a target; None if there is none, or the pipeline registers nothing.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.
-        DigestMismatchError: what came is not what was registered.
+        DigestMismatchError: the fetched files are not the registered ones.
     """
     if not model:
         return None
@@ -56,9 +56,9 @@ def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
 
 
 def attach_champion(stage: Stage, ports: Ports) -> Stage:
-    """A benchmark that knows its champion: asking here spares its own process the registry's client.
+    """Return the benchmark stage with its champion as a hint.
 
-    The baseline is evidence and no part of the key, so it travels as a hint.
+    Its process then needs no registry client. The baseline is evidence and no part of the key, so it travels as a hint.
     """
     settings: Mapping[str, Any] = stage.settings
     champion = find_champion(ports, settings["model"], str(stage.target))
@@ -66,9 +66,9 @@ def attach_champion(stage: Stage, ports: Ports) -> Stage:
 
 
 def read_champion(stage: Stage, ports: Ports) -> Champion | None:
-    """The champion that the stage was told, or else what the registry says."""
+    """Return the champion of the stage's hint, or else of the registry."""
     settings: Mapping[str, Any] = stage.settings
     if HINT not in stage.hints:
         return find_champion(ports, settings["model"], str(stage.target))
-    told = stage.hints[HINT]
-    return None if told is None else codec.from_json(told, Champion, where=stage.id)
+    hint = stage.hints[HINT]
+    return None if hint is None else codec.from_json(hint, Champion, where=stage.id)

@@ -1,4 +1,4 @@
-"""Data: arrays from a source, under the names the model uses."""
+"""Data: arrays from a source, under the names that the model uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MATRIX = "*"
 
 
 def get_source_name(section: DataSection) -> str:
-    """Name of the data source plugin that brings a data set."""
+    """Return the name of the data source plugin of a data set."""
     match section:
         case FileData():
             return "file"
@@ -29,6 +29,7 @@ def get_source_name(section: DataSection) -> str:
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Load the arrays and store the data set."""
     del key, inputs
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
     source = ports.source(get_source_name(section))
@@ -44,75 +45,80 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
-    """Return the data set that a section makes of the arrays of its source.
+    """Build the data set that a section defines from the arrays of its source.
 
     Raises:
         UserError: the first of `find_data_problems`.
     """
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
-    return Dataset(
-        inputs=_inputs(arrays, section),
-        label=_label(arrays[section.label]) if section.label else None,
-        **_grouping(arrays, section),
-    )
+    label = arrays[section.label] if section.label else None
+    if label is not None and label.ndim == 2 and label.shape[1] == 1:  # a column of a table is one value a row
+        label = label[:, 0]
+    return Dataset(inputs=_select_inputs(arrays, section), label=label, **_read_groups(arrays, section))
 
 
 def find_data_problems(
     arrays: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield why the arrays do not make the section's data set, each with the location in the section that asks for it.
+    """Yield why the arrays do not fit the section, each with its location in the section.
 
-    The arrays may be the first rows of those that are meant.
+    The arrays may be the first rows of a larger set.
     """
     grouped = None if isinstance(section, SklearnData) else section.group
     columns = () if isinstance(section, SklearnData) else section.columns or ()
-    wanted: list[tuple[tuple[str | int, ...], str]] = [
+    required: list[tuple[tuple[str | int, ...], str]] = [
         (("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX
     ]
-    wanted += [(("columns", index), name) for index, name in enumerate(columns)]
-    wanted += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
-    missing = [(loc, name) for loc, name in wanted if name not in arrays]
+    required += [(("columns", index), name) for index, name in enumerate(columns)]
+    required += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
+    missing = [(loc, name) for loc, name in required if name not in arrays]
     for loc, name in missing:
-        yield loc, _absent(arrays, name, where)
+        yield loc, _make_missing_error(arrays, name, where)
     if missing:
         return
     for name, array in section.inputs.items():
-        if array == _MATRIX and (problem := _matrix_problem({n: arrays[n] for n in _columns(arrays, section)}, where)):
+        if array == _MATRIX and (
+            problem := _find_matrix_problem({n: arrays[n] for n in _select_columns(arrays, section)}, where)
+        ):
             yield ("inputs", name), problem
-    if grouped is not None and (problem := _group_problem(arrays[grouped], grouped, where)):
+    if grouped is not None and (problem := _find_group_problem(arrays[grouped], grouped, where)):
         yield ("group",), problem
-    used = {name for _, name in wanted} | (set(_columns(arrays, section)) if _takes_all(section) else set())
+    used = {name for _, name in required} | (
+        set(_select_columns(arrays, section)) if _uses_all_columns(section) else set()
+    )
     lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in sorted(used)}
     if len(set(lengths.values())) != 1 or not all(lengths.values()):
         text = f"arrays must have the same number of rows, and at least one: {lengths}"
         yield (), UserError(text, where=where)
 
 
-def _takes_all(section: DataSection) -> bool:
+def _uses_all_columns(section: DataSection) -> bool:
     return not section.inputs or _MATRIX in section.inputs.values()
 
 
-def _inputs(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """The inputs that are named; where none is, each array; for `*` all columns of numbers side by side."""
+def _select_inputs(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
+    """Return the named inputs; without names each array; for `*` all columns of numbers side by side."""
     if not section.inputs:
-        return {name: arrays[name] for name in _columns(arrays, section)}
+        return {name: arrays[name] for name in _select_columns(arrays, section)}
     return {
-        name: _matrix([arrays[one] for one in _columns(arrays, section)]) if array == _MATRIX else arrays[array]
+        name: _build_matrix([arrays[one] for one in _select_columns(arrays, section)])
+        if array == _MATRIX
+        else arrays[array]
         for name, array in section.inputs.items()
     }
 
 
-def _columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
-    """Names of the arrays that become inputs without being named one by one."""
-    chosen = None if isinstance(section, SklearnData) else section.columns
-    if chosen is not None:
-        return list(chosen)
-    aside = {section.label, None if isinstance(section, SklearnData) else section.group, *section.inputs.values()}
-    return [name for name in arrays if name not in aside]
+def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
+    """Return the names of the arrays that become inputs without being named."""
+    columns = None if isinstance(section, SklearnData) else section.columns
+    if columns is not None:
+        return list(columns)
+    excluded = {section.label, None if isinstance(section, SklearnData) else section.group, *section.inputs.values()}
+    return [name for name in arrays if name not in excluded]
 
 
-def _matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:
+def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:
     for name, array in columns.items():
         if array.dtype.kind not in "fiub" or array.ndim > 2:
             return UserError(
@@ -123,19 +129,14 @@ def _matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | None:
     return None if columns else UserError("there is no column to make a matrix of", where=where)
 
 
-def _matrix(columns: Sequence[Any]) -> Any:
+def _build_matrix(columns: Sequence[Any]) -> Any:
     import numpy as np
 
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in columns], axis=1)
 
 
-def _label(array: Any) -> Any:
-    """A column of a table is one value a row."""
-    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
-
-
-def _group_problem(array: Any, name: str, where: str) -> UserError | None:
-    from onnx_ops.statistics.grouping import number_groups  # numpy: what names a source needs none
+def _find_group_problem(array: Any, name: str, where: str) -> UserError | None:
+    from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
 
     if number_groups(array) is not None:
         return None
@@ -146,18 +147,22 @@ def _group_problem(array: Any, name: str, where: str) -> UserError | None:
     )
 
 
-def _grouping(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """The group of each row by number, or the arrays that nothing names and that may tell it."""
+def _read_groups(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
+    """Return the group of each row by number, or the unnamed arrays that may hold it."""
     from onnx_ops.statistics.grouping import find_group_columns, number_groups
 
     name = None if isinstance(section, SklearnData) else section.group
     if name is not None:
         return {"group": number_groups(arrays[name])}
-    used = {*(_columns(arrays, section) if _takes_all(section) else ()), *section.inputs.values(), section.label}
+    used = {
+        *(_select_columns(arrays, section) if _uses_all_columns(section) else ()),
+        *section.inputs.values(),
+        section.label,
+    }
     return {"columns": find_group_columns({n: array for n, array in arrays.items() if n not in used})}
 
 
-def _absent(arrays: Mapping[str, Any], name: str, where: str) -> UserError:
+def _make_missing_error(arrays: Mapping[str, Any], name: str, where: str) -> UserError:
     close = difflib.get_close_matches(name, list(arrays), n=1)
     hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(sorted(arrays))}."
     return UserError(f"the data set has no array {name!r}", where=where, remedy=hint)

@@ -1,4 +1,4 @@
-"""Export: the trained model as ONNX at a pinned opset and IR version, with the source's own answers beside it."""
+"""Export: the trained model as ONNX at a pinned opset and IR version, with the source's reference outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """The stage's key is the release: the digest of data, training and export."""
+    """Export the model. The stage's key is the release: the digest of data, training and export."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = get_exporter(stage, ports, section.framework)
@@ -53,24 +53,24 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         path = exported / MODEL_FILE
         exporter.export(model, ExportRequest(section=section, samples=dataset.inputs, path=path))
         declared = codec.from_json(settings["inputs"], Mapping[str, InputValues], where=stage.id)
-        asked = collect_reference_outputs(
+        reference = collect_reference_outputs(
             exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
         )
-        write_lineage(path, _properties(lineage, asked.limits))
+        write_lineage(path, _properties(lineage, reference.limits))
         carry_libraries(path, read_operators(stage))
         return Manifest(
             files={
                 **put_folder(ports.store, exported, MODEL),
                 "info.json": put_document(ports.store, info(path)),
                 "lineage.json": put_document(ports.store, lineage),
-                "reference.npz": put_reference(ports.store, asked.groups),
-                "source.json": put_document(ports.store, asked.limits),
+                "reference.npz": put_reference(ports.store, reference.groups),
+                "source.json": put_document(ports.store, reference.limits),
             }
         )
 
 
 def _properties(lineage: Lineage, limits: SourceLimits) -> dict[str, str]:
-    """What the file itself tells of where it comes from, and whether its source refuses NaN."""
+    """Return the metadata of the file: where it comes from, and whether its source refuses NaN."""
     properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
     if lineage.git_sha:
         properties["onnx-ops.git.sha"] = lineage.git_sha

@@ -1,4 +1,4 @@
-"""Gate: evidence against the pipeline's gates, as a decision, signed where a key is at hand."""
+"""Gate: judge evidence by the pipeline's gates, and sign the decision if there is a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """The gates themselves are stored too: whoever holds the signed decision can judge again from its digests."""
+    """Judge the evidence. The gates are stored too, so that the decision can be judged again from its digests."""
     del key
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]
@@ -39,16 +39,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     }
     signer = ports.signer()
     if settings["model"] and signer is not None:
-        record = _record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
+        record = _make_record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
         files["signed.json"] = put_document(ports.store, sign_record(record, signer).envelope)
     return Manifest(files=files)
 
 
-def _record(
+def _make_record(
     decision: Decision, evidence: Evidence, settings: Mapping[str, Any], gates: Digest, source: Digest, now: float
 ) -> DecisionRecord:
-    together = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
-    moment = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
+    invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
+    decided = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
     return DecisionRecord(
         model=settings["model"],
         release=evidence.release,
@@ -62,7 +62,7 @@ def _record(
         verdicts=decision.verdicts,
         custom_ops=tuple(settings["custom_ops"]),
         execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
-        batchable=bool(together) and combine_verdicts(together) is Verdict.PASS,
-        decided_at=moment.isoformat(timespec="seconds"),
+        batchable=bool(invariance) and combine_verdicts(invariance) is Verdict.PASS,
+        decided_at=decided.isoformat(timespec="seconds"),
         sequence=int(now * 1000),
     )

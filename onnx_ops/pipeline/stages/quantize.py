@@ -1,4 +1,4 @@
-"""Quantize: a variant derived from the export, how it was made, and the error of each weight and activation."""
+"""Quantize: derive a variant from the export, and measure the error of each weight and activation."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Derive a variant, or take the one that the search found, and measure its quantization error."""
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
@@ -32,13 +33,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     )
     with Scratch() as folder:
         source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
-        made = _chosen(settings, inputs, ports, folder) if "search" in settings else None
-        made = made or _derived(section, stage, dataset, source, folder, ports)
+        made = _take_found(settings, inputs, ports, folder) if "search" in settings else None
+        made = made or _derive(section, stage, dataset, source, folder, ports)
         write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
         carry_libraries(made.path, read_operators(stage))
         files = put_folder(ports.store, made.path.parent, MODEL)
         runtime = ports.runtime(AS_WRITTEN.runtime)
-        unseen = _unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
+        unseen = _select_unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
         activations = measure_activations(runtime, source, made.path, unseen) if unseen else ()
         searched = {SEARCH_FILE: inputs[settings["search"]][SEARCH_FILE]} if "search" in settings else {}
         return Manifest(
@@ -55,45 +56,45 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """A variant, the nodes that were to stay in float, and how it was made."""
+class _Variant:
+    """A variant, the nodes that stay in float, and how it was made."""
 
     path: Path
     excluded: tuple[str, ...]
     recipe: tuple[str, ...]
 
 
-def _derived(
+def _derive(
     section: Quantize,
     stage: Stage,
     dataset: Dataset | None,
     source: Path,
     folder: Path,
     ports: Ports,
-) -> _Made:
+) -> _Variant:
     derived = folder / "onnx"
     derived.mkdir()
-    told: Any = stage.settings["machines"]
-    machines = tuple(codec.from_json(one, Arithmetic) for one in told)
+    settings: Mapping[str, Any] = stage.settings
+    machines = tuple(codec.from_json(machine, Arithmetic) for machine in settings["machines"])
     calibration = dataset.head(section.calibrate.samples).inputs if dataset and section.calibrate else None
     request = OptimizeRequest(
         section=section, source=source, path=derived / MODEL_FILE, calibration=calibration, machines=machines
     )
     recipe = ports.optimizer(section.method, read_environment(stage)).optimize(request)
-    return _Made(path=request.path, excluded=section.exclude, recipe=recipe)
+    return _Variant(path=request.path, excluded=section.exclude, recipe=recipe)
 
 
-def _chosen(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: Ports, folder: Path) -> _Made:
-    """What the search found for the role."""
-    found, role = inputs[settings["search"]], settings["role"]
-    trial = codec.loads(ports.store.read(found[f"{role}/trial.json"]), Trial)
-    record = codec.loads(ports.store.read(found[SEARCH_FILE]), SearchRecord)
-    path = checkout_files(ports.store, found, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
-    return _Made(path=path, excluded=trial.excluded, recipe=tuple(describe_recipe(record, trial)))
+def _take_found(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: Ports, folder: Path) -> _Variant:
+    """Return the variant that the search manifest for the role."""
+    manifest, role = inputs[settings["search"]], settings["role"]
+    trial = codec.loads(ports.store.read(manifest[f"{role}/trial.json"]), Trial)
+    record = codec.loads(ports.store.read(manifest[SEARCH_FILE]), SearchRecord)
+    path = checkout_files(ports.store, manifest, f"{role}/{MODEL}", folder / "manifest") / MODEL_FILE
+    return _Variant(path=path, excluded=trial.excluded, recipe=tuple(describe_recipe(record, trial)))
 
 
-def _unseen(dataset: Dataset, calibrated: int) -> Tensors:
-    """Rows of the calibration set that no range was read off, before those that were: never rows that are scored."""
+def _select_unseen(dataset: Dataset, calibrated: int) -> Tensors:
+    """Return rows of the calibration set, first those that no range was computed from; never scored rows."""
     count = len(dataset)
     order = [*range(min(calibrated, count), count), *range(min(calibrated, count))]
     return {name: array[order[:ACTIVATION_ROWS]] for name, array in dataset.inputs.items()}

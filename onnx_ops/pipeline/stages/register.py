@@ -1,6 +1,4 @@
-"""Register: one version per variant, with its evidence, and the choice of each target.
-
-One request of real rows, for whoever wants to call a version without asking its maker."""
+"""Register: one version per variant, with its evidence, and the choice of each target."""
 
 from __future__ import annotations
 
@@ -30,17 +28,18 @@ from onnx_ops.statistics.choice import choose
 from onnx_ops.statistics.probes import REAL
 
 REPORT = "report.html"
-"""Path of the release's report among the evidence of each version."""
+"""Path of the release report among the evidence of each version."""
 
 
 PROVENANCE, BASE = "provenance", "base"
-"""Hints, no part of the stage's key: what the pipeline file says of itself, who made the release when, and what is
-recorded of its base branch."""
+"""Hints that are no part of the stage's key: metadata of the pipeline file, author and time of the release, and the
+recorded release of the base branch."""
 
 _MOST_BYTES = 1 << 20
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Publish the variants with their evidence, and choose one for each target."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     lineage = codec.loads(ports.store.read(inputs["export"]["lineage.json"]), Lineage)
@@ -51,16 +50,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         data={name.removeprefix("data/"): m.digest() for name, m in inputs.items() if name.startswith("data/")},
     )
     policies = {name: codec.from_json(one, TargetObjective) for name, one in settings["policies"].items()}
-    chosen = choose_variants(policies, read_decisions(inputs, ports))
+    choices = choose_variants(policies, read_decisions(inputs, ports))
     provenance = codec.from_json(hints[PROVENANCE], Provenance) if PROVENANCE in hints else Provenance()
     base = codec.from_json(hints[BASE], BaseRelease) if BASE in hints else None
-    shared = {REPORT: ports.store.path(_report(inputs, ports, lineage, chosen, provenance, base))}
-    for choice in chosen:
+    shared = {REPORT: ports.store.path(_store_report(inputs, ports, lineage, choices, provenance, base))}
+    for choice in choices:
         shared[f"evidence/{choice.target}.choice.json"] = ports.store.path(put_document(ports.store, choice))
     example = build_request_example(inputs["export"], ports.store)
     records = tuple(
         replace(
-            _variant(
+            _make_variant_record(
                 entry["name"], inputs[entry["stage"]], settings["targets"], inputs, ports, lineage, shared, provenance
             ),
             measured_on=settings["measured_on"],
@@ -79,7 +78,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         model=settings["model"],
         release=lineage.release,
         versions=versions,
-        choices=chosen,
+        choices=choices,
         where=registry.where(settings["model"]),
         report=registry.page(settings["model"], next(iter(versions.values())), REPORT),
         evidence={record.variant: record.evidence_digest() for record in records},
@@ -88,7 +87,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decision, ...]:
-    """The decisions among some stages' results, in the order of the pipeline."""
+    """Return the decisions among the results of stages, in the order of the pipeline."""
     return tuple(
         codec.loads(ports.store.read(manifest["decision.json"]), Decision)
         for name, manifest in inputs.items()
@@ -96,22 +95,22 @@ def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decisi
     )
 
 
-def choose_variants(policies: Mapping[str, TargetObjective], judged: tuple[Decision, ...]) -> tuple[Choice, ...]:
-    """Per target the variant to serve. A target of which nothing could be measured is an ERROR, not a failure."""
-    found = []
+def choose_variants(policies: Mapping[str, TargetObjective], decisions: tuple[Decision, ...]) -> tuple[Choice, ...]:
+    """Choose the variant of each target; a target without any measurement is an ERROR."""
+    choices = []
     for target, policy in policies.items():
-        here = tuple(d for d in judged if d.target == target)
-        if here:
-            found.append(choose(here, policy))
+        target_decisions = tuple(d for d in decisions if d.target == target)
+        if target_decisions:
+            choices.append(choose(target_decisions, policy))
         else:
             reason = "nothing could be measured"
-            found.append(
+            choices.append(
                 Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
             )
-    return tuple(found)
+    return tuple(choices)
 
 
-def _report(
+def _store_report(
     inputs: Mapping[str, Manifest],
     ports: Ports,
     lineage: Lineage,
@@ -139,7 +138,7 @@ def _report(
     return ports.store.put_bytes(page.encode("utf-8"))
 
 
-def _variant(
+def _make_variant_record(
     name: str,
     manifest: Manifest,
     targets: list[str],
@@ -188,7 +187,7 @@ def _variant(
 
 
 def build_request_example(export: Manifest, store: Store) -> bytes:
-    """JSON `{"inputs": {name: rows}}`: one row, or as many as a fixed batch asks for.
+    """Return an example request: JSON `{"inputs": {name: rows}}` with one row, or a fixed batch.
 
     Empty where no row can be written as JSON (NaN, bytes), or a request is larger than 1 MiB.
     """

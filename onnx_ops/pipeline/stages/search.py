@@ -1,4 +1,4 @@
-"""Search: recipes and exclusions tried under a budget, and the variants that are worth measuring."""
+"""Search: find variants by trying recipes and exclusions under a budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Models of the roles that a variant was found for, under `<role>/`, and everything that was tried."""
+    """Store the models of the filled roles, under `<role>/`, and the record of the search."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     section = codec.from_json(settings["section"], Quantize, where=stage.id)
@@ -30,7 +30,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         calibration = calibration.head(section.calibrate.samples)
     with Scratch() as folder, importable(ports.root):
         source = checkout_files(ports.store, inputs["export"], MODEL, folder / "source") / MODEL_FILE
-        ground = SearchContext(
+        context = SearchContext(
             ports=ports,
             section=section,
             source=source,
@@ -48,9 +48,9 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             seed=int(key[-8:], 16),
             functions={metric.use: load_function(metric.use, "gates")} if metric.use else {},
         )
-        found = search(ground, ports.journal(key), ports.tell)
-        files = {SEARCH_FILE: put_document(ports.store, found.record)}
-        for role, (path, trial) in found.models.items():
+        result = search(context, ports.journal(key), ports.tell)
+        files = {SEARCH_FILE: put_document(ports.store, result.record)}
+        for role, (path, trial) in result.models.items():
             files |= put_folder(ports.store, path.parent, f"{role}/{MODEL}")
             files[f"{role}/trial.json"] = put_document(ports.store, trial)
     return Manifest(files=files)

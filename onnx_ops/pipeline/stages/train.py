@@ -1,4 +1,4 @@
-"""Train: a Python function by reference, or a model that the pipeline brings."""
+"""Train: call the training function, or take a model that the pipeline brings."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Train or copy the model, and store its files."""
     del key
     settings: Mapping[str, Any] = stage.settings
     exporter = get_exporter(stage, ports, settings["framework"])

@@ -1,4 +1,4 @@
-"""Validate: is the export the same function?"""
+"""Validate: compare the export with its source."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from onnx_ops.statistics.tree_parity import compare_trees
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
+    """Measure parity; locate the node of a failure, and compare trees."""
     del key
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))
@@ -45,14 +46,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             runtime = ports.runtime(target.runtime)
             reference = get_reference(ports.store, export["reference.npz"])
             measured = measure_parity(runtime, path, target, reference)
-            source = _Source(stage, inputs["train"], ports, folder / "trained")
+            source = _LazySource(stage, inputs["train"], ports, folder / "trained")
             trees = source.trees(path)
         except (MeasurementError, UserError) as error:
             measured = (make_mismatch("*", "load", f"it does not run: {error}"),)
         else:
             if worst := find_worst(measured):
-                look = FailedExport(runtime=runtime, target=target, model=path, reference=reference, worst=worst)
-                divergence = (locate_divergence(look, source.tracer),)
+                failed_export = FailedExport(
+                    runtime=runtime, target=target, model=path, reference=reference, worst=worst
+                )
+                divergence = (locate_divergence(failed_export, source.tracer),)
     return Manifest(
         files={
             "parity.json": put_document(ports.store, measured),
@@ -63,8 +66,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """The source model, which is loaded only where something of it is asked: most exports need no more than answers."""
+class _LazySource:
+    """The source model, loaded only when needed: most exports need no more than its stored answers."""
 
     stage: Stage
     trained: Manifest
@@ -72,7 +75,7 @@ class _Source:
     folder: Path
 
     def tracer(self, samples: Tensors) -> Tracer | None:
-        """Looks inside the source, if its exporter can."""
+        """Return the tracer of the source's intermediate values, if its exporter can trace."""
         section = self._section()
         exporter = get_exporter(self.stage, self.ports, section.framework)
         if not isinstance(exporter, TracingExporter):
@@ -82,7 +85,7 @@ class _Source:
             return exporter.tracer(model, request)
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
-        """The trees of the export at `path` beside the source's; nothing if it has none, or its exporter cannot tell.
+        """Compare the trees of the export at `path` with the source's; empty if one has none.
 
         Raises:
             UserError: the export's trees are not well-formed.

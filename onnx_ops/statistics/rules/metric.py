@@ -139,7 +139,9 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
 
 def explain_unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
     """Return why the candidate has no value of some of these metrics: labels or answers are of another kind."""
-    return {score.metric: score.failed for score in scores if score.failed and not score.against and score.metric in metrics}
+    return {
+        score.metric: score.failed for score in scores if score.failed and not score.against and score.metric in metrics
+    }
 
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
@@ -167,7 +169,11 @@ def _judge_changes(
     if baseline and not any(e.against == baseline for e in compared):
         metric = f"{name} vs {baseline}"
         explain_unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-        result = make_unmeasured("metric", metric, limit.text) if explain_unscored is None else _judge(name, limit, explain_unscored)
+        result = (
+            make_unmeasured("metric", metric, limit.text)
+            if explain_unscored is None
+            else _judge(name, limit, explain_unscored)
+        )
         yield replace(result, metric=metric)
 
 
