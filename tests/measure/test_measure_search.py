@@ -184,7 +184,7 @@ def test_a_search_that_was_killed_goes_on_and_repeats_nothing(fragile: Callable[
     assert len(before) >= steps
     shutil.rmtree(root / "trials")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert done.stdout.startswith(f"going on after {len(before)} steps")
+    assert done.stdout.startswith(f"resuming after {len(before)} steps")
     after = FileJournal(root / "journal").read()
     assert after[: len(before)] == before
     trials = [(line["trial"]["recipe"], tuple(line["trial"]["excluded"])) for line in after if line.get("trial")]

@@ -146,5 +146,5 @@ def test_a_piece_of_work_that_raises_stops_no_other() -> None:
         for number in (0, 2, 3):
             given_work[number].result(PATIENCE_S)
     assert sorted(done) == [0, 2, 3]
-    with pytest.raises(ValueError, match="a pool of 0"):
+    with pytest.raises(ValueError, match="at least 1"):
         DaemonThreadPool[None](0)
