@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.variant_models import Model
 from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
-from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.adapters.files import FileJournal
 from onnx_ops.app import connect
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import ACCURACY

@@ -1,4 +1,4 @@
-"""What the adapters for Amazon's services share: clients, what their errors mean, and how variants are called."""
+"""Access to AWS: boto3's clients, their errors as errors of onnx-ops, and names of variants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UNAVAILABLE = frozenset(
     }
 )
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403"})
-_STRANGER = frozenset(
+_UNAUTHENTICATED = frozenset(
     {
         "ExpiredToken",
         "ExpiredTokenException",
@@ -56,7 +56,7 @@ _STRANGER = frozenset(
         "SignatureDoesNotMatch",
     }
 )
-_FULL = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
+_QUOTA_USED_UP = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
@@ -121,7 +121,7 @@ _IDENTITY_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_QUOTA_USED_UP_URI",
 )
 _IDENTITY_SETTINGS = (
     "aws_access_key_id",
@@ -135,9 +135,9 @@ _IDENTITY_SETTINGS = (
 
 
 def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
-    """Return what keeps boto3 from knowing who we are and where; None if it may know. Nothing is asked or verified.
+    """Return the error of missing credentials or region; None if there may be some. Sends no request.
 
-    A machine of Amazon's may have a role, which only the network tells.
+    A machine in AWS may have a role, which only a request would show.
     """
     if absent(("boto3",)):
         return None  # a problem of its own
@@ -158,7 +158,7 @@ def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError |
 
 @cache
 def _models(data_path: str | None) -> Any:
-    """What describes the services, read once for all sessions: for each of them it would take a third of a second."""
+    """Return the descriptions of services, read once for all sessions: that takes a third of a second."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
@@ -166,7 +166,7 @@ def _models(data_path: str | None) -> Any:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Errors of boto3 as errors of ours, each with its remedy."""
+    """Raise boto3's errors as errors of onnx-ops, each with its remedy."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -178,9 +178,9 @@ def translated(where: str) -> Iterator[None]:
 
 
 def create_once(send: Callable[[], object]) -> None:
-    """Let `send` create an object of S3 on the condition that there is none. One that is there already is left alone.
+    """Let `send` create an object of S3 if there is none; an existing one stays.
 
-    Where two write at once S3 may refuse both, and asks to try again.
+    S3 may refuse two concurrent writers both, and asks them to retry.
 
     Raises:
         ClientError: it could not be created.
@@ -200,21 +200,22 @@ def create_once(send: Callable[[], object]) -> None:
 
 
 def code_of(error: Any) -> str:
-    """The service's code of a `ClientError`."""
+    """Return the service's code of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def message_of(error: Any) -> str:
+    """Return the service's message of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Message", ""))
 
 
 def says(error: Any, *texts: str) -> bool:
-    """Whether a `ClientError` is about one of these, in whatever case its message is written."""
+    """Return whether the message of a `ClientError` contains one of the texts, in any case."""
     return any(text.lower() in message_of(error).lower() for text in texts)
 
 
 def variant_of(deployment: str) -> str:
-    """Name of a deployment's variant: its own where the service allows that."""
+    """Return the name of a deployment's variant: its own where the service allows that."""
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")
@@ -222,14 +223,14 @@ def variant_of(deployment: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether SageMaker takes it as the name of an endpoint or a variant."""
+    """Return whether it can be the name of an endpoint or a variant."""
     return _NAME.fullmatch(text) is not None
 
 
 def _of_service(error: Any, where: str) -> OnnxOpsError:
     code, operation = code_of(error), str(getattr(error, "operation_name", "the call"))
     why = f"{operation}: {code}: {message_of(error)}"
-    if code in _STRANGER:
+    if code in _UNAUTHENTICATED:
         return ServiceUnavailableError(
             "AWS does not accept the credentials", where=where, why=why, remedy="Sign in again: `aws sso login`."
         )
@@ -240,12 +241,12 @@ def _of_service(error: Any, where: str) -> OnnxOpsError:
             why=why,
             remedy="docs/sagemaker.md lists the permissions that the caller needs.",
         )
-    if code in _FULL:
+    if code in _QUOTA_USED_UP:
         return InfrastructureError(
             "a quota of the account is used up",
             where=where,
             why=why,
-            remedy="Ask for more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+            remedy="Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
         )
     if code in _UNAVAILABLE or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
         return ServiceUnavailableError(

@@ -1,6 +1,6 @@
-"""What everything that speaks to Azure shares: whose workspace it is, at which cloud, and a token for it.
+"""Access to Azure: the workspace, the cloud, credentials, and requests to Azure Resource Manager.
 
-Which cloud, and who we are, come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
+The cloud and the credentials come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
 `ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity looks for.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from onnx_ops.adapters.exchange import exchange, host_of
 from onnx_ops.adapters.host import machine_vendor
+from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
@@ -69,7 +69,7 @@ class Workspace:
 
 
 def workspace_of(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
-    """The workspace that an endpoint's settings name.
+    """Return the workspace that an endpoint's settings name.
 
     Raises:
         SettingsError: `subscription`, `resource_group` or `workspace` is missing or no name.
@@ -79,7 +79,7 @@ def workspace_of(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
 
 
 def endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
-    """What the endpoint is called in Azure: its setting `name`, else its own name.
+    """Return the endpoint's name in Azure: its setting `name`, else its own name.
 
     Raises:
         UserError: Azure takes no such name.
@@ -88,29 +88,29 @@ def endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name
     raise UserError(
-        f"Azure takes no endpoint of the name {name!r}",
+        f"{name!r} cannot be the name of an endpoint in Azure",
         where=endpoint,
         remedy="Set `name`: 3 to 32 lower-case letters, digits and hyphens, first a letter; unique in the region.",
     )
 
 
 def management_url() -> str:
-    """Where Azure Resource Manager answers."""
-    if told := os.environ.get("ARM_CLOUD_METADATA_URL"):
-        parts = urlsplit(told)
+    """Return the address of Azure Resource Manager."""
+    if metadata_url := os.environ.get("ARM_CLOUD_METADATA_URL"):
+        parts = urlsplit(metadata_url)
         return f"{parts.scheme}://{parts.netloc}"
     cloud = os.environ.get("AZUREML_CURRENT_CLOUD", "AzureCloud")
     return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
 
 
 def timeouts(api_timeout_s: float) -> dict[str, float]:
-    """Options of every client of the SDK's, which would wait five minutes for a connection, and for an answer."""
+    """Return options for clients of the SDK, which by default wait five minutes to connect, and for an answer."""
     return {"connection_timeout": min(_CONNECT_S, api_timeout_s), "read_timeout": api_timeout_s}
 
 
 @functools.cache
 def credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Who we are. Made once, since it keeps its tokens. A token is asked for three times at most.
+    """Return the credential, which caches its tokens. A token is requested three times at most.
 
     Args:
         api_timeout_s: how long the answer to such a request may take.
@@ -131,9 +131,9 @@ _IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cac
 
 
 def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
-    """Return that nothing here says who we are; None if something may. Nothing is asked or verified.
+    """Return the error of missing credentials; None if there may be some. Sends no request.
 
-    A machine of Azure's may have an identity, which only the network tells.
+    A machine in Azure may have a managed identity, which only a request would show.
     """
     home = Path.home()
     folders = [Path(os.environ.get("AZURE_CONFIG_DIR", home / ".azure")), home / ".Azure", home / ".azd" / "auth"]
@@ -141,15 +141,15 @@ def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     known = any(os.environ.get(name) for name in _IDENTITY_VARIABLES) or any(file.is_file() for file in files)
     if known or folders[-1].is_dir() or machine_vendor().startswith("Microsoft"):
         return None
-    return RefusedError("Azure does not know who we are", where=where, remedy=LOGIN_REMEDY)
+    return RefusedError("there are no Azure credentials", where=where, remedy=LOGIN_REMEDY)
 
 
-def bearer() -> str:
-    """A token for Azure Resource Manager.
+def fetch_token() -> str:
+    """Return a token for Azure Resource Manager.
 
     Raises:
-        RefusedError: nobody says who we are.
-        InfrastructureError: that could not be found out.
+        RefusedError: there are no credentials, or they are not accepted.
+        InfrastructureError: the credentials could not be checked.
         MissingPackageError: the extra `azure` is not installed.
     """
     require(*EXTRAS["azure"], where="Azure")
@@ -158,33 +158,36 @@ def bearer() -> str:
     try:
         return str(credential().get_token(f"{management_url()}/.default").token)
     except ClientAuthenticationError as error:
-        raise RefusedError("Azure does not know who we are", why=first_line(error), remedy=LOGIN_REMEDY) from error
+        raise RefusedError("there are no Azure credentials", why=first_line(error), remedy=LOGIN_REMEDY) from error
     except AzureError as error:
         raise InfrastructureError("no token for Azure", why=first_line(error), remedy=LOGIN_REMEDY) from error
 
 
-def ask(path: str, *, document: object = None, method: str = "GET") -> Any:
-    """One exchange with Azure Resource Manager; None if the answer is empty.
+def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:
+    """Send a request to Azure Resource Manager; return None if the answer is empty.
 
     Args:
         path: of the resource, with the query.
+        document: the body.
+        method: of HTTP.
 
     Raises:
         ServiceUnavailableError: it does not answer, asks to try again later, or does not answer JSON, as proxies
             and pages to log in do.
-        RefusedError: it says no.
+        RefusedError: it is not permitted.
     """
     base = management_url()
-    host = host_of(base, "the address of Azure Resource Manager")
-    found = exchange(method, f"{base}{path}", document, host=host, headers={"Authorization": f"Bearer {bearer()}"})
-    if isinstance(found, str) and found:
-        why = f"it begins with {found[:60]!r}"
-        remedy = f"Look at what stands between this machine and {host}: a proxy, or a page to log in."
+    host = require_https(base, "the address of Azure Resource Manager")
+    headers = {"Authorization": f"Bearer {fetch_token()}"}
+    answer = request_json(method, f"{base}{path}", document, host=host, headers=headers)
+    if isinstance(answer, str) and answer:
+        why = f"it begins with {answer[:60]!r}"
+        remedy = f"Look at what stands between this machine and {host}: a proxy, or a login page."
         raise ServiceUnavailableError("does not answer in JSON", where=host, why=why, remedy=remedy)
-    return found or None
+    return answer or None
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of the SDK says, without its pages of advice."""
+    """Return the first line of an SDK's error, without its pages of advice."""
     text = str(getattr(error, "message", "") or error).strip()
     return quoted(text.splitlines()[0]) if text else type(error).__name__

@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from onnx_ops.adapters.exchange import exchange, host_of
+from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.errors import ServiceUnavailableError, UserError
 
 API = "GITHUB_API_URL"
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+", re.ASCII)
 _PAGES = 10
-"""Pages of a hundred entries that are looked through."""
+"""Pages of a hundred entries that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repository:
-    """`name` is `owner/repository`. The API's address comes from GITHUB_API_URL, as in GitHub's own runners."""
+class GitHubRepository:
+    """One repository, `owner/repository`. GITHUB_API_URL holds the API's address, as in GitHub's runners."""
 
     name: str
     token: Callable[[], str]
 
-    def ask(self, method: str, path: str, document: object = None) -> Any:
-        """One exchange about `path` below the repository.
+    def request(self, method: str, path: str, document: object = None) -> Any:
+        """Send a request about `path` below the repository.
 
         Raises:
-            ServiceUnavailableError, RefusedError: as for `exchange`.
+            ServiceUnavailableError, RefusedError: as for `request_json`.
         """
         headers = {
             "Authorization": f"Bearer {self.token()}",
@@ -36,30 +36,31 @@ class Repository:
             "X-GitHub-Api-Version": "2022-11-28",
         }
         url = f"{_api()}/repos/{self.name}/{path}"
-        return exchange(method, url, document, host=f"{self.host} {self.name}", headers=headers)
+        return request_json(method, url, document, host=f"{self.host} {self.name}", headers=headers)
 
-    def listed(self, path: str) -> Iterator[dict[str, Any]]:
-        """The entries of a list, page by page as they are looked at; the first thousand.
+    def list_entries(self, path: str) -> Iterator[dict[str, Any]]:
+        """Yield the first thousand entries of a list, page by page.
 
         Raises:
             ServiceUnavailableError: the answer is no list.
         """
         joined = "&" if "?" in path else "?"
         for page in range(1, _PAGES + 1):
-            found = self.ask("GET", f"{path}{joined}per_page=100&page={page}")
+            found = self.request("GET", f"{path}{joined}per_page=100&page={page}")
             if not isinstance(found, list):
-                raise ServiceUnavailableError("answers something that is no list", where=self.name)
+                raise ServiceUnavailableError("did not answer with a list", where=self.name)
             yield from found
             if len(found) < 100:
                 return
 
     @property
     def host(self) -> str:
-        return host_of(_api(), API)
+        """Return the API's host."""
+        return require_https(_api(), API)
 
 
-def plain(token: str, where: str) -> str:
-    """The token, if it can be one.
+def validate_token(token: str, where: str) -> str:
+    """Return a token that can be one.
 
     Raises:
         UserError: it cannot.

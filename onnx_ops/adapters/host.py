@@ -13,27 +13,33 @@ from onnx_ops.protocol.server_process import read_start_time
 
 
 class SystemClock:
+    """The clock of this machine."""
+
     def now(self) -> float:
+        """Return seconds since the epoch."""
         return time.time()  # noqa: TID251 (this is the Clock)
 
     def monotonic(self) -> float:
+        """Return seconds that never go back."""
         return time.monotonic()
 
 
 def machine_vendor() -> str:
-    """Who made this machine, as its firmware says; clouds name themselves. Empty if that is not known."""
+    """Return the vendor of this machine by its firmware, which clouds set; empty if unknown."""
     with suppress(OSError):
         return Path("/sys/class/dmi/id/sys_vendor").read_text(encoding="utf-8").strip()
     return ""
 
 
 class LocalHost:
-    """Leases name host, process and the process's start, so that a reused process id is not taken for its holder."""
+    """This process as the holder of leases: host, process id and start, as process ids are reused."""
 
     def holder(self) -> str:
+        """Return this process's name in leases."""
         return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
     def alive(self, holder: str) -> bool:
+        """Return whether a holder runs; True for those of other hosts."""
         host, _, rest = holder.partition(":")
         process, _, started = rest.partition(":")
         if host != socket.gethostname() or not process.isdecimal():
@@ -41,13 +47,14 @@ class LocalHost:
         return _started(int(process)) == started != ""
 
     def actor(self) -> str:
+        """Return the user for the audit trail: ONNX_OPS_ACTOR or user@host."""
         named = os.environ.get("ONNX_OPS_ACTOR")
         return named or f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def _started(process: int) -> str:
-    """Start of a process in clock ticks after boot; empty if it does not run; `unknown` if the system does not tell."""
-    with suppress(PermissionError):  # somebody else's, on a system that hides these
+    """Return when a process started, in clock ticks since boot; empty if it does not run, or `unknown`."""
+    with suppress(PermissionError):  # another user's process, on a system that hides these
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
     return "unknown" if _runs(process) else ""

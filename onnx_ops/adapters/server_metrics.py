@@ -1,4 +1,4 @@
-"""What the servers of an endpoint have counted, as they tell it themselves."""
+"""Metrics that the servers of an endpoint count themselves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SAME = 1e-9
 
 
 class ServerMetrics:
-    """Fulfils `ports.MetricsSource`.
+    """Counts of all servers of an endpoint.
 
     Args:
-        counts: requests the counts of all servers of an endpoint, by user if requested; raises
+        counts: requests the counts of all servers, by user if requested; raises
             ServiceUnavailableError if one does not answer.
     """
 
@@ -34,16 +34,17 @@ class ServerMetrics:
         self._counts = counts
 
     def capabilities(self) -> frozenset[str]:
+        """Return what an onnx-ops server counts."""
         return frozenset({"exceedances", "shadow", "outcomes", "cold_starts"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """How long requests to the deployment took since the server was started, without waiting for their turn: how
-        long they wait says what traffic there is, and not how fast the deployment is."""
+        """Return the histogram of service times, without the time in the queue, since the server started."""
         found = self._counts(config, None)
         counted = [one.deployments[deployment].service for one in found if deployment in one.deployments]
         return (found[0].bounds_s, _added(counted)) if counted else None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+        """Return the counts of all servers, by user, too."""
         watched = {name: {} if limits is None else limits.by_guardrail() for name, limits in deployments.items()}
         ascending = {name: tuple(sorted(set(limits.values()))) for name, limits in watched.items()}
         grades = {
@@ -79,7 +80,7 @@ def _tally(
     service = _added([one.service for one in counted])
 
     def over(latency_s: float) -> int | None:
-        """Requests slower than a bound of the histogram; None for any other latency."""
+        """Return the requests slower than a bound of the histogram; None for any other latency."""
         at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
         return None if at is None else sum(service[at + 1 :])
 
@@ -98,7 +99,7 @@ def _units(
     grades: Mapping[str, Mapping[str, int]],
     endpoint: str,
 ) -> Mapping[str, UnitSums]:
-    """The sums over users of each event, of both deployments.
+    """Return the sums over users of each event, of both deployments.
 
     Args:
         vectors: cells by deployment, of each server. They are added first: a user may be seen by all of them.

@@ -1,4 +1,4 @@
-"""Netron: a graph in the browser, served to this machine only."""
+"""Netron, which shows a graph in the browser of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a model's graph; gives its URL and what waits until the server ends.
+    """Serve a model's graph; give its URL and a function that waits until the server ends.
 
     Args:
         path: an ONNX file.

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.adapters.external_model import BroughtModels, RegisteredModels
+from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
-from onnx_ops.adapters.journals import FileJournal
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore

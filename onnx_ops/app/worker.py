@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.files import durable_file
 from onnx_ops.app import connect
 from onnx_ops.app.child import PROGRESS
 from onnx_ops.config.settings import load_settings

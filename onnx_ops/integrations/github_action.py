@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.github import REPOSITORY, Repository, plain
+from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
 from onnx_ops.app.affected import knows_commit
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.decision import Verdict
@@ -122,7 +122,9 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
     checked = results(folder)
     told = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []
-    deeds: list[tuple[str, Callable[[Repository], None]]] = [("check", lambda to: _check(to, event, checked, told))]
+    deeds: list[tuple[str, Callable[[GitHubRepository], None]]] = [
+        ("check", lambda to: _check(to, event, checked, told))
+    ]
     if event.pull_request is not None:
         number = event.pull_request
         deeds.append(("comment", lambda to: _comment(to, number, told, wanted=bool(checked))))
@@ -139,7 +141,7 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: 
     return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
 
 
-def _check(repository: Repository, event: Event, checked: Sequence[Checked], told: str) -> None:
+def _check(repository: GitHubRepository, event: Event, checked: Sequence[Checked], told: str) -> None:
     about = {
         "name": CHECK,
         "head_sha": event.commit,
@@ -147,28 +149,28 @@ def _check(repository: Repository, event: Event, checked: Sequence[Checked], tol
         "conclusion": _CONCLUSIONS[overall(checked)],
         "output": {"title": title(checked), "summary": told},
     }
-    repository.ask("POST", "check-runs", about)
+    repository.request("POST", "check-runs", about)
 
 
-def _comment(repository: Repository, number: int, told: str, *, wanted: bool) -> None:
+def _comment(repository: GitHubRepository, number: int, told: str, *, wanted: bool) -> None:
     """One comment a pull request, written anew by each commit; none where there never was anything to say."""
     body = {"body": f"{MARK}\n{told}"}
-    for comment in repository.listed(f"issues/{number}/comments"):
+    for comment in repository.list_entries(f"issues/{number}/comments"):
         ours = (comment.get("user") or {}).get("type") == "Bot"  # whoever copies the mark keeps their comment
         if ours and str(comment.get("body") or "").startswith(MARK):
-            repository.ask("PATCH", f"issues/comments/{int(comment['id'])}", body)
+            repository.request("PATCH", f"issues/comments/{int(comment['id'])}", body)
             return
     if wanted:
-        repository.ask("POST", f"issues/{number}/comments", body)
+        repository.request("POST", f"issues/{number}/comments", body)
 
 
-def _repository(environ: Mapping[str, str]) -> Repository:
+def _repository(environ: Mapping[str, str]) -> GitHubRepository:
     name, token = environ.get("GITHUB_REPOSITORY", ""), environ.get("GITHUB_TOKEN", "").strip()
     if not REPOSITORY.fullmatch(name):
         raise UserError(f"{name!r} is no repository", where="GITHUB_REPOSITORY")
     if not token:
         raise UserError("no token was given", where="GITHUB_TOKEN", remedy="Give the step `${{ github.token }}`.")
-    return Repository(name=name, token=lambda: plain(token, "GITHUB_TOKEN"))
+    return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
 
 
 def _summary(environ: Mapping[str, str], text: str) -> None:

@@ -10,13 +10,14 @@ class TestMyChat(NotifierSuite):
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
 import pytest
 
-from onnx_ops.adapters import exchange
+from onnx_ops.adapters import http_json
 from onnx_ops.domain.notification import Notification, NotificationKind, Severity
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Notifier
@@ -83,26 +84,29 @@ class NotifierSuite:
     def test_no_redirect_is_followed(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
         with Inbox().open() as elsewhere:
             inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
-            with pytest.raises(RefusedError, match="elsewhere"):
+            with pytest.raises(RefusedError, match="redirect"):
                 notifier.send(ROLLED_BACK)
             assert elsewhere.letters == []
 
     def test_a_service_that_hangs_is_left(
         self, notifier: Notifier, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(exchange, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(http_json, "TIMEOUT_S", 0.2)
         inbox.answer = lambda _: Reply(hang=True)
         with pytest.raises(ServiceUnavailableError):
             notifier.send(ROLLED_BACK)
 
-    def test_no_error_holds_the_secret(self, notifier: Notifier, inbox: Inbox) -> None:
+    def test_no_error_and_no_log_holds_the_secret(
+        self, notifier: Notifier, inbox: Inbox, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG)
         told = [repr(notifier), notifier.check()]
         for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
             inbox.answer = partial(_always, reply)
             with pytest.raises(OnnxOpsError) as caught:
                 notifier.send(ROLLED_BACK)
             told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
-        assert self.secret not in "\n".join(told)
+        assert self.secret not in "\n".join([*told, caplog.text])
 
     def test_a_check_sends_nothing(self, notifier: Notifier, inbox: Inbox) -> None:
         assert notifier.check()

@@ -101,9 +101,9 @@ class Counted(FsspecObjects):
         self.reads += 1
         return super().read(name)
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         self.reads += 1
-        return super().names(prefix)
+        return super().list_names(prefix)
 
 
 def test_a_state_takes_few_reads_however_many_entries_there_are() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.notifiers.github import GitHubNotifier
-from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, message
+from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
@@ -114,13 +114,13 @@ def test_what_others_wrote_mentions_nobody(tracker: Tracker, tmp_path: Path) -> 
     (_, body) = tracker.comments[0]
     assert "````\n``` @everyone" in body
     assert "`` ′@team′ ``" in body
-    told = str(message(notice))
+    told = str(format_message(notice))
     assert "&lt;!channel&gt; &lt;https://evil|x&gt;" in told
     assert "<!channel>" not in told
 
 
 def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:
-    for block in message(replace(ROLLED_BACK, why="&" * 5000))["blocks"][:1]:
+    for block in format_message(replace(ROLLED_BACK, why="&" * 5000))["blocks"][:1]:
         assert len(block["text"]["text"]) <= 3000
 
 

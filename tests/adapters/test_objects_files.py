@@ -9,18 +9,19 @@ from typing import NoReturn
 
 import pytest
 
-from onnx_ops.adapters.objects import TEMPORARY, FsspecObjects, LocalObjects, Objects, durable_file, open_objects
+from onnx_ops.adapters.files import TEMPORARY, durable_file
+from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, ObjectStore, open_objects
 from onnx_ops.errors import MissingPackageError, ServiceUnavailableError
 
 
 @pytest.fixture(params=["local", "remote"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "local":
         return LocalObjects(tmp_path / "objects")
     return FsspecObjects(f"memory://{uuid.uuid4().hex}/objects")
 
 
-def test_what_is_written_is_read(objects: Objects) -> None:
+def test_what_is_written_is_read(objects: ObjectStore) -> None:
     assert objects.read("a/b") is None
     objects.write("a/b", b"one")
     assert objects.read("a/b") == b"one"
@@ -28,36 +29,36 @@ def test_what_is_written_is_read(objects: Objects) -> None:
     assert objects.read("a/b") == b""
 
 
-def test_only_the_first_creates(objects: Objects) -> None:
+def test_only_the_first_creates(objects: ObjectStore) -> None:
     assert objects.create("a/b", b"first")
     assert not objects.create("a/b", b"second")
     assert objects.read("a/b") == b"first"
 
 
-def test_names_are_sorted_and_direct(objects: Objects) -> None:
-    assert objects.names("") == []
+def test_names_are_sorted_and_direct(objects: ObjectStore) -> None:
+    assert objects.list_names("") == []
     for name in ("b", "a/2", "a/1", "a/deep/3"):
         objects.write(name, b"x")
-    assert objects.names("") == ["a", "b"]
-    assert objects.names("a") == ["1", "2", "deep"]
-    assert objects.names("nowhere") == []
+    assert objects.list_names("") == ["a", "b"]
+    assert objects.list_names("a") == ["1", "2", "deep"]
+    assert objects.list_names("nowhere") == []
 
 
 def test_what_a_killed_writer_left_is_no_object(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path)
     objects.write("a/whole", b"x")
     (tmp_path / "a" / f"{TEMPORARY}half").write_bytes(b"x")
-    assert objects.names("a") == ["whole"]
+    assert objects.list_names("a") == ["whole"]
 
 
-def test_deleting_twice_is_no_error(objects: Objects) -> None:
+def test_deleting_twice_is_no_error(objects: ObjectStore) -> None:
     objects.write("a", b"x")
     objects.delete("a")
     objects.delete("a")
     assert objects.read("a") is None
 
 
-def test_files_go_up_and_come_down(objects: Objects, tmp_path: Path) -> None:
+def test_files_go_up_and_come_down(objects: ObjectStore, tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "below" / "copy"
     source.write_bytes(os.urandom(3 << 20))
     objects.upload("big/file", source)
@@ -65,7 +66,7 @@ def test_files_go_up_and_come_down(objects: Objects, tmp_path: Path) -> None:
     assert copy.read_bytes() == source.read_bytes()
 
 
-def test_a_download_of_nothing_leaves_nothing(objects: Objects, tmp_path: Path) -> None:
+def test_a_download_of_nothing_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
     place = tmp_path / "below" / "copy"
     assert not objects.download("nothing", place)
     assert not place.exists()
@@ -110,16 +111,16 @@ def test_a_missing_package_and_a_dead_service_are_told_apart(monkeypatch: pytest
     assert caught.value.where == "memory://x"
 
 
-def test_everything_below_a_prefix_is_listed_with_its_age(objects: Objects, tmp_path: Path) -> None:
-    assert objects.listed("a") == []
+def test_everything_below_a_prefix_is_listed_with_its_age(objects: ObjectStore, tmp_path: Path) -> None:
+    assert objects.list_objects("a") == []
     for name, content in (("a/2", b"xx"), ("a/deep/er/1", b"x"), ("b/1", b"x")):
         objects.write(name, content)
-    found = objects.listed("a")
+    found = objects.list_objects("a")
     assert [(one.name, one.size_bytes) for one in found] == [("a/2", 2), ("a/deep/er/1", 1)]
     (tmp_path / "now").touch()
     now = (tmp_path / "now").stat().st_mtime
     assert all(now - 3600 < one.at <= now + 3600 for one in found)
-    assert [one.name for one in objects.listed("a/deep")] == ["a/deep/er/1"]
+    assert [one.name for one in objects.list_objects("a/deep")] == ["a/deep/er/1"]
 
 
 @pytest.mark.parametrize(

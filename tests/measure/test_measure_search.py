@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.adapters.files import FileJournal
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
 from onnx_ops.domain.target import Target

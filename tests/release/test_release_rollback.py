@@ -591,7 +591,7 @@ class CountedObjects(LocalObjects):
         self.reads += 1
         return self.data.get(name)
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         self.reads += 1
         below = f"{prefix}/" if prefix else ""
         return sorted({name.removeprefix(below).partition("/")[0] for name in self.data if name.startswith(below)})

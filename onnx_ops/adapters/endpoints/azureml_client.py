@@ -265,7 +265,7 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
 
 
 def _state(resource: Any) -> str:
-    """The SDK has it as text or as an enumeration, whose text is another."""
+    """Return the provisioning state, which the SDK has as text or as an enumeration with another text."""
     value = resource.provisioning_state
     return str(getattr(value, "value", value)).lower()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops.adapters.azure import ask
+from onnx_ops.adapters.azure import request_resource
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded, no_answer
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
@@ -320,7 +320,7 @@ class Autoscaling:
 
         def send() -> tuple[Any]:
             try:
-                return (ask(path, method=method, document=document),)
+                return (request_resource(path, method=method, document=document),)
             except RefusedError as error:
                 if error.why.startswith("HTTP 404"):
                     return (None,)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, ask, bearer, management_url
+from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, fetch_token, management_url, request_resource
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.cloud import run_check
@@ -53,7 +53,7 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
     if missing:
         return
     try:
-        bearer()
+        fetch_token()
     except OnnxOpsError as error:
         yield Diagnosis(check="azure credentials", ok=False, found=str(error), remedy=LOGIN_REMEDY)
         return
@@ -67,7 +67,7 @@ def _check_workspace(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     workspace = settings.place
     check = f"azure workspace {workspace.workspace}"
     try:
-        resource = ask(f"{workspace.path}?{_API}")
+        resource = request_resource(f"{workspace.path}?{_API}")
     except RefusedError as error:
         missing = "HTTP 404" in error.why
         remedy = "Check subscription, resource_group and workspace; make it with infra/." if missing else ROLE_REMEDY
@@ -83,7 +83,9 @@ def _check_workspace(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
 
 
 def _check_role(settings: AzureSettings) -> Iterator[Diagnosis]:
-    granted = ask(f"{settings.place.path}/providers/Microsoft.Authorization/permissions?api-version=2022-04-01")
+    granted = request_resource(
+        f"{settings.place.path}/providers/Microsoft.Authorization/permissions?api-version=2022-04-01"
+    )
     needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     found = f"not permitted: {', '.join(missing)}" if missing else f"all {len(needed)} permissions that are needed"
@@ -116,7 +118,7 @@ def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Itera
         yield Diagnosis(check=check, ok=True, found=found)
         return
     path = f"/subscriptions/{settings.place.subscription}/providers/Microsoft.ContainerRegistry/registries"
-    registries = ask(f"{path}?api-version=2023-07-01").get("value", ())
+    registries = request_resource(f"{path}?api-version=2023-07-01").get("value", ())
     ids = [one["id"] for one in registries if str(one["properties"]["loginServer"]).lower() == host.lower()]
     if not ids:
         name = host.removesuffix(_REGISTRY_SUFFIX)
@@ -134,11 +136,11 @@ def _check_pull(settings: AzureSettings, registry: str, attached: str) -> Diagno
             return Diagnosis(check=check, ok=True, found="it is the workspace's registry, which its endpoints may use")
         found = "the endpoint's own identity needs the role AcrPull once the endpoint exists"
         return Diagnosis(check=check, ok=True, found=found)
-    principal = ask(f"{settings.identity}?api-version=2023-01-31")["properties"]["principalId"]
+    principal = request_resource(f"{settings.identity}?api-version=2023-01-31")["properties"]["principalId"]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
     roles = {
         str(assignment["properties"]["roleDefinitionId"]).rpartition("/")[2]
-        for assignment in ask(path).get("value", ())
+        for assignment in request_resource(path).get("value", ())
         if assignment["properties"]["principalId"] == principal
     }
     name = settings.identity.rpartition("/")[2]
@@ -152,13 +154,13 @@ def _check_quota(settings: AzureSettings, location: str) -> Iterator[Diagnosis]:
     check = f"azure quota for {settings.instance_type}"
     subscription = settings.place.subscription
     region = f"/subscriptions/{subscription}/providers/Microsoft.MachineLearningServices/locations/{location}"
-    sizes = {size["name"].lower(): size for size in ask(f"{region}/vmSizes?{_API}")["value"]}
+    sizes = {size["name"].lower(): size for size in request_resource(f"{region}/vmSizes?{_API}")["value"]}
     size = sizes.get(settings.instance_type.lower())
     if size is None:
         remedy = f"Choose one of: az ml compute list-sizes --location {location}."
         yield Diagnosis(check=check, ok=False, found=f"there is no such size in {location}", remedy=remedy)
         return
-    usages = {usage["name"]["value"].lower(): usage for usage in ask(f"{region}/usages?{_API}")["value"]}
+    usages = {usage["name"]["value"].lower(): usage for usage in request_resource(f"{region}/usages?{_API}")["value"]}
     usage = usages.get(str(size["family"]).lower(), {"limit": 0, "currentValue": 0})
     free = int(usage["limit"]) - int(usage["currentValue"])
     instances = math.ceil((settings.max_instances or settings.instances) * SPARE)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.azure import ask, credential, timeouts
+from onnx_ops.adapters.azure import credential, request_resource, timeouts
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, OWNER
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
@@ -223,7 +223,7 @@ class _RegistryModel:
         from azure.ai.ml.entities import WorkspaceModelReference
 
         path = self._client.workspace.path
-        workspace: Any = self._client.read("the workspace", lambda: ask(f"{path}?{_API}"))
+        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?{_API}"))
         source = (
             f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
             f"/models/{asset}/versions/{_VERSION}"

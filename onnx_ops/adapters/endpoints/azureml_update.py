@@ -25,7 +25,7 @@ from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, foreign_tags, generation_of
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import converge
-from onnx_ops.adapters.objects import durable_file, exclusive_lock
+from onnx_ops.adapters.files import durable_file, exclusive_lock
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from annotated_types import Ge, Le, doc
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local_server import APPLY_LOCK, LOG_FILE, LOOPBACK, LocalServer
-from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings, file_fields
 from onnx_ops.domain.artifact import Digest

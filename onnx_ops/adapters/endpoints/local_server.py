@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from onnx_ops.adapters.objects import durable_file, exclusive_lock, try_lock
+from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock
 from onnx_ops.config.server_options import format_flags
 from onnx_ops.errors import CorruptStateError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.messages import STATE_PATH, read_message
@@ -173,7 +173,7 @@ class LocalServer:
             connection.close()
 
     def _pid(self) -> int | None:
-        """The process that holds the server's lock."""
+        """Return the process that holds the server's lock."""
         try:
             with (self.folder / LOCK_FILE).open(encoding="utf-8") as stream:
                 if try_lock(stream.fileno(), fcntl.LOCK_SH):

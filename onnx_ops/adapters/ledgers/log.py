@@ -8,13 +8,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from onnx_ops import codec
-from onnx_ops.adapters.objects import LocalObjects, Objects
+from onnx_ops.adapters.objects import LocalObjects, ObjectStore
 from onnx_ops.domain import ledger as fold_module
 from onnx_ops.domain import rollout, rollout_observations
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.ledger import LedgerEntry, ReleaseState, apply_entry, fold
 from onnx_ops.errors import CorruptStateError, LedgerConflictError, OnnxOpsError
+from onnx_ops.ports import Ledger
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"\d{8}\.json")
@@ -22,16 +25,16 @@ _SNAPSHOT = "snapshot.json"
 SNAPSHOT_EVERY = 4
 """Entries between two snapshots: a state takes one read for each of them, and five more."""
 _SWEEP_EVERY = 64
-"""Entries after which the files of killed writers are looked for."""
+"""Entries after which the files of killed writers are deleted."""
 
-_REMEDY = "Bring the file back from a copy, which is right as entries never change: docs/runbooks/ledger-damaged.md."
+_REMEDY = "Restore the file from a backup (entries never change); see docs/runbooks/ledger-damaged.md."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A state, with the digest of the bytes of its last entry, and of the program that has folded it.
+class LedgerSnapshot:
+    """A state, with the digests of its last entry and of the program that folded the entries.
 
-    It only saves reads: where it does not fit what stands there, it is not used.
+    It only saves reads, and is ignored where it does not match the entries.
     """
 
     program: Digest
@@ -39,24 +42,27 @@ class Snapshot:
     state: ReleaseState
 
 
-class ObjectLedger:
-    """`<endpoint>/<sequence>.json` on a local folder or an object store, and beside them `snapshot.json`.
+class ObjectLedger(Ledger):
+    """`<endpoint>/<sequence>.json` and `snapshot.json` in a local folder or an object store.
 
     Entries never change, so each is read once in the life of this object.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self._read: dict[str, tuple[LedgerEntry, ...]] = {}
         self._states: dict[str, ReleaseState] = {}
 
     @property
+    @override
     def place(self) -> str:
         return self._objects.place
 
+    @override
     def endpoints(self) -> tuple[str, ...]:
-        return tuple(self._objects.names(""))
+        return tuple(self._objects.list_names(""))
 
+    @override
     def state(self, endpoint: str) -> ReleaseState:
         state = self._states.get(endpoint) or self._snapshot(endpoint) or ReleaseState(endpoint=endpoint)
         for entry in self._following(endpoint, state.head):
@@ -64,6 +70,7 @@ class ObjectLedger:
         self._states[endpoint] = state
         return state
 
+    @override
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         if after:
             return self._following(endpoint, after)
@@ -72,9 +79,11 @@ class ObjectLedger:
             raise damage
         return entries
 
+    @override
     def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self._readable(endpoint)[0]
 
+    @override
     def append(self, entry: LedgerEntry) -> None:
         data = codec.dumps(entry)
         if not self._objects.create(_name(entry.endpoint, entry.sequence), data):
@@ -87,10 +96,10 @@ class ObjectLedger:
         if known is not None and known.head == entry.sequence - 1:
             self._states[entry.endpoint] = apply_entry(known, entry)
         if entry.sequence % SNAPSHOT_EVERY == 0:
-            self._keep(entry, digest_bytes(data))
+            self._write_snapshot(entry, digest_bytes(data))
 
     def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
-        """The entries after a sequence, found by asking for one after the other.
+        """Return the entries after a sequence, read one after the other until there is none.
 
         Raises:
             CorruptStateError: one cannot be read, or is missing before another one.
@@ -108,34 +117,34 @@ class ObjectLedger:
         return tuple(entries)
 
     def _snapshot(self, endpoint: str) -> ReleaseState | None:
-        """What was kept last; None if it does not fit the entry that it ends with, as in a ledger that was restored."""
+        """Return the state of the last snapshot; None if it does not match its entry, as after a restore."""
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:
             return None
         try:
-            kept = codec.loads(data, Snapshot)
+            snapshot = codec.loads(data, LedgerSnapshot)
         except CorruptStateError:
             return None
-        last = self._objects.read(_name(endpoint, kept.state.head))
-        fits = last is not None and digest_bytes(last) == kept.entry and kept.state.endpoint == endpoint
-        return kept.state if fits and kept.program == _program() else None
+        last = self._objects.read(_name(endpoint, snapshot.state.head))
+        matches = last is not None and digest_bytes(last) == snapshot.entry and snapshot.state.endpoint == endpoint
+        return snapshot.state if matches and snapshot.program == _program() else None
 
-    def _keep(self, entry: LedgerEntry, digest: Digest) -> None:
-        """A snapshot that cannot be written costs reads, and nothing else."""
+    def _write_snapshot(self, entry: LedgerEntry, digest: Digest) -> None:
+        """Write a snapshot; a failure is logged, as it costs nothing but reads."""
         endpoint = entry.endpoint
         try:
             known = self._states.get(endpoint)
             state = known if known is not None and known.head == entry.sequence else self.state(endpoint)
             if state.head == entry.sequence:
-                kept = Snapshot(program=_program(), entry=digest, state=state)
-                self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(kept))
+                snapshot = LedgerSnapshot(program=_program(), entry=digest, state=state)
+                self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(snapshot))
             if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
                 self._objects.sweep(endpoint)
         except (OnnxOpsError, OSError, ValueError) as error:
             _log.warning("no snapshot of ledger %s: %s", endpoint, error)
 
     def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
-        names = [name for name in self._objects.names(endpoint) if _NAME.fullmatch(name)]
+        names = [name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name)]
         entries = list(self._read.get(endpoint, ())[: len(names)])
         for position, name in enumerate(names[len(entries) :], start=len(entries) + 1):
             try:
@@ -158,7 +167,7 @@ def _name(endpoint: str, sequence: int) -> str:
 
 
 def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
-    """Raises CorruptStateError, with the remedy."""
+    """Parse an entry; raise CorruptStateError with the remedy."""
     where = f"ledger {_name(endpoint, sequence)}"
     try:
         entry = codec.loads(data, LedgerEntry, where=where)
@@ -170,25 +179,34 @@ def _entry(endpoint: str, sequence: int, data: bytes) -> LedgerEntry:
     return entry
 
 
-class MemoryLedger:
-    """The same promises within one process."""
+class MemoryLedger(Ledger):
+    """A ledger in memory, with the same promises within one process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, list[LedgerEntry]] = {}
-        self.place = "in memory"
 
+    @property
+    @override
+    def place(self) -> str:
+        return "in memory"
+
+    @override
     def endpoints(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
 
+    @override
     def state(self, endpoint: str) -> ReleaseState:
         return fold(endpoint, self.read(endpoint))
 
+    @override
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         return tuple(self._entries.get(endpoint, ())[after:])
 
+    @override
     def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self.read(endpoint)
 
+    @override
     def append(self, entry: LedgerEntry) -> None:
         entries = self._entries.setdefault(entry.endpoint, [])
         if entry.sequence != len(entries) + 1:

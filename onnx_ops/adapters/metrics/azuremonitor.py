@@ -1,4 +1,4 @@
-"""What Azure Monitor has counted of a managed online endpoint.
+"""Metrics of a managed online endpoint in Azure Monitor.
 
 It keeps averages of a minute. That of `RequestsPerMinute` is the minute's number of requests, so sums of whole minutes
 are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollouts.md judges those.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from onnx_ops.adapters.azure import ask, endpoint_name, missing_credentials, workspace_of
+from onnx_ops.adapters.azure import endpoint_name, missing_credentials, request_resource, workspace_of
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
@@ -25,19 +25,19 @@ _VERSION = "2023-10-01"
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
-"""A minute's numbers still grow for about this long after its end."""
+"""Time for which the counts of a minute still grow after its end."""
 _WINDOW = 10 * _MINUTE
-"""Percentiles of so many last minutes stand for the requests since the last reading."""
+"""Percentiles of this time stand for the requests since the last reading."""
 _STATUSES = ("statusCode", "modelStatusCode")
 _MODEL_ERROR = "424"
-"""What Azure answers and counts where the container's answer is not 200; `modelStatusCode` tells that one."""
+"""Azure's status where the container's, in `modelStatusCode`, is not 200."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
 class AzureMonitorMetrics:
-    """Fulfils `ports.MetricsSource`. It needs nothing but the endpoint's own settings.
+    """Counts and percentiles of deployments. All settings are those of the endpoint.
 
-    Counts begin anew with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
+    Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
     whose numbers do not change any more, about three minutes ago.
 
     Args:
@@ -54,18 +54,20 @@ class AzureMonitorMetrics:
         self._clock = clock or SystemClock()
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of missing credentials."""
         return missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
+        """Return `quantiles`."""
         return frozenset({"quantiles"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Azure Monitor has no histogram."""
+        """Return None: Azure Monitor has no histogram."""
         del config, deployment
         return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """Deployments are told apart by the names that they have in Azure, which begin with their names here."""
+        """Return the counts of the day, by the deployments' names in Azure, which begin with their names here."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)
@@ -82,7 +84,7 @@ class AzureMonitorMetrics:
     def _series(
         self, config: EndpointConfig, metrics: str, dimensions: Sequence[str], first: float, until: float
     ) -> list[tuple[str, str, str, list[float]]]:
-        """Metric, deployment, status and the values of all minutes."""
+        """Return metric, deployment, status and the values of all minutes."""
         if until <= first:
             return []
         place = workspace_of(config.settings, where=config.endpoint)
@@ -99,10 +101,10 @@ class AzureMonitorMetrics:
         }
         path = f"{place.path}/onlineEndpoints/{name}/providers/Microsoft.Insights/metrics"
         try:
-            found = ask(f"{path}?{urlencode(query, quote_via=quote)}")
+            found = request_resource(f"{path}?{urlencode(query, quote_via=quote)}")
         except RefusedError as error:
             raise ServiceUnavailableError(
-                "Azure Monitor tells nothing",
+                "Azure Monitor refused the query",
                 where=config.endpoint,
                 why=str(error),
                 remedy="Give the identity the role Monitoring Reader on the workspace.",
@@ -110,7 +112,7 @@ class AzureMonitorMetrics:
         try:
             return list(_rows(found))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = "that is no answer of Azure Monitor's"
+            what = "Azure Monitor did not answer as expected"
             raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(found))) from error
 
 
@@ -126,7 +128,7 @@ def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:
 
 
 def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
-    """The rows of a deployment, whose name in Azure is its own and a digest."""
+    """Return the rows of a deployment, whose name in Azure is its own and a digest."""
     prefix = f"{deployment.lower()}-"
     return [
         (metric, status, values) for metric, name, status, values in rows if name.rpartition("-")[0] + "-" == prefix
@@ -143,7 +145,7 @@ def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> RequestCounts:
 
 
 def _quantiles(rows: Sequence[tuple[str, str, list[float]]]) -> LatencyQuantiles | None:
-    """Medians of the minutes' percentiles, in seconds; Azure tells milliseconds."""
+    """Return the medians of the minutes' percentiles in seconds; Azure's are in milliseconds."""
     values = {metric: minutes for metric, _, minutes in rows if minutes}
     if _P50 not in values or _P99 not in values:
         return None

@@ -1,7 +1,7 @@
-"""What CloudWatch has counted of a SageMaker endpoint's variants.
+"""Metrics of a SageMaker endpoint's variants in CloudWatch.
 
-It counts in whole minutes and tells them late, so a reading is of the time up to a minute that is surely over. Counts
-begin with the endpoint's last change, which is the origin. Time is that of Amazon's answers, not of this machine.
+It counts in whole minutes and publishes them late, so a reading ends with the last minute that is complete. Counts
+begin with the endpoint's last change, which is the origin. The clock is that of AWS's answers, not of this machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class CloudWatchSettings(AwsAccess):
 
 
 class CloudWatchMetrics:
-    """Fulfils `ports.MetricsSource`. It has percentiles of the last minute and no histogram, so latencies are judged by
-    the weaker rule. Answers 4xx of the model are refusals, a full queue's 429 among them; 5xx are errors.
+    """Counts and percentiles of variants. Answers 4xx of the model, such as a full queue's 429, are refusals.
+
+    There is no histogram, so latencies are judged by the weaker rule of docs/rollouts.md.
 
     Args:
         settings: those of `CloudWatchSettings`.
@@ -52,17 +53,19 @@ class CloudWatchMetrics:
         self._connected: dict[AwsAccess, Clients] = {}
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of missing credentials."""
         return missing_credentials(access_in(config.settings, self._settings), where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
+        """Return `quantiles`."""
         return frozenset({"quantiles"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """CloudWatch keeps no histogram that can be read."""
+        """Return None: CloudWatch has no histogram that can be read."""
         return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """A deployment of a guarded endpoint has no variant of its own: of those nothing is told."""
+        """Return the counts since the last change; nothing of a guarded endpoint, which has one variant."""
         connect = self._connect(config)
         with translated(config.endpoint):
             now, began = self._since(connect("sagemaker"), config.endpoint)
@@ -74,11 +77,10 @@ class CloudWatchMetrics:
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            asked = _counts(config.endpoint, variants, _period(begin, until))
-            sums = _figures(connect("cloudwatch"), asked, begin, until)
-            latest = _figures(
-                connect("cloudwatch"), _percentiles(config.endpoint, variants), until - timedelta(minutes=1), until
-            )
+            counts = _counts(config.endpoint, variants, _period(begin, until))
+            sums = _read_values(connect("cloudwatch"), counts, begin, until)
+            percentiles = _percentiles(config.endpoint, variants)
+            latest = _read_values(connect("cloudwatch"), percentiles, until - timedelta(minutes=1), until)
         names = list(variants)
         return MetricsReading(
             origin=origin,
@@ -95,14 +97,14 @@ class CloudWatchMetrics:
 
     @staticmethod
     def _since(sagemaker: Any, endpoint: str) -> tuple[datetime, datetime]:
-        """Now, and when the endpoint was changed last."""
-        found = sagemaker.describe_endpoint(EndpointName=endpoint)
-        if found["EndpointStatus"] != "InService":
+        """Return the present time, and when the endpoint was changed last."""
+        description = sagemaker.describe_endpoint(EndpointName=endpoint)
+        if description["EndpointStatus"] != "InService":
             raise ServiceUnavailableError(
-                "the endpoint is being changed; its counts begin anew", where=endpoint, why=found["EndpointStatus"]
+                "the endpoint is being changed; its counts restart", where=endpoint, why=description["EndpointStatus"]
             )
-        now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return now.astimezone(UTC), found["LastModifiedTime"].astimezone(UTC)
+        now = parsedate_to_datetime(description["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return now.astimezone(UTC), description["LastModifiedTime"].astimezone(UTC)
 
 
 def _counts(endpoint: str, variants: Mapping[str, str], period_s: int) -> list[dict[str, Any]]:
@@ -127,18 +129,20 @@ def _query(key: str, metric: str, statistic: str, endpoint: str, variant: str, p
     return {"Id": key, "MetricStat": {"Metric": named, "Period": period_s, "Stat": statistic}, "ReturnData": True}
 
 
-def _figures(cloudwatch: Any, asked: list[dict[str, Any]], begin: datetime, end: datetime) -> dict[str, list[float]]:
-    """Values by the id of the query; raises ServiceUnavailableError where CloudWatch tells only a part."""
-    found: dict[str, list[float]] = {}
+def _read_values(
+    cloudwatch: Any, queries: list[dict[str, Any]], begin: datetime, end: datetime
+) -> dict[str, list[float]]:
+    """Return values by the id of the query; raise ServiceUnavailableError if CloudWatch answers in part."""
+    values: dict[str, list[float]] = {}
     pages = cloudwatch.get_paginator("get_metric_data").paginate(
-        MetricDataQueries=asked, StartTime=begin, EndTime=end, ScanBy="TimestampAscending"
+        MetricDataQueries=queries, StartTime=begin, EndTime=end, ScanBy="TimestampAscending"
     )
     for page in pages:
         for result in page["MetricDataResults"]:
             if result.get("StatusCode") not in ("Complete", "PartialData"):
-                raise ServiceUnavailableError("CloudWatch answers in part", why=quoted(result.get("Messages", "")))
-            found.setdefault(result["Id"], []).extend(map(float, result["Values"]))
-    return found
+                raise ServiceUnavailableError("CloudWatch answered in part", why=quoted(result.get("Messages", "")))
+            values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
+    return values
 
 
 def _tally(sums: Mapping[str, Sequence[float]], index: int) -> RequestCounts:
@@ -152,7 +156,7 @@ def _quantiles(latest: Mapping[str, Sequence[float]], index: int) -> LatencyQuan
 
 
 def _period(begin: datetime, end: datetime) -> int:
-    """Minutes are told for two weeks, and a reading of a long step shall not take thousands of them."""
+    """Return the period of the counts: a reading of a long step would have thousands of minutes."""
     return _MINUTE if (end - begin).total_seconds() <= _DAY else _HOUR
 
 

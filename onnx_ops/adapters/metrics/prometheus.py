@@ -1,6 +1,6 @@
-"""What a Prometheus server (or Thanos, Mimir, VictoriaMetrics behind the same API) has scraped of an endpoint.
+"""Metrics of an endpoint that Prometheus (or Thanos, Mimir, VictoriaMetrics with the same API) has scraped.
 
-Everything is read in one query, so that all counts are of the same scrape.
+All are read in one query, so that all counts are of the same scrape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
-from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.adapters.metrics.selecting import Names
+from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -28,14 +27,56 @@ VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
 _SAME = 1e-4
 """Bounds are printed with six digits."""
 _SCRAPED = "onnx_ops_scraped"
-"""Label that marks the times of scrapes in the answer."""
+"""Label that marks the times of scrapes."""
 _SHADOW = ("onnx_ops_shadow_answered_total", "onnx_ops_shadow_differing_total", "onnx_ops_shadow_failed_total")
 _OUTCOMES = ("onnx_ops_outcomes_total", "onnx_ops_outcome_successes_total")
 
 
+_Metric = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
+_Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesNames:
+    """Names of series and labels; the defaults are those of the endpoint server.
+
+    `select` are further labels that all series must have, as `{job: serving, namespace: prod}`. `origin` is a series
+    that changes its labels or its value when the counters restart, such as `process_start_time_seconds`.
+    """
+
+    endpoint_label: _Label = "endpoint"
+    deployment_label: _Label = "deployment"
+    status_label: _Label = "status"
+    requests: _Metric = "onnx_ops_requests_total"
+    histogram: _Metric = "onnx_ops_service_seconds"
+    origin: _Metric = "onnx_ops_counts"
+    select: Mapping[_Label, str] = field(default_factory=dict)
+
+    @property
+    def is_own_server(self) -> bool:
+        """Return whether the series are those of an onnx-ops server, which counts more than requests."""
+        return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_counts")
+
+    def build_query(self, endpoint: str, counters: Sequence[str], scraped: str) -> str:
+        """Return a query for all series of an endpoint.
+
+        Args:
+            endpoint: its name, which is the value of its label.
+            counters: further series by deployment of an onnx-ops server.
+            scraped: label that marks the times of scrapes.
+        """
+        chosen = _matchers(self.select)
+        ours = [f"{self.endpoint_label}={_quoted(endpoint)}", *chosen]
+        metrics = [self.requests, f"{self.histogram}_bucket", *(counters if self.is_own_server else ())]
+        origin = f"{self.origin}{{{','.join(ours if self.is_own_server else chosen)}}}"
+        named = f"__name__=~{_quoted('|'.join(metrics))}"
+        series = f"{{{','.join([named, *ours])}}}"
+        return f'{origin} or label_replace(timestamp({origin}), "{scraped}", "yes", "", "") or {series}'
+
+
 @dataclass(slots=True)
 class _Page:
-    """The samples of one query, summed over the endpoint's instances. Buckets count what was faster than a bound."""
+    """The samples of one query, summed over the endpoint's instances. Buckets count requests below a bound."""
 
     scraped_at: float = math.inf
     origins: list[str] = field(default_factory=list)
@@ -45,17 +86,17 @@ class _Page:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrometheusSettings(Names):
-    """Settings of the endpoint's section `metrics`: the server's address, and what series and labels are called."""
+class PrometheusSettings(SeriesNames):
+    """Settings of the endpoint's section `metrics`: the server's address, and the names of series and labels."""
 
     url: Annotated[str, Pattern("https?://[^/]+.*", "an http address")]
 
 
 class PrometheusMetrics:
-    """Fulfils `ports.MetricsSource`.
+    """Counts of endpoint servers, by way of Prometheus.
 
-    `MetricsReading.at` is when the oldest of the samples was scraped, which is up to a scrape interval ago. The origin
-    changes with every instance that comes, goes or is started again: what was counted across that is left out.
+    `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The origin changes with
+    every instance that starts or stops; counts across such a change are left out.
 
     Args:
         settings: those of `PrometheusSettings`.
@@ -70,10 +111,11 @@ class PrometheusMetrics:
         self._url = self._names.url.rstrip("/")
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"exceedances", "shadow", "outcomes"} if self._names.own else {"exceedances"})
+        """Return `exceedances`, and what else an onnx-ops server counts."""
+        return frozenset({"exceedances", "shadow", "outcomes"} if self._names.is_own_server else {"exceedances"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """All requests that the deployment's present instances have answered since they were started."""
+        """Return the histogram of all requests since the present instances started."""
         bounds = self._page(config).buckets.get(deployment)
         if not bounds:
             return None
@@ -83,6 +125,7 @@ class PrometheusMetrics:
         return [bound for bound in ordered if math.isfinite(bound)], counts
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+        """Return the counts of the last scrape."""
         page = self._page(config)
         copies = [sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW]
         return MetricsReading(
@@ -94,34 +137,36 @@ class PrometheusMetrics:
 
     def _page(self, config: EndpointConfig) -> _Page:
         page = _Page()
-        for sample in self._query(self._names.query(config.endpoint, (*_SHADOW, *_OUTCOMES), _SCRAPED), config):
+        for sample in self._query(self._names.build_query(config.endpoint, (*_SHADOW, *_OUTCOMES), _SCRAPED), config):
             _add(page, self._names, *_sample(sample, config))
         if not page.origins or not math.isfinite(page.scraped_at):
             raise ServiceUnavailableError(
-                "Prometheus knows nothing of the endpoint now",
+                "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
                 why=f"no series {self._names.origin} was scraped within its look-back",
-                remedy="Is the server scraped, and under which labels? See docs/rollouts.md.",
+                remedy="Check that the server is scraped, and its labels; see docs/rollouts.md.",
             )
         return page
 
     def _query(self, query: str, config: EndpointConfig) -> list[Any]:
         token = os.environ.get(VARIABLE, "").strip()
-        host = host_of(self._url, "prometheus' url") if token else str(urlsplit(self._url).hostname)
+        host = require_https(self._url, "prometheus' url") if token else str(urlsplit(self._url).hostname)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{self._url}/api/v1/query?query={quote(query, safe='')}"
         try:
-            found = exchange("GET", url, host=host, headers=headers)
+            found = request_json("GET", url, host=host, headers=headers)
         except RefusedError as error:
-            raise ServiceUnavailableError("Prometheus tells nothing", where=config.endpoint, why=str(error)) from error
+            raise ServiceUnavailableError(
+                "Prometheus refused the query", where=config.endpoint, why=str(error)
+            ) from error
         try:
             partial, samples = found.get("warnings"), found["data"]["result"]
         except (AttributeError, KeyError, TypeError) as error:
-            raise _nonsense(config, found) from error
-        if partial:  # what only some of the stores know is less than was counted
-            raise ServiceUnavailableError("Prometheus answers in part", where=config.endpoint, why=quoted(partial))
+            raise _invalid_answer(config, found) from error
+        if partial:  # some stores are missing, so the counts are too low
+            raise ServiceUnavailableError("Prometheus answered in part", where=config.endpoint, why=quoted(partial))
         if not isinstance(samples, list):
-            raise _nonsense(config, found)
+            raise _invalid_answer(config, found)
         return samples
 
 
@@ -129,13 +174,13 @@ def _sample(sample: Any, config: EndpointConfig) -> tuple[Mapping[str, str], flo
     try:
         labels, value = dict(sample["metric"]), float(sample["value"][1])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise _nonsense(config, sample) from error
+        raise _invalid_answer(config, sample) from error
     if not math.isfinite(value):
-        raise _nonsense(config, sample)
+        raise _invalid_answer(config, sample)
     return labels, value
 
 
-def _add(page: _Page, names: Names, labels: Mapping[str, str], value: float) -> None:
+def _add(page: _Page, names: SeriesNames, labels: Mapping[str, str], value: float) -> None:
     metric, deployment = labels.get("__name__", ""), labels.get(names.deployment_label, "")
     if _SCRAPED in labels:
         page.scraped_at = min(page.scraped_at, value)
@@ -165,10 +210,21 @@ def _tally(page: _Page, deployment: str, thresholds: LatencyThresholds | None) -
 
 
 def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
-    """Requests slower than a bound of the histogram; None for any other latency."""
+    """Return the requests slower than a bound of the histogram; None for any other latency."""
     below = [count for bound, count in buckets.items() if math.isclose(bound, bound_s, rel_tol=_SAME)]
     return max(buckets.values()) - below[0] if below else None
 
 
-def _nonsense(config: EndpointConfig, found: object) -> ServiceUnavailableError:
-    return ServiceUnavailableError("that is no answer of Prometheus'", where=config.endpoint, why=quoted(repr(found)))
+def _invalid_answer(config: EndpointConfig, found: object) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
+        "Prometheus did not answer as expected", where=config.endpoint, why=quoted(repr(found))
+    )
+
+
+def _matchers(labels: Mapping[str, str]) -> list[str]:
+    return [f"{label}={_quoted(value)}" for label, value in labels.items()]
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

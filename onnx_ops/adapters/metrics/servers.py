@@ -1,4 +1,4 @@
-"""What several endpoint servers behind one address have counted, each asked by itself."""
+"""Metrics of several endpoint servers behind one address, read from each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 from annotated_types import MinLen, doc
 
 from onnx_ops import codec
-from onnx_ops.adapters.exchange import exchange, host_of
+from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.adapters.server_metrics import ServerMetrics
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -35,7 +35,7 @@ def _find_duplicates(settings: ServersSettings) -> Iterator[tuple[str, str]]:
 
 
 class SeveralServers(ServerMetrics):
-    """Fulfils `ports.MetricsSource`. Counts are added over the servers, those of a user too.
+    """Counts that are summed over several servers, those by user, too.
 
     Args:
         settings: those of `ServersSettings`.
@@ -47,11 +47,11 @@ class SeveralServers(ServerMetrics):
     def __init__(self, settings: Mapping[str, Json]) -> None:
         read = bind_settings(settings, ServersSettings, where="servers", rules=_find_duplicates)
         urls = [url.rstrip("/") for url in read.urls]
-        self._hosts = {url: host_of(url, "an address in urls") for url in urls}
-        super().__init__(self._all)
+        self._hosts = {url: require_https(url, "an address in urls") for url in urls}
+        super().__init__(self._read_all)
 
-    def _all(self, config: EndpointConfig, watch: UserCountsRequest | None) -> Sequence[Counts]:
-        """The counts of every server.
+    def _read_all(self, config: EndpointConfig, watch: UserCountsRequest | None) -> Sequence[Counts]:
+        """Return the counts of every server.
 
         Raises:
             ServiceUnavailableError: a server does not answer, or they split users differently, as during a
@@ -61,15 +61,16 @@ class SeveralServers(ServerMetrics):
         _check(found, config)
         if watch is None:
             return found
-        # What all of them count by user begins anew when one of them does: else the others' users would count twice.
+        # A restart of one server restarts the counts by user of all: else users of the others would count twice.
         watch = replace(watch, number=zlib.crc32("+".join(one.origin for one in found).encode()))
         watched = [self._ask(url, watch) for url in self._hosts]
         _check(watched, config)
         if [one.origin for one in watched] != [one.origin for one in found]:
-            raise ServiceUnavailableError("a server has just begun to count anew", where=config.endpoint)
+            raise ServiceUnavailableError("a server restarted its counts", where=config.endpoint)
         return watched
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return the error of a missing token."""
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 
     def _ask(self, url: str, watch: UserCountsRequest | None = None) -> Counts:
@@ -79,7 +80,7 @@ class SeveralServers(ServerMetrics):
         host, headers = self._hosts[url], {"Authorization": f"Bearer {token}"}
         method, body = ("GET", None) if watch is None else ("POST", codec.to_json(watch))
         try:
-            answer = exchange(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
+            answer = request_json(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
             return codec.from_json(answer, Counts, where=host)
         except (RefusedError, CorruptStateError) as error:
             raise ServiceUnavailableError("a server does not show its counts", where=host, why=str(error)) from error

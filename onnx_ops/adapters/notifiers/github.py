@@ -1,4 +1,4 @@
-"""GitHub issues: one for each endpoint while it is open, and a comment for each message."""
+"""GitHub issues: one open issue for each endpoint, and a comment for each message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-from onnx_ops.adapters.github import REPOSITORY, Repository, plain
-from onnx_ops.adapters.private import read_private
+from onnx_ops.adapters.files import read_private
+from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import NotFoundError, UserError
 
@@ -33,34 +33,36 @@ class GitHubNotifier:
     """
 
     def __init__(self, place: str, state: Path) -> None:
-        found = _PLACE.fullmatch(place)
-        if found is None:
+        match = _PLACE.fullmatch(place)
+        if match is None:
             raise UserError(f"github:{place} names no repository", remedy="Write github:owner/repository.")
-        name, self._issue = found.groups()
-        self._repository = Repository(name=name, token=self._token)
+        name, self._issue = match.groups()
+        self._repository = GitHubRepository(name=name, token=self._token)
         self._file = state / _FILE
 
     def send(self, notification: Notification) -> None:
+        """Comment on the endpoint's open issue, or open one."""
         issue = self._issue or self._open_issue(notification.endpoint)
-        text = body(notification)
+        text = format_body(notification)
         if issue is not None:
-            self._repository.ask("POST", f"issues/{issue}/comments", {"body": text})
+            self._repository.request("POST", f"issues/{issue}/comments", {"body": text})
             return
         about = {
             "title": f"{LABEL}: endpoint {notification.endpoint}",
             "body": f"{_mark(notification.endpoint)}\n{text}",
             "labels": [LABEL],
         }
-        self._repository.ask("POST", "issues", about)
+        self._repository.request("POST", "issues", about)
 
     def check(self) -> str:
+        """Return repository and host, without sending anything; raise if there is no token."""
         self._token()
         issue = f" issue {self._issue}" if self._issue else " issues"
         return f"to {self._repository.name}{issue} at {self._repository.host}"
 
     def _open_issue(self, endpoint: str) -> str | None:
-        """The newest open issue that we made for the endpoint."""
-        for issue in self._repository.listed(f"issues?state=open&labels={quote(LABEL)}"):
+        """Return the newest open issue that onnx-ops opened for the endpoint."""
+        for issue in self._repository.list_entries(f"issues?state=open&labels={quote(LABEL)}"):
             if "pull_request" not in issue and _mark(endpoint) in (issue.get("body") or ""):
                 return str(int(issue["number"]))
         return None
@@ -68,9 +70,9 @@ class GitHubNotifier:
     def _token(self) -> str:
         for variable in VARIABLES:
             if token := os.environ.get(variable, "").strip():
-                return plain(token, variable)
+                return validate_token(token, variable)
         try:
-            return plain(read_private(self._file, "the GitHub token"), str(self._file))
+            return validate_token(read_private(self._file, "the GitHub token"), str(self._file))
         except FileNotFoundError as error:
             raise NotFoundError(
                 "there is no GitHub token for notifications",
@@ -79,16 +81,16 @@ class GitHubNotifier:
             ) from error
 
 
-def body(notification: Notification) -> str:
-    """Markdown. What others wrote stands in code blocks, where it mentions nobody and links to nothing."""
+def format_body(notification: Notification) -> str:
+    """Return Markdown. Text of others is in code blocks, where mentions and links have no effect."""
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`{2,}", notification.why)), default=2))
-    told = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]
-    told += [fence, notification.why, fence, ""] if notification.why else []
+    lines = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]
+    lines += [fence, notification.why, fence, ""] if notification.why else []
     for purpose, command in notification.commands.items():
-        told += [f"{purpose}:", "```sh", command, "```", ""]
-    told += [f"[Look at the registry]({notification.link})", ""] if notification.link else []
-    told.append(f"Entry {notification.sequence} of the ledger, by {_inline(notification.actor)}")
-    return "\n".join(told)
+        lines += [f"{purpose}:", "```sh", command, "```", ""]
+    lines += [f"[Open the registry]({notification.link})", ""] if notification.link else []
+    lines.append(f"Entry {notification.sequence} of the ledger, by {_inline(notification.actor)}")
+    return "\n".join(lines)
 
 
 def _inline(text: str) -> str:
@@ -96,5 +98,5 @@ def _inline(text: str) -> str:
 
 
 def _mark(endpoint: str) -> str:
-    """By it an issue is found again, whatever its title has become."""
+    """Return the mark that identifies the issue, whatever its title is."""
     return f"<!-- onnx-ops endpoint={endpoint} -->"

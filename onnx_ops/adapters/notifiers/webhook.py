@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.exchange import exchange, host_of
-from onnx_ops.adapters.private import read_private
+from onnx_ops.adapters.files import read_private
+from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.domain.notification import Notification, Severity
 from onnx_ops.errors import NotFoundError, UserError
 
@@ -22,7 +22,7 @@ _LONGEST = 2900
 class WebhookNotifier:
     """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK, or in the file `notify.webhook` of the state folder.
 
-    Whoever knows that address may write there, so it is a secret.
+    The address is a secret: it is all that is needed to write there.
 
     Args:
         place: empty; there is one webhook.
@@ -38,11 +38,13 @@ class WebhookNotifier:
         self._file = state / _FILE
 
     def send(self, notification: Notification) -> None:
+        """Post the message."""
         url = self._url()
-        exchange("POST", url, message(notification), host=host_of(url, _WHAT))
+        request_json("POST", url, format_message(notification), host=require_https(url, _WHAT))
 
     def check(self) -> str:
-        return f"to {host_of(self._url(), _WHAT)}"
+        """Return the host, without sending anything; raise if there is no address."""
+        return f"to {require_https(self._url(), _WHAT)}"
 
     def _url(self) -> str:
         if (given := os.environ.get(VARIABLE, "").strip()) != "":
@@ -51,30 +53,30 @@ class WebhookNotifier:
             return read_private(self._file, _WHAT)
         except FileNotFoundError as error:
             raise NotFoundError(
-                "nobody has said where to send notifications",
+                "there is no address for notifications",
                 where=str(self._file),
                 remedy=f"Put the chat's webhook address into {VARIABLE}, or into that file with mode 0600.",
             ) from error
 
 
-def message(notification: Notification) -> dict[str, Any]:
-    """What Slack shows: `text` on a lock screen, the blocks in the channel."""
+def format_message(notification: Notification) -> dict[str, Any]:
+    """Return a message in Slack's format: `text` for a lock screen, blocks for the channel."""
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
-    told = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
-    told += [f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()]
-    told += [f"<{_escaped(notification.link)}|Look at the registry>"] if notification.link else []
+    lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
+    lines += [f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()]
+    lines += [f"<{_escaped(notification.link)}|Open the registry>"] if notification.link else []
     foot = f"entry {notification.sequence} of the ledger, by {_escaped(notification.actor)}"
     return {
         "text": _cut(_escaped("\n".join([notification.title, *notification.lines]))),
         "blocks": [
-            {"type": "section", "text": {"type": "mrkdwn", "text": _cut("\n".join([title, *told]))}},
+            {"type": "section", "text": {"type": "mrkdwn", "text": _cut("\n".join([title, *lines]))}},
             {"type": "context", "elements": [{"type": "mrkdwn", "text": _cut(foot)}]},
         ],
     }
 
 
 def _escaped(text: str) -> str:
-    """Nothing in it is a link or a mention."""
+    """Escape what Slack would take for a link or a mention."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

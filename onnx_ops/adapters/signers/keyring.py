@@ -1,4 +1,4 @@
-"""A key's life: made, rotated, retired. Files only; no private key ever leaves its file."""
+"""The life of signing keys: created, rotated, retired. No private key ever leaves its file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx_ops.adapters.objects import durable_file
+from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key, public_path
 from onnx_ops.attestation import PUBLIC_SUFFIX, TrustedKeys
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 
 RETIRED_SUFFIX = ".retired.pem"
-"""`NAME.pub.pem` is trusted; the same file as `NAME.retired.pem` is kept for the record and trusts nobody."""
+"""`NAME.pub.pem` is trusted; as `NAME.retired.pem` the same file is a record only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
-    """One public key. `signs` says that this machine signs with it now."""
+    """One public key. `signs`: this machine signs with it now."""
 
     key: Digest
     files: tuple[Path, ...]
@@ -39,7 +39,7 @@ class Keyring:
         self._trusted = trusted
 
     def known(self) -> tuple[KnownKey, ...]:
-        """All keys: the signing one first, then the trusted, then the retired.
+        """Return all keys: the signing one first, then the trusted, then the retired.
 
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.
@@ -60,7 +60,7 @@ class Keyring:
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
     def new(self, path: Path | None = None) -> EcdsaSigner:
-        """A key pair where none is, by default this machine's signing key.
+        """Create a key pair, by default this machine's signing key.
 
         Raises:
             UserError: there is one.
@@ -74,10 +74,10 @@ class Keyring:
         return signer
 
     def rotate(self) -> tuple[Digest, Digest]:
-        """Sign with a new key from now on; the old public key stays trusted, the old private key is gone.
+        """Replace the signing key by a new one; the old public key stays trusted, the old private key is deleted.
 
-        Both public keys are in the trusted folder before the new private key signs anything, so that a kill anywhere
-        leaves every decision verifiable; called again, it goes on with the same new key.
+        Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
+        after a crash at any point. The next call continues with the same new key.
 
         Returns:
             The old key and the new one.
@@ -95,26 +95,26 @@ class Keyring:
         return old.key, new.key
 
     def find(self, text: str) -> KnownKey:
-        """The trusted key whose digest begins so.
+        """Return the trusted key whose digest begins with `text`.
 
         Raises:
             NotFoundError: none does.
             UserError: several do.
         """
-        wanted = hex_digits(Digest(text.lower()))
+        prefix = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.known() if known.trusted]
-        found = [known for known in trusted if wanted and hex_digits(known.key).startswith(wanted)]
-        if len(found) > 1:
+        matches = [known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)]
+        if len(matches) > 1:
             raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
-        if not found:
+        if not matches:
             names = ", ".join(short_digest(known.key) for known in trusted) or "none"
             raise NotFoundError(
                 f"no trusted key begins with {text!r}", where=str(self._trusted), remedy=f"Trusted: {names}."
             )
-        return found[0]
+        return matches[0]
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Trust this key no longer, whenever it signed; returns the files that are kept for the record.
+        """Stop trusting a key, whenever it signed; return the files that are kept as a record.
 
         Raises:
             RefusedError: this machine signs with it.
@@ -123,7 +123,7 @@ class Keyring:
             raise RefusedError(
                 f"this machine signs with key {short_digest(known.key)}",
                 where=str(self._signing),
-                remedy="Make it sign with another: `onnx-ops keys rotate`.",
+                remedy="Replace that key first: `onnx-ops keys rotate`.",
             )
         kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
         return tuple(path.replace(retired) for path, retired in kept)

@@ -1,4 +1,4 @@
-"""The content-addressed store: files by digest, stage results by key."""
+"""The content-addressed store: files by digest, results of stages by key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from onnx_ops.adapters.objects import TEMPORARY, LocalObjects, Objects
+from onnx_ops.adapters.files import TEMPORARY
+from onnx_ops.adapters.objects import LocalObjects, ObjectStore
 from onnx_ops.domain.artifact import (
     Digest,
     Manifest,
@@ -28,10 +29,8 @@ from onnx_ops.errors import CorruptStateError, storage_errors
 
 _BLOBS, _RECORDS, _LOCK = "blobs", "records", "collect.lock"
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
-
-
-_REMEMBERED = 8192
-"""Blobs whose verified state is kept in mind; more than one pipeline has, and no more memory for many of them."""
+_MAX_VERIFIED = 8192
+"""Blobs that are not hashed again while their files do not change; more than one pipeline has."""
 
 
 class ContentStore:
@@ -41,23 +40,25 @@ class ContentStore:
     digest, so that a torn or tampered file counts as missing.
     """
 
-    def __init__(self, objects: Objects, cache: Path) -> None:
+    def __init__(self, objects: ObjectStore, cache: Path) -> None:
         self._objects = objects
         self._cache = objects.root if isinstance(objects, LocalObjects) else cache
         self._verified: dict[Digest, tuple[int, ...]] = {}
-        self._remembering = threading.Lock()
+        self._verified_lock = threading.Lock()
 
     def put_bytes(self, data: bytes) -> Digest:
+        """Store content; return its digest."""
         digest = digest_bytes(data)
-        if not self._held(digest):
+        if not self._has_local(digest):
             with self._collecting(fcntl.LOCK_SH):
                 self._objects.write(_blob(digest), data)
             self._protect(digest)
         return digest
 
     def put_file(self, path: Path) -> Digest:
+        """Store a file's content; return its digest."""
         digest = digest_file(path)
-        if not self._held(digest):
+        if not self._has_local(digest):
             with self._collecting(fcntl.LOCK_SH):
                 self._objects.upload(_blob(digest), path)
             self._protect(digest)
@@ -65,6 +66,7 @@ class ContentStore:
         return digest
 
     def path(self, digest: Digest) -> Path:
+        """Return a local file with that content; raise CorruptStateError if it is missing or damaged."""
         if not is_digest(digest):
             raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
         local = self._cache / _blob(digest)
@@ -79,17 +81,20 @@ class ContentStore:
             f"stored content {short_digest(digest)} cannot be used",
             where="store",
             why=cause,
-            remedy="Run the pipeline again: the stage that made it runs anew.",
+            remedy="Run the pipeline again: the stage that made it runs again.",
         )
 
     def read(self, digest: Digest) -> bytes:
+        """Return content; raise as `path` does."""
         return self.path(digest).read_bytes()
 
     def record(self, key: Digest, manifest: Manifest) -> None:
+        """Record the files that a stage made, by its key."""
         content = {"key": key, "files": dict(manifest.files)}
         self._objects.write(_record(key), canonical_json({**content, "digest": digest_json(content)}))
 
     def lookup(self, key: Digest) -> Manifest | None:
+        """Return the recorded files of a key, if all of them are intact."""
         manifest = _parse_record(self._objects.read(_record(key)), key)
         if manifest is None:
             return None
@@ -101,24 +106,27 @@ class ContentStore:
         return manifest
 
     def results(self) -> Iterator[Manifest]:
-        for found in self._objects.listed(_RECORDS):
-            key = Digest(f"sha256:{Path(found.name).stem}")
-            manifest = _parse_record(self._objects.read(found.name), key)
+        """Yield all recorded results that can be read."""
+        for entry in self._objects.list_objects(_RECORDS):
+            key = Digest(f"sha256:{Path(entry.name).stem}")
+            manifest = _parse_record(self._objects.read(entry.name), key)
             if manifest is not None:
                 yield manifest
 
     def contents(self) -> tuple[StoredObject, ...]:
-        found = []
-        for one in (*self._objects.listed(_BLOBS), *self._objects.listed(_RECORDS)):
-            name = one.name.rpartition("/")[2]
+        """Return all blobs, records and unfinished files."""
+        contents = []
+        for entry in (*self._objects.list_objects(_BLOBS), *self._objects.list_objects(_RECORDS)):
+            name = entry.name.rpartition("/")[2]
             digest = Digest(f"sha256:{name}")
             if name.startswith(TEMPORARY):
-                found.append(StoredObject(name=one.name, digest=None, size_bytes=one.size_bytes, at=one.at))
-            elif is_digest(digest) and one.name == _blob(digest):
-                found.append(StoredObject(name=one.name, digest=digest, size_bytes=one.size_bytes, at=one.at))
-        return tuple(found)
+                contents.append(StoredObject(name=entry.name, digest=None, size_bytes=entry.size_bytes, at=entry.at))
+            elif is_digest(digest) and entry.name == _blob(digest):
+                contents.append(StoredObject(name=entry.name, digest=digest, size_bytes=entry.size_bytes, at=entry.at))
+        return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
+        """Delete an object unless it was stored again since it was listed; return whether it is gone."""
         if not isinstance(self._objects, LocalObjects):
             return self._forget_remote(stored)
         with self._collecting(fcntl.LOCK_EX):
@@ -131,19 +139,19 @@ class ContentStore:
             return not again
 
     def _forget_remote(self, stored: StoredObject) -> bool:
-        """Whoever puts the same at this very instant finds it missing later, and does that stage again."""
-        beside = self._objects.listed(stored.name.rpartition("/")[0])
+        """Delete a remote object. A writer of the same content at this instant repeats its stage later."""
+        beside = self._objects.list_objects(stored.name.rpartition("/")[0])
         if any(found.name == stored.name and found.at > stored.at for found in beside):
             return False
         self._objects.delete(stored.name)
         (self._cache / stored.name).unlink(missing_ok=True)
         return True
 
-    def _held(self, digest: Digest) -> bool:
-        """Whether a local store has it whole already: the same small documents are put for every variant and target.
+    def _has_local(self, digest: Digest) -> bool:
+        """Return whether a local store has it: the same small documents are stored for every variant and target.
 
-        Then it counts as put now, so that it is not collected before its record is written. A remote store is not
-        asked: the answer would cost what writing costs.
+        Its time is then renewed, so that it is not collected before its record is written. A remote store is not
+        asked: that would cost as much as writing.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):
@@ -151,14 +159,13 @@ class ContentStore:
         with self._collecting(fcntl.LOCK_SH):
             try:
                 os.utime(path)
-            except OSError:  # it was collected just now, or belongs to somebody else: it is written anew
+            except OSError:  # it was collected just now, or has another owner: it is written again
                 return False
         return True
 
     @contextmanager
     def _collecting(self, kind: int) -> Iterator[None]:
-        """Nothing is put into a local store between the last look at old content and its removal. A kill lets go of the
-        lock."""
+        """Keep content from being stored between the check of its age and its deletion (flock, local stores only)."""
         if not isinstance(self._objects, LocalObjects):
             yield
             return
@@ -168,7 +175,7 @@ class ContentStore:
             yield
 
     def _intact(self, path: Path, digest: Digest) -> bool:
-        """Whether it is there and is what its name says; what is collected while it is read is not there."""
+        """Return whether the file has the content of its digest; one that is deleted meanwhile has not."""
         try:
             status = path.stat()
             seen = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
@@ -178,9 +185,9 @@ class ContentStore:
         except FileNotFoundError:
             return False
         if not known:
-            with self._remembering:
+            with self._verified_lock:
                 self._verified[digest] = seen
-                while len(self._verified) > _REMEMBERED:
+                while len(self._verified) > _MAX_VERIFIED:
                     del self._verified[next(iter(self._verified))]
         return True
 
@@ -200,7 +207,7 @@ def _record(key: Digest) -> str:
 
 
 def _parse_record(data: bytes | None, key: Digest) -> Manifest | None:
-    """None for a record that is missing, torn, tampered with or filed under another key."""
+    """Return the manifest of a record; None if it is missing, torn, tampered with or of another key."""
     try:
         document = json.loads(data or b"")
         content = {"key": document["key"], "files": document["files"]}

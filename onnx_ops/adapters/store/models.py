@@ -1,4 +1,4 @@
-"""Verified model folders, kept by manifest digest where endpoints can load them."""
+"""Verified model folders by manifest digest, where endpoints load them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnx_ops.adapters.objects import TEMPORARY, UNFINISHED_S, fsync_folder
+from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, fsync_folder
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, hex_digits, is_digest, short_digest
 from onnx_ops.errors import DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
 
 
 class ModelFolders:
-    """One read-only folder per manifest. A rollback finds the previous version here without asking anybody."""
+    """One read-only folder per manifest. A rollback finds the previous version here without a service."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def location(self, manifest: Digest) -> str | None:
+        """Return the folder if it exists and is intact."""
         folder = self._folder(manifest)
         if not folder.is_dir() or manifest_of(folder).digest() != manifest:
             return None
@@ -30,13 +31,19 @@ class ModelFolders:
 
     @storage_errors()
     def admit(self, folder: Path, manifest: Manifest) -> str:
-        found = manifest_of(folder)
-        if dict(found.files) != dict(manifest.files):
-            differs = sorted(set(found.files.items()) ^ set(manifest.files.items()))
+        """Verify files against the manifest and copy them here; return the location.
+
+        Raises:
+            DigestMismatchError: a file is not what the manifest says.
+            RefusedError: the model takes weights from outside its folder.
+        """
+        actual = manifest_of(folder)
+        if dict(actual.files) != dict(manifest.files):
+            differs = sorted(set(actual.files.items()) ^ set(manifest.files.items()))
             names = ", ".join(sorted({name for name, _ in differs}))
             raise DigestMismatchError(
                 f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
-                remedy="The artifact was changed after it was registered; run the pipeline again to make a new one.",
+                remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
         _check_weights(folder)
         place = self._folder(manifest.digest())
@@ -45,6 +52,7 @@ class ModelFolders:
         return str(place)
 
     def kept(self) -> Sequence[StoredObject]:
+        """Return every folder by its manifest's digest, with the time of its admission."""
         if not self._root.is_dir():
             return ()
         folders = {Digest(f"sha256:{entry.name}"): entry for entry in sorted(self._root.iterdir()) if entry.is_dir()}
@@ -61,19 +69,20 @@ class ModelFolders:
 
     @storage_errors()
     def forget(self, manifest: Digest) -> None:
+        """Delete a folder; no error if it does not exist."""
         folder = self._folder(manifest)
         if folder.is_dir():
-            # Under another name first, so that a folder that is half gone is never taken for a whole one.
+            # Renamed first, so that a folder that is half deleted never counts as a whole one.
             leaving = self._root / f"{TEMPORARY}{folder.name}-{os.getpid()}"
             folder.rename(leaving)
             shutil.rmtree(leaving)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what killed processes left. What was changed within an hour may be written now."""
+        """Delete what killed processes left more than an hour ago."""
         before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
         for folder in self._root.glob(f"{TEMPORARY}*"):
-            with contextlib.suppress(FileNotFoundError):  # somebody was faster
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
                     shutil.rmtree(folder)
 
@@ -104,13 +113,13 @@ class ModelFolders:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse a model that reaches out of its folder, or out of its weights, before any server loads it."""
+    """Refuse a model that reads outside its folder, or beyond its weights, before any server loads it."""
     for path in sorted(folder.glob("*.onnx")):
-        with contextlib.suppress(UserError):  # what is wrong in another way is told when it is loaded
+        with contextlib.suppress(UserError):  # other problems are reported when it is loaded
             read_structure(path)
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """Digests of all files below a folder, by their relative POSIX names."""
+    """Return the digests of all files below a folder by their relative POSIX names."""
     files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     return Manifest(files=files)

@@ -1,6 +1,6 @@
-"""Listens for MLflow's webhooks and rings a bell, and tells metrics: an HTTP server on a thread of its own.
+"""An HTTP server, on its own thread, for MLflow's webhooks and for metrics.
 
-Starlette and uvicorn, as they stand in every environment of this project: MLflow and Prefect run on them.
+It runs on Starlette and uvicorn, which MLflow and Prefect bring along.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from onnx_ops.protocol.webhooks import MAX_BODY_BYTES, RecentDeliveryIds, verify
 PATH = "/webhooks/mlflow"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of metrics."""
-_PATIENCE = 10.0
-"""Seconds within which a body must have come, and a stopped server has ended."""
+_TIMEOUT_S = 10.0
+"""Time to receive a body, and to stop the server."""
 
 
 class WebhookReceiver:
-    """A context manager that listens while it is open.
+    """Listens while this context manager is open.
 
     Args:
         host: address to bind.
@@ -70,7 +70,7 @@ class WebhookReceiver:
                 "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
             ) from error
         deliveries = Route(PATH, self._receive, methods=["POST"])
-        app = Starlette(routes=[deliveries, Route("/metrics", self._tell, methods=["GET"])])
+        app = Starlette(routes=[deliveries, Route("/metrics", self._show_metrics, methods=["GET"])])
         config = uvicorn.Config(
             app,
             http="h11",
@@ -90,7 +90,7 @@ class WebhookReceiver:
 
     @property
     def address(self) -> str:
-        """Where MLflow on this machine would send its deliveries."""
+        """Return the address to which MLflow on this machine would send deliveries."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
 
@@ -102,46 +102,46 @@ class WebhookReceiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=_PATIENCE)
+        self._thread.join(timeout=_TIMEOUT_S)
         self._socket.close()
 
     async def _receive(self, request: Request) -> Response:
         try:
-            body = await _body(request)
+            body = await _read_body(request)
             delivery = verify_delivery(request.headers, body, secret=self._secret, now=self._clock.now())
         except ClientDisconnect:
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            return PlainTextResponse(error.what, status_code=_status(error))
+            return PlainTextResponse(error.what, status_code=_status_of(error))
         if self._recent.add(delivery.id):
             self._wake(delivery.model)
         return Response(status_code=204)
 
-    def _tell(self, _: Request) -> Response:
-        """Starlette runs it on a thread, as the ledger may be far away."""
+    def _show_metrics(self, _: Request) -> Response:
+        """Return metrics. Starlette runs this on a thread, as the ledger may be remote."""
         try:
             return Response(self._metrics(), media_type=CONTENT_TYPE)
         except OnnxOpsError as error:
             return PlainTextResponse(str(error), status_code=503)
 
 
-async def _body(request: Request) -> bytes:
-    """Raises TooLargeError, before all of it is read, or UserError if it does not come."""
+async def _read_body(request: Request) -> bytes:
+    """Read a body; raise TooLargeError before all of it is read, or UserError if it does not arrive."""
     body = bytearray()
     try:
-        async with asyncio.timeout(_PATIENCE):
+        async with asyncio.timeout(_TIMEOUT_S):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise TooLargeError(f"the delivery is larger than {MAX_BODY_BYTES} bytes")
     except TimeoutError as error:
-        raise UserError("the delivery did not come to its end") from error
+        raise UserError("the delivery was not received in time") from error
     return bytes(body)
 
 
-def _status(error: OnnxOpsError) -> int:
-    """4xx, so that MLflow does not try again: the same delivery would be refused again."""
+def _status_of(error: OnnxOpsError) -> int:
+    """Return a 4xx status, so that MLflow does not retry: the same delivery would be refused again."""
     if isinstance(error, TooLargeError):
         return 413
     if isinstance(error, InvalidSignatureError):

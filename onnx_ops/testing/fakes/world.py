@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from onnx_ops.adapters.external_model import BroughtModels
-from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
 from onnx_ops.adapters.store.content import ContentStore

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.adapters.exchange import _LARGEST, exchange
+from onnx_ops.adapters.http_json import MAX_ANSWER_BYTES, request_json
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.testing.inbox import Inbox, Reply
 
 
 def test_an_answer_is_read_up_to_its_bound() -> None:
-    text = "x" * (_LARGEST - len('""'))
+    text = "x" * (MAX_ANSWER_BYTES - len('""'))
     inbox = Inbox(lambda letter: Reply(document=text if letter.path == "/largest" else text + "x"))
     with inbox.open():
-        assert exchange("GET", f"{inbox.url}/largest", host="here") == text
+        assert request_json("GET", f"{inbox.url}/largest", host="here") == text
         with pytest.raises(ServiceUnavailableError):
-            exchange("GET", f"{inbox.url}/larger", host="here")
+            request_json("GET", f"{inbox.url}/larger", host="here")

@@ -1,0 +1,167 @@
+"""Files of this machine: written durably, created once, locked, private, and appended to."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.errors import ConflictError, RefusedError
+
+TEMPORARY = ".tmp-"
+"""Begins the name of a file that is being written, or whose writer was killed."""
+UNFINISHED_S = 3600.0
+"""Age at which such a file counts as left by a killed writer."""
+_LOCK_PAUSE_S = 0.02
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename or link in this folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[Path]:
+    """Give a temporary file, readable by its owner only, that takes its name when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        fsync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Write a file, readable by its owner only, if its name is free; return whether it was.
+
+    An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        fsync_folder(path.parent)
+        return True
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def read_private(path: Path, what: str, *, remedy: str = "") -> str:
+    """Return the text of a file that only its owner may read, without white space around it.
+
+    Args:
+        path: the file.
+        what: what it holds, as in "the webhook secret".
+        remedy: what to do where others may read it; `chmod` by default.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        RefusedError: others than its owner may read it.
+    """
+    with path.open("rb") as stream:
+        mode = os.fstat(stream.fileno()).st_mode & 0o777
+        if mode & 0o077:
+            raise RefusedError(
+                f"{what} may be read by others than its owner",
+                where=str(path),
+                why=f"its mode is {mode:04o}",
+                remedy=remedy or f"Renew it if others may have seen it, and: chmod 600 {path}",
+            )
+        return stream.read().decode("utf-8", "replace").strip()
+
+
+@contextmanager
+def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None]:
+    """Hold the lock (flock) on a file of an endpoint; the system releases it when the process dies.
+
+    Raises:
+        ConflictError: another process holds it for longer than `timeout_s`.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    with path.open("a") as stream:
+        while not try_lock(stream.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise ConflictError("another process is changing this endpoint", where=where)
+            time.sleep(_LOCK_PAUSE_S)
+        yield
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Lock a file (LOCK_SH or LOCK_EX) without waiting; return whether it is locked now."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FileJournal:
+    """A journal in one file: a line for each JSON document, after its digest. It has one writer at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the documents up to the first damaged line, and cut the file there."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        documents: list[Any] = []
+        readable = 0
+        for line in data.splitlines(keepends=True):
+            digest, _, text = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or _digest(text) != digest:
+                break
+            documents.append(json.loads(text))
+            readable += len(line)
+        if readable < len(data):
+            with self._path.open("r+b") as stream:
+                stream.truncate(readable)
+                os.fsync(stream.fileno())
+        return tuple(documents)
+
+    def append(self, document: Any) -> None:
+        """Append a document durably; the file is created by the first one."""
+        text = json.dumps(document, sort_keys=True).encode("utf-8")
+        is_new = not self._path.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as stream:
+            stream.write(_digest(text) + b" " + text + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        if is_new:
+            fsync_folder(self._path.parent)
+
+    def clear(self) -> None:
+        """Delete the file."""
+        self._path.unlink(missing_ok=True)
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode("ascii")

@@ -1,0 +1,109 @@
+"""Requests to JSON services: answered within seconds, without redirects, and with no secret in any error or log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import ssl
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 4 << 20
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_TRY_LATER = frozenset({408, 425, 429})
+
+_is_sending = ContextVar("_is_sending", default=False)
+logging.getLogger("httpx").addFilter(lambda _: not _is_sending.get())  # it logs addresses, which may be secrets
+
+
+def require_https(url: str, what: str) -> str:
+    """Return the host of an address that requests may be sent to.
+
+    Raises:
+        UserError: it is no https address (http is allowed on this machine). The address is not shown: it may be a
+            secret.
+    """
+    try:
+        parts = urlsplit(url)
+        host, scheme, _ = parts.hostname or "", parts.scheme, parts.port
+    except ValueError:
+        host, scheme = "", ""
+    if host and (scheme == "https" or (scheme == "http" and host in _LOOPBACK)) and url.isascii() and url.isprintable():
+        return host
+    raise UserError(
+        f"{what} is not an https address", remedy="It begins with https://; plain http is for this machine."
+    )
+
+
+def request_json(
+    method: str, url: str, document: object = None, *, host: str, headers: Mapping[str, str] | None = None
+) -> Any:
+    """Send JSON; return the JSON of the answer, or its text where it is none. Errors name `host` only.
+
+    Raises:
+        ServiceUnavailableError: there is no answer in time, or one that asks to try again later.
+        RefusedError: any other answer that is not a success, a redirect among them.
+    """
+    import httpx
+
+    body = None if document is None else json.dumps(document).encode()
+    sent = {"User-Agent": "onnx-ops", "Accept-Encoding": "identity", **(headers or {})}
+    if body is not None:
+        sent = {"Content-Type": "application/json", **sent}
+    deadline = time.monotonic() + TIMEOUT_S
+    token = _is_sending.set(True)
+    try:
+        with httpx.stream(
+            method,
+            url,
+            content=body,
+            headers=sent,
+            timeout=TIMEOUT_S,
+            follow_redirects=False,  # the host that a redirect names gets neither message nor token
+            verify=ssl.create_default_context(),
+        ) as response:
+            if not response.is_success:
+                text = b""
+                with suppress(httpx.HTTPError, TimeoutError):
+                    text = _read(response, deadline)
+                raise _explain(response.status_code, text[:200].decode("utf-8", "replace"), host)
+            text = _read(response, deadline)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        # The messages of these may hold the address; their types do not.
+        raise ServiceUnavailableError("does not answer", where=host, why=type(error).__name__) from None
+    finally:
+        _is_sending.reset(token)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode("utf-8", "replace")
+
+
+def _read(response: httpx.Response, deadline: float) -> bytes:
+    """Read the answer; raise TimeoutError if it comes too slowly or does not end."""
+    text = b""
+    for chunk in response.iter_bytes(1 << 16):
+        text += chunk
+        if len(text) > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+            raise TimeoutError
+    return text
+
+
+def _explain(status: int, text: str, host: str) -> OnnxOpsError:
+    why = f"HTTP {status} {' '.join(text.split())}".strip()
+    if status >= 500 or status in _TRY_LATER:
+        return ServiceUnavailableError("does not take it now", where=host, why=why)
+    if 300 <= status < 400:
+        remedy = "Put the new address into the settings, if you trust it: what is sent there holds a secret."
+        return RefusedError("answers with a redirect", where=host, why=why, remedy=remedy)
+    return RefusedError("does not take it", where=host, why=why, remedy="Check the address and the token.")
