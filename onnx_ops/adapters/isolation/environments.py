@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from onnx_ops.adapters.isolation.process import clean_environ, last_lines
 from onnx_ops.adapters.files import durable_file
+from onnx_ops.adapters.isolation.process import clean_environ, last_lines
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
