@@ -11,27 +11,27 @@ import time
 from collections.abc import Callable, Sequence
 
 from onnx_ops.protocol.messages import UserCountsRequest
-from onnx_ops.serving.router import Router
-from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
-from onnx_ops.serving.user_counts import UserCounts, watch
+from onnx_ops.serving.inference.deployments import TrafficRouter
+from onnx_ops.serving.metrics import BOUNDS_S, SharedMetrics, count_request
+from onnx_ops.serving.rollout_counts import UserCounts, set_watch
 
 ROUNDS, CALLS = 200, 2000
 LIMIT_NS = 1000
 
 
 def main() -> int:
-    shared = Shared(4)
-    row, users = shared.row(2, 1), UserCounts(shared, 2)
-    router = Router(slots=("v1",) * 100, names=frozenset({"v1"}), salt=7)
+    shared = SharedMetrics(4)
+    row, users = shared.get_row(2, 1), UserCounts(shared, 2)
+    router = TrafficRouter(slots=("v1",) * 100, names=frozenset({"v1"}), salt=7)
     keys = [b"user-%d" % number for number in range(CALLS)]
 
     def by_user(key: bytes) -> None:
-        if users.watching:
-            users.observe(1, router.bucket(key), 200, 3.1e-5)
+        if users.is_watching:
+            users.count_request(1, router.get_bucket(key), 200, 3.1e-5)
 
-    count = _least(lambda _: observe(row, 200, 3.1e-5), keys)
+    count = _least(lambda _: count_request(row, 200, 3.1e-5), keys)
     idle = _least(by_user, keys)
-    watch(shared, {"v1": 1, "v2": 2}, UserCountsRequest(limits_s={"v1": BOUNDS_S[20:24], "v2": BOUNDS_S[20:24]}))
+    set_watch(shared, {"v1": 1, "v2": 2}, UserCountsRequest(limits_s={"v1": BOUNDS_S[20:24], "v2": BOUNDS_S[20:24]}))
     watched = _least(by_user, keys)
     nothing = _least(lambda _: None, keys)
     print(f"counting a request: {count - nothing:.0f} ns (limit {LIMIT_NS} ns)")

@@ -19,7 +19,10 @@ import orjson
 from pydantic import BaseModel
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.serving.wire import Signature, document, read_infer, write
+from onnx_ops.serving.inference import tensors
+from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.inference.responses import encode_outputs
+from onnx_ops.serving.inference.signature import ModelSignature
 
 
 class Features(BaseModel):
@@ -33,9 +36,9 @@ def snippet(body: bytes, shape: tuple[int, ...], answer: np.ndarray[Any, Any]) -
     return json.dumps({"prediction": answer.tolist()}).encode()
 
 
-def wire(body: bytes, length: int | None, model: Signature, answer: np.ndarray[Any, Any]) -> bytes:
+def wire(body: bytes, length: int | None, model: ModelSignature, answer: np.ndarray[Any, Any]) -> bytes:
     call = read_infer(body, length, model)
-    return write(call, model, [answer])[0]
+    return encode_outputs(call, model, [answer])[0]
 
 
 def least(cases: Mapping[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, float]:
@@ -55,7 +58,7 @@ def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> 
     x = draw.normal(size=shape).astype(np.float32)
     y = draw.normal(size=(shape[0], answers)).astype(np.float32)
     dims: tuple[int | str, ...] = ("batch", *shape[1:])
-    model = Signature(
+    model = ModelSignature(
         model="m",
         version="1",
         inputs={"x": TensorSpec(name="x", dtype="float32", shape=dims)},
@@ -86,7 +89,7 @@ def compare(shape: tuple[int, ...], answers: int, rounds: int, repeats: int) -> 
 def threshold() -> None:
     draw = np.random.default_rng(0)
     for count in (32, 64, 128, 256, 512, 4096):
-        model = Signature(
+        model = ModelSignature(
             model="m",
             version="1",
             inputs={"x": TensorSpec(name="x", dtype="float32", shape=("n",))},
@@ -97,7 +100,7 @@ def threshold() -> None:
         found: dict[str, float] = {}
         for _ in range(20):
             for name, large in (("orjson", 1 << 40), ("simdjson", 0)):
-                document.LARGE = large
+                tensors.LARGE_BODY_BYTES = large
                 cost = least({name: lambda b=body, m=model: read_infer(b, None, m)}, 5, 100)[name]  # type: ignore[misc]
                 found[name] = min(found.get(name, math.inf), cost)
         print(f"{len(body):8} bytes  orjson {found['orjson']:8.1f} us  simdjson {found['simdjson']:8.1f} us")

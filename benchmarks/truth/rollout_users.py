@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.signal import lfilter
 
-from onnx_ops.serving.shared import UNTIMED
+from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -116,7 +116,7 @@ class UserTraffic:
         number = self._answered[active][:, None] + np.cumsum(mine, axis=1)
         self._answered[active] = number[:, -1]
         log += np.where(mine & (number <= users.cold), np.log(_COLD), 0.0)
-        timed = ~mine | (number > UNTIMED)
+        timed = ~mine | (number > WARM_UP_REQUESTS)
         slow = [log > limit[active][:, None] for limit in self._limits]
         rate = np.take_along_axis(self._success[active], user, 1) * np.where(mine, users.success, 1.0)
         flags = [bad, random.random(shape) < rate, *(one & timed for one in slow)]

@@ -1,1 +1,1 @@
-"""The endpoint server: the local endpoint's process, and later the container's entry point on every cloud."""
+"""The endpoint server: a supervisor, worker processes, and their public and admin listeners."""

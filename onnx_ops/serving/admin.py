@@ -1,12 +1,18 @@
-"""The admin listeners: show and publish the state. One on loopback, where every request needs the token, and on demand
-one on a Unix socket that only the server's user can connect to."""
+"""The admin listeners: read and publish the state, read the counts.
+
+One listens on loopback and requires the token. An optional second one listens on a Unix socket that only the server's
+user can connect to.
+"""
 
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
+import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from onnx_ops import codec
+from onnx_ops.domain.artifact import canonical_json
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import (
     ConflictError,
@@ -28,41 +35,32 @@ from onnx_ops.protocol.messages import (
     COUNTS_PATH,
     MAX_USER_THRESHOLDS,
     STATE_PATH,
-    AdminState,
-    Counts,
     UserCountsRequest,
     error_to_bytes,
     read_message,
 )
 from onnx_ops.protocol.routing_table import write_durably
-from onnx_ops.protocol.server_process import TOKEN_FILE
-from onnx_ops.serving.http import on_crash, on_http_error, read_body
+from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
+from onnx_ops.serving.http.app import EXCEPTION_HANDLERS, read_body
+
+if TYPE_CHECKING:
+    from onnx_ops.serving.workers.supervisor import Supervisor
 
 _MAX_BODY = 1 << 20
 
 
-class Publisher(Protocol):
-    """What the admin routes change."""
-
-    def shown(self) -> AdminState: ...
-
-    def counts(self, asked: UserCountsRequest | None = None) -> Counts: ...
-
-    async def publish(self, state: EndpointState, who: str) -> None: ...
-
-
 def read_token(folder: Path) -> str:
-    """The admin token of a server's folder; made on first use.
+    """Return the admin token of a server's folder; create it on first use.
 
     Raises:
-        RefusedError: others than its owner may read it, or it is empty.
+        RefusedError: other users can read it, or it is empty.
         OSError: it cannot be read or written.
     """
     path = folder / TOKEN_FILE
     if not path.exists():
         write_durably(path, secrets.token_urlsafe(32).encode())
     if path.stat().st_mode & 0o077:
-        raise RefusedError("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
+        raise RefusedError("other users can read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
     token = path.read_text(encoding="utf-8").strip()
     if not token:
         raise RefusedError("the admin token is empty", where=str(path), remedy="Delete the file; a new one is made.")
@@ -73,72 +71,120 @@ class AdminApp:
     """Handlers of the admin routes.
 
     Args:
-        server: what is published.
-        token: what a client must show as bearer token; None where the system lets nobody else connect.
-        who: how changes that come in here are signed in the audit trail.
+        supervisor: publishes states.
+        token: bearer token of clients; None where the system lets no other user connect.
+        actor: who makes changes on this listener, for the audit trail.
     """
 
-    def __init__(self, server: Publisher, token: str | None, who: str) -> None:
-        self._server = server
+    def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
+        self._supervisor = supervisor
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._who = who
+        self._actor = actor
 
-    def asgi(self) -> Starlette:
+    def build(self) -> Starlette:
+        """Return the ASGI app."""
         routes = [
-            Route(STATE_PATH, self.show),
-            Route(STATE_PATH, self.publish, methods=["PUT"]),
-            Route(COUNTS_PATH, self.counts),
-            Route(COUNTS_PATH, self.watch, methods=["POST"]),
+            Route(STATE_PATH, self.get_state),
+            Route(STATE_PATH, self.put_state, methods=["PUT"]),
+            Route(COUNTS_PATH, self.get_counts),
+            Route(COUNTS_PATH, self.post_counts, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error, Exception: on_crash})
+        return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
 
-    async def show(self, request: Request) -> Response:
+    async def get_state(self, request: Request) -> Response:
+        """Return the published state."""
         self._authorize(request)
-        return self._state()
+        return self._build_state()
 
-    async def counts(self, request: Request) -> Response:
+    async def get_counts(self, request: Request) -> Response:
+        """Return the counts of all deployments."""
         self._authorize(request)
-        return Response(codec.dumps(self._server.counts()), media_type="application/json")
+        return Response(codec.dumps(self._supervisor.collect_counts()), media_type="application/json")
 
-    async def watch(self, request: Request) -> Response:
-        """The counts, with those of the watched deployments by user."""
+    async def post_counts(self, request: Request) -> Response:
+        """Return the counts, with those of two deployments by user."""
         self._authorize(request)
         try:
-            asked = read_message(await read_body(request, _MAX_BODY), UserCountsRequest)
+            message = read_message(await read_body(request, _MAX_BODY), UserCountsRequest)
         except CorruptStateError as error:
-            return _error(error, 400)
-        if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in asked.limits_s.values()):
-            return _error(UserError(f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"), 400)
-        return Response(codec.dumps(self._server.counts(asked)), media_type="application/json")
+            return _build_error(error, 400)
+        if any(len(s) > MAX_USER_THRESHOLDS or list(s) != sorted(s) for s in message.limits_s.values()):
+            what = f"limits_s must ascend, at most {MAX_USER_THRESHOLDS} per deployment"
+            return _build_error(UserError(what), 400)
+        return Response(codec.dumps(self._supervisor.collect_counts(message)), media_type="application/json")
 
-    async def publish(self, request: Request) -> Response:
-        """Answers only after the state is served: 200; 409 if it is out of date; 422 if it cannot be loaded."""
+    async def put_state(self, request: Request) -> Response:
+        """Publish a state. The response comes after it is served: 200; 409 if outdated; 422 if it cannot be loaded."""
         self._authorize(request)
         body = await read_body(request, _MAX_BODY)
         try:
             state = read_message(body, EndpointState)
         except CorruptStateError as error:
-            return _error(error, 400)
+            return _build_error(error, 400)
         try:
-            await self._server.publish(state, self._who)
+            await self._supervisor.publish(state, self._actor)
         except ConflictError as error:
-            return _error(error, 409)
+            return _build_error(error, 409)
         except ServiceUnavailableError as error:
-            return _error(error, 503)
+            return _build_error(error, 503)
         except OnnxOpsError as error:
-            return _error(error, 422)
-        return self._state()
+            return _build_error(error, 422)
+        return self._build_state()
 
     def _authorize(self, request: Request) -> None:
         if self._expected is None:
             return
-        shown = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(shown, self._expected):
+        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self._expected):
             raise HTTPException(401, "the admin token is missing or wrong", {"www-authenticate": "Bearer"})
 
-    def _state(self) -> Response:
-        return Response(codec.dumps(self._server.shown()), media_type="application/json")
+    def _build_state(self) -> Response:
+        return Response(codec.dumps(self._supervisor.get_state()), media_type="application/json")
 
 
-def _error(error: OnnxOpsError, status: int) -> Response:
+def _build_error(error: OnnxOpsError, status: int) -> Response:
     return Response(error_to_bytes(error), status, media_type="application/json")
+
+
+class AuditTrail:
+    """Appends to a file in the server's folder: one durable line per requested change, and one per result.
+
+    A change that cannot be recorded is not made. `actor` is `token` for clients with the admin token, or `uid:N` for a
+    user of the Unix socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / AUDIT_FILE
+
+    def record_request(self, actor: str, state: EndpointState) -> None:
+        """Record a change that is about to be made.
+
+        Raises:
+            ServiceUnavailableError: it could not be recorded.
+        """
+        names = {d.name: f"{d.model}/{d.version}" for d in state.deployments}
+        split = {"weights": dict(state.split.weights), "shadow": dict(state.split.shadow)}
+        self._write({"what": "publish", "who": actor, "generation": state.generation, "deployments": names, **split})
+
+    def record_result(self, actor: str, state: EndpointState, error: str = "") -> None:
+        """Record the result of a change; `error` is why nothing was changed.
+
+        Raises:
+            ServiceUnavailableError: it could not be recorded.
+        """
+        line = {"what": "refused", "why": error} if error else {"what": "published"}
+        self._write({**line, "who": actor, "generation": state.generation})
+
+    def _write(self, line: dict[str, object]) -> None:
+        now = datetime.fromtimestamp(time.time(), UTC)  # noqa: TID251 (the time of a change, for people)
+        data = canonical_json({"at": now.isoformat(timespec="milliseconds"), **line}) + b"\n"
+        try:
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if os.write(handle, data) != len(data):
+                    raise OSError("the line was written in part")
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise ServiceUnavailableError("the audit trail cannot be written", why=str(error)) from error

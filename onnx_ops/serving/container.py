@@ -1,7 +1,7 @@
-"""The entrypoint of the image: `python -m onnx_ops.serving.container [serve]` serves the one model of its container.
+"""The entrypoint of the image: `python -m onnx_ops.serving.container [serve]` serves the model of its container.
 
-The model's folder is named by `ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR`; else it is `/opt/ml/model`. It, or the first
-folder below it that does, holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
+`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It, or a folder below,
+holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
-from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
+from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, OPTION_PREFIX
 from onnx_ops.serving import main as server
-from onnx_ops.serving.verified import verify
+from onnx_ops.serving.inference.integrity import verify_files
 
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
 _PORTS = ("ONNX_OPS_PORT", "SAGEMAKER_BIND_TO_PORT")
 _PORT = "8080"
-_EVERYWHERE = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside of it)
-_DEPTH = 3
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
+_MAX_DEPTH = 3
 """Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Serve until the container is stopped. 0 then; else the exit code of the error, which is told in one line."""
+    """Serve until the container is stopped. Return the exit code; an error is printed in one line."""
     try:
         if list(arguments) not in ([], ["serve"]):
-            raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Say nothing, or `serve`.")
-        folder = _state_folder(environment)
-        deployment = find(Path(_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
-        verify(Path(deployment.location), deployment)
+            raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`.")
+        folder = _make_state_folder(environment)
+        deployment = find_deployment(Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
+        verify_files(Path(deployment.location), deployment)
         state = EndpointState(
             deployments=(deployment,), split=TrafficSplit(weights={deployment.name: 100}), generation=1
         )
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     except OnnxOpsError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    host, port = environment.get("ONNX_OPS_HOST", _EVERYWHERE), _first(environment, _PORTS) or _PORT
-    return server.main(
-        ["--state-dir", str(folder), "--host", host, "--port", port, "--must-load", *_options(environment)]
-    )
+    names = [name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment]
+    flags = [f"--{name.replace('_', '-')}={environment[OPTION_PREFIX + name.upper()]}" for name in names]
+    host, port = environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES), _get_first(environment, _PORTS) or _PORT
+    return server.main(["--state-dir", str(folder), "--host", host, "--port", port, "--must-load", *flags])
 
 
-def find(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """The deployment in a model folder, at its real place.
+def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
+    """Return the deployment in a model folder, with its real location.
 
     Raises:
         NotFoundError: there is none.
@@ -63,21 +63,21 @@ def find(root: Path, environment: Mapping[str, str]) -> Deployment:
         InfrastructureError: a file cannot be read.
     """
     try:
-        return _found(root, environment)
+        return _search(root, environment)
     except OSError as error:
         raise InfrastructureError("the model's folder cannot be read", where=str(root), why=str(error)) from error
 
 
-def _found(root: Path, environment: Mapping[str, str]) -> Deployment:
+def _search(root: Path, environment: Mapping[str, str]) -> Deployment:
     level = [root]
-    for _ in range(_DEPTH + 1):
+    for _ in range(_MAX_DEPTH + 1):
         for folder in level:
             record = folder / DEPLOYMENT_FILE
             if record.is_file():
                 deployment = codec.loads(record.read_bytes(), Deployment, where=str(record))
                 return replace(deployment, location=str((folder / MODEL_FOLDER).resolve()))
             if (folder / MODEL_FILE).is_file():
-                return _bare(folder, environment)
+                return _build_deployment(folder, environment)
         level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
     raise NotFoundError(
         f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
@@ -86,8 +86,8 @@ def _found(root: Path, environment: Mapping[str, str]) -> Deployment:
     )
 
 
-def _bare(folder: Path, environment: Mapping[str, str]) -> Deployment:
-    """A model that no release brought here: what it is called is up to the container."""
+def _build_deployment(folder: Path, environment: Mapping[str, str]) -> Deployment:
+    """Return a deployment for a model without a record; the environment of the container names it."""
     files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     manifest = Manifest(files=files).digest()
     name = environment.get("ONNX_OPS_DEPLOYMENT", "model")
@@ -102,32 +102,26 @@ def _bare(folder: Path, environment: Mapping[str, str]) -> Deployment:
     )
 
 
-def _state_folder(environment: Mapping[str, str]) -> Path:
-    """Table, token and log. Nothing of it has to outlive the container."""
-    given = environment.get("ONNX_OPS_STATE_DIR")
+def _make_state_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of table, token and log. It need not outlive the container."""
+    configured = environment.get("ONNX_OPS_STATE_DIR")
     try:
-        folder = Path(given) if given else Path(tempfile.mkdtemp(prefix="onnx-ops-"))
+        folder = Path(configured) if configured else Path(tempfile.mkdtemp(prefix="onnx-ops-"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InfrastructureError(
-            "there is no place for the server's state",
+            "the folder for the server's state cannot be created",
             why=str(error),
-            remedy="Set ONNX_OPS_STATE_DIR to a folder that can be written, or mount one at /tmp.",
+            remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
         ) from error
     return folder
 
 
-def _options(environment: Mapping[str, str]) -> list[str]:
-    """The server's options, each from its variable."""
-    named = {name: f"ONNX_OPS_SERVE_{name.upper()}" for name, _, _, _ in list_options()}
-    return [f"--{name.replace('_', '-')}={environment[key]}" for name, key in named.items() if key in environment]
-
-
-def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
+def _get_first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:], os.environ)
     logging.shutdown()
-    os._exit(code)  # nothing that is left may keep the process past the cloud's SIGKILL
+    os._exit(code)  # no remaining thread may delay the exit until the cloud's SIGKILL

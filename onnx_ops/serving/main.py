@@ -18,18 +18,19 @@ _SPARE_FILES = 256
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = vars(_parser().parse_args(arguments))
-    folder, host = given.pop("state_dir"), given.pop("host")
-    port, admin_port = given.pop("port"), given.pop("admin_port")
-    must_load = given.pop("must_load")
+    """Serve until the process is stopped. Return the exit code; an error is printed in one line."""
+    values = vars(_build_parser().parse_args(arguments))
+    folder, host = values.pop("state_dir"), values.pop("host")
+    port, admin_port = values.pop("port"), values.pop("admin_port")
+    must_load = values.pop("must_load")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # Before numpy is loaded: it would start threads, of which a process that forks must have none.
+    # Before numpy is loaded: it would start threads, and a process that forks must have none.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        options = bind_settings(given, ServerOptions)
-        _allow_files(options.max_connections + _SPARE_FILES)
-        from onnx_ops.serving.supervisor import serve
+        options = bind_settings(values, ServerOptions)
+        _raise_file_limit(options.max_connections + _SPARE_FILES)
+        from onnx_ops.serving.workers.supervisor import serve
 
         serve(folder, host, port, admin_port, options, must_load=must_load)
     except OnnxOpsError as error:
@@ -38,28 +39,28 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="onnx_ops.serving.main", description="Serve one endpoint.")
     parser.add_argument("--state-dir", type=Path, required=True, help="folder of table, token and server record")
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
     parser.add_argument("--port", type=int, required=True, help="port of the public listener")
     parser.add_argument("--admin-port", type=int, default=0, help="port of the admin listener on loopback")
-    parser.add_argument("--must-load", action="store_true", help="end if what the table names cannot be loaded")
+    parser.add_argument("--must-load", action="store_true", help="exit if a deployment of the table cannot be loaded")
     for name, kind, default, text in list_options():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=text.replace("%", "%%"))
     return parser
 
 
-def _allow_files(wanted: int) -> None:
-    """Connections are files; the usual limit of 1024 is for programs that wait with select(2)."""
+def _raise_file_limit(files: int) -> None:
+    """Allow more open files. Connections are files; the usual limit of 1024 is for programs that use select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    os._exit(code)  # nothing that is left may keep the process past the cloud's SIGKILL
+    os._exit(code)  # no remaining thread may delay the exit until the cloud's SIGKILL

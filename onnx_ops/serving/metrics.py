@@ -1,12 +1,241 @@
-"""Counts of a server's life in Prometheus' text format, summed over its workers when they are asked for."""
+"""Metrics of all workers: counters in shared memory, and the page that Prometheus scrapes.
+
+The memory is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number
+has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value or the new one.
+
+    header:      published revision; the watch of a rollout (see `rollout_counts`); spare
+    labels:      one text per slot, written by the supervisor
+    rows:        one per worker and slot, `COLUMNS` numbers each
+    request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `rollout_counts`)
+    users:       counts by user, a header and two deployments per worker (see `rollout_counts`)
+
+A slot belongs to one deployment; slot 0 counts requests that reached no deployment.
+"""
 
 from __future__ import annotations
 
+import json
+import mmap
+import secrets
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.residents import Snapshot
-from onnx_ops.serving.shared import Shared
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.errors import UserError
+from onnx_ops.protocol.messages import USER_CELLS, USER_FIELDS
+from onnx_ops.protocol.routing_table import RoutingTable
+
+SLOTS = 64
+"""Deployments with separate metrics. Those of the present and the previous table always have a slot."""
+_HEADER = 64
+_REVISION = 0
+WATCH = 1
+"""Place of the watch number in the header. Behind it, for each of two deployments: its slot, and its thresholds as
+places in `BOUNDS_S`; last the number of the client's request."""
+_USER_NUMBERS = 2 * USER_CELLS * USER_FIELDS
+_ROUNDING = 1e-9
+_LABEL_BYTES = 1024
+_NUMBER_BYTES = 8
+
+STATUSES = (200, 400, 404, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
+"""HTTP statuses with a counter; 499: the client closed the connection before its request ran."""
+STEPS = 16
+"""Latency buckets per factor of two: 4.4 % a step, so that a rollout can detect a difference of 20 %."""
+BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 + 1))
+"""Upper bounds of the latency histograms in seconds: 10 µs to 30 s."""
+REQUEST_IDS = 1 << 15
+WARM_UP_REQUESTS = 64
+"""First requests to a deployment, whose latency is not compared: caches and memory are still cold. Workers divide
+them, but each has at least `MIN_WARM_UP_REQUESTS`."""
+MIN_WARM_UP_REQUESTS = 16
+
+# Columns of a row. Requests that ran on the event loop and are comparable are counted in the INLINE columns, all others
+# in the QUEUED columns, and of these the comparable ones in the SERVICE columns without their time in the queue.
+_COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
+OTHER_STATUS = len(STATUSES)
+INLINE_BUCKETS = OTHER_STATUS + 1
+QUEUED_BUCKETS = INLINE_BUCKETS + len(BOUNDS_S) + 1
+SERVICE_BUCKETS = QUEUED_BUCKETS + len(BOUNDS_S) + 1
+INLINE_NANOSECONDS = SERVICE_BUCKETS + len(BOUNDS_S) + 1
+QUEUED_NANOSECONDS, SERVICE_NANOSECONDS = INLINE_NANOSECONDS + 1, INLINE_NANOSECONDS + 2
+RUNS, RUN_NANOSECONDS, BATCHED = (SERVICE_NANOSECONDS + k for k in range(1, 4))
+QUEUED, IN_PROGRESS = BATCHED + 1, BATCHED + 2
+SHADOW_SENT, SHADOW_DROPPED, SHADOW_DONE, SHADOW_FAILED = (IN_PROGRESS + k for k in range(1, 5))
+LOADS, LOAD_FAILURES, LOAD_NANOSECONDS = (SHADOW_FAILED + k for k in range(1, 4))
+CONNECTIONS, CONNECTIONS_REFUSED, LOG_DROPPED = (LOAD_NANOSECONDS + k for k in range(1, 4))
+SHADOW_DIFFERING, OUTCOMES, SUCCESSES, UNKNOWN_OUTCOMES = (LOG_DROPPED + k for k in range(1, 5))
+COLUMNS = UNKNOWN_OUTCOMES + 1
+_GAUGES = (QUEUED, IN_PROGRESS, CONNECTIONS)
+
+MetricsRow = memoryview
+"""The numbers of one worker about one slot, by column; format `Q`."""
+
+
+def find_bound(latency_s: float) -> int:
+    """Return the place of a latency in `BOUNDS_S`, or of the next larger bound."""
+    return bisect_left(BOUNDS_S, latency_s * (1 - _ROUNDING))
+
+
+def get_column(status: int) -> int:
+    """Return the column that counts an HTTP status."""
+    return _COLUMN_OF.get(status, OTHER_STATUS)
+
+
+class SharedMetrics:
+    """Counters that supervisor and workers share. Made by the supervisor; workers inherit it by fork."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.origin = secrets.token_hex(8)
+        """Identifies this memory: another value means that all counters were reset."""
+        labels = _HEADER * _NUMBER_BYTES
+        rows = labels + SLOTS * _LABEL_BYTES
+        ids = rows + workers * SLOTS * COLUMNS * _NUMBER_BYTES
+        users = ids + workers * REQUEST_IDS * _NUMBER_BYTES
+        memory = memoryview(mmap.mmap(-1, users + workers * (1 + _USER_NUMBERS) * _NUMBER_BYTES))
+        self.header = memory[:labels].cast("Q")
+        self._labels = memory[labels:rows]
+        self._rows = memory[rows:ids].cast("Q")
+        self._request_ids = memory[ids:users].cast("Q")
+        self._users = memory[users:].cast("Q")
+
+    @property
+    def revision(self) -> int:
+        """The published revision of the routing table, which every worker serves from the moment it is set."""
+        return self.header[_REVISION]
+
+    @revision.setter
+    def revision(self, value: int) -> None:
+        self.header[_REVISION] = value
+
+    def get_row(self, worker: int, slot: int) -> MetricsRow:
+        """Return the numbers of a worker and a slot."""
+        start = (worker * SLOTS + slot) * COLUMNS
+        return self._rows[start : start + COLUMNS]
+
+    def get_request_ids(self, worker: int) -> MetricsRow:
+        """Return the request ids that a worker remembers."""
+        return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
+
+    def get_user_counts(self, worker: int) -> tuple[MetricsRow, MetricsRow]:
+        """Return a header of one number, and the cells of two deployments. Untouched pages take no memory."""
+        start = worker * (1 + _USER_NUMBERS)
+        return self._users[start : start + 1], self._users[start + 1 : start + 1 + _USER_NUMBERS]
+
+    def sum_slot(self, slot: int) -> Sequence[int]:
+        """Return the numbers of a slot, summed over the workers."""
+        rows = [self.get_row(worker, slot).tolist() for worker in range(self.workers)]
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    def reset_gauges(self, worker: int) -> None:
+        """Set the gauges of a restarted worker to 0; its counters continue."""
+        for slot in range(SLOTS):
+            row = self.get_row(worker, slot)
+            for gauge in _GAUGES:
+                row[gauge] = 0
+
+    def reset_slot(self, slot: int) -> None:
+        """Set all numbers of a slot to 0."""
+        for worker in range(self.workers):
+            row = self.get_row(worker, slot)
+            for column in range(COLUMNS):
+                row[column] = 0
+
+    def get_labels(self, slot: int) -> Mapping[str, str] | None:
+        """Return the labels of a slot's deployment; None if the slot is free."""
+        text = bytes(self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES]).rstrip(b"\0")
+        try:
+            return dict(json.loads(text)) if text else None
+        except ValueError:  # it is being written
+            return None
+
+    def set_labels(self, slot: int, labels: Mapping[str, str]) -> None:
+        """Set the labels of a slot's deployment."""
+        text = json.dumps(dict(labels)).encode()
+        self._labels[slot * _LABEL_BYTES : (slot + 1) * _LABEL_BYTES] = text.ljust(_LABEL_BYTES, b"\0")
+
+
+class SlotAllocator:
+    """Assigns slots to deployments, in the supervisor. A deployment that returns gets its slot again."""
+
+    def __init__(self, shared: SharedMetrics) -> None:
+        self._shared = shared
+        self._slots: dict[Deployment, int] = {}
+
+    def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
+        """Return slots by deployment name. If all are in use, the one assigned longest ago is reset.
+
+        Raises:
+            UserError: the table has too many deployments, or a name is too long for a label.
+        """
+        wanted = table.state.deployments
+        in_use = {*wanted, *(previous.state.deployments if previous else ())}
+        if len(in_use) >= SLOTS:
+            raise UserError(f"an endpoint holds at most {SLOTS // 2 - 1} deployments")
+        for deployment in wanted:
+            if len(json.dumps(_get_labels(deployment))) > _LABEL_BYTES:
+                raise UserError(f"the names of deployment {deployment.name[:40]!r} are too long")
+        return {d.name: self._assign_slot(d, in_use) for d in wanted}
+
+    def _assign_slot(self, deployment: Deployment, in_use: set[Deployment]) -> int:
+        slot = self._slots.pop(deployment, None)
+        if slot is None:
+            free = set(range(1, SLOTS)) - set(self._slots.values())
+            slot = min(free) if free else self._slots.pop(next(d for d in self._slots if d not in in_use))
+            self._shared.reset_slot(slot)
+            self._shared.set_labels(slot, _get_labels(deployment))
+        self._slots[deployment] = slot
+        return slot
+
+
+def _get_labels(deployment: Deployment) -> Mapping[str, str]:
+    return {"deployment": deployment.name, "version": deployment.version, "variant": deployment.variant}
+
+
+def count_request(row: MetricsRow, status: int, seconds: float) -> None:
+    """Count one request that ran inline, with the time until its response was ready."""
+    row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
+    row[INLINE_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
+    row[INLINE_NANOSECONDS] += int(seconds * 1e9)
+
+
+def count_queued_request(row: MetricsRow, status: int, seconds: float, service_seconds: float) -> None:
+    """Count one request that was queued, or whose latency is not comparable.
+
+    Args:
+        row: of the deployment.
+        status: of the response.
+        seconds: time until the response was ready.
+        service_seconds: the same without its time in the queue; 0 if it is not comparable.
+    """
+    row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
+    row[QUEUED_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
+    row[QUEUED_NANOSECONDS] += int(seconds * 1e9)
+    if service_seconds:
+        row[SERVICE_BUCKETS + bisect_left(BOUNDS_S, service_seconds)] += 1
+        row[SERVICE_NANOSECONDS] += int(service_seconds * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyHistogram:
+    """Requests by latency, with one bucket more than `BOUNDS_S`, and the sum of their latencies."""
+
+    buckets: Sequence[int]
+    nanoseconds: int
+
+
+def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
+    """Return the time from the last byte of a request to its response, of all requests."""
+    buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[QUEUED_BUCKETS:SERVICE_BUCKETS], strict=True)
+    return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[QUEUED_NANOSECONDS])
+
+
+def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
+    """Return the time without queueing, of comparable requests: they ran alone, on the control replica if any."""
+    buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True)
+    return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[SERVICE_NANOSECONDS])
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,142 +248,118 @@ _REASONS: Mapping[str, tuple[int, ...]] = {
     "client_gone": (499,),
     "internal": (500,),
 }
-"""Classes of errors, and the statuses that belong to them."""
+"""Classes of errors, with their statuses."""
 
-_COUNTERS = (
-    ("model_runs_total", "Runs of the model; fewer than requests where they were run together.", slab.RUNS),
-    ("batched_requests_total", "Requests that were run together with others.", slab.BATCHED),
-    ("shadow_requests_total", "Requests copied to the deployment.", slab.SHADOW_SENT),
-    ("shadow_dropped_total", "Copies that were dropped because the shadow's queue was full.", slab.SHADOW_DROPPED),
-    ("shadow_answered_total", "Copies that the deployment answered.", slab.SHADOW_DONE),
-    ("shadow_failed_total", "Copies that the deployment could not answer.", slab.SHADOW_FAILED),
-    ("shadow_differing_total", "Copies that the deployment answered otherwise.", slab.SHADOW_DIFFERING),
-    ("outcomes_total", "Outcomes that clients reported.", slab.OUTCOMES),
-    ("outcome_successes_total", "Reported outcomes that were successes.", slab.SUCCESSES),
-    ("model_loads_total", "Loads of the model, one for each worker.", slab.LOADS),
-    ("model_load_failures_total", "Loads of the model that failed.", slab.LOAD_FAILURES),
+_FAMILIES = (
+    ("model_runs_total", "Runs of the model; fewer than requests if they were batched.", "counter", RUNS),
+    ("batched_requests_total", "Requests that ran in a batch with others.", "counter", BATCHED),
+    ("shadow_requests_total", "Requests mirrored to the deployment.", "counter", SHADOW_SENT),
+    ("shadow_dropped_total", "Mirrored requests dropped because the queue was full.", "counter", SHADOW_DROPPED),
+    ("shadow_answered_total", "Mirrored requests that the deployment answered.", "counter", SHADOW_DONE),
+    ("shadow_failed_total", "Mirrored requests that failed.", "counter", SHADOW_FAILED),
+    ("shadow_differing_total", "Mirrored requests whose response differs.", "counter", SHADOW_DIFFERING),
+    ("outcomes_total", "Outcomes that clients reported.", "counter", OUTCOMES),
+    ("outcome_successes_total", "Reported outcomes that were successes.", "counter", SUCCESSES),
+    ("model_loads_total", "Loads of the model, one for each worker.", "counter", LOADS),
+    ("model_load_failures_total", "Loads of the model that failed.", "counter", LOAD_FAILURES),
+    ("requests_queued", "Requests in the queue of the model.", "gauge", QUEUED),
+    ("requests_in_progress", "Requests that the model is running, off the event loop.", "gauge", IN_PROGRESS),
 )
-_SECONDS = (
-    ("model_load_seconds_total", "Time spent loading, verifying and warming up the model.", slab.LOAD_NANOSECONDS),
+_SERVER_FAMILIES = (
+    ("connections", "Open connections.", "gauge", CONNECTIONS),
+    ("connections_refused_total", "Connections over the limit.", "counter", CONNECTIONS_REFUSED),
+    (
+        "access_log_dropped_total",
+        "Lines dropped because the buffer of the access log was full.",
+        "counter",
+        LOG_DROPPED,
+    ),
+    ("outcomes_unknown_total", "Outcomes of unknown requests.", "counter", UNKNOWN_OUTCOMES),
 )
-_HISTOGRAMS = (
-    ("request_seconds", "Time from the last byte of a request to its answer.", slab.request_times),
-    ("service_seconds", "Time without waiting, of requests by which versions are compared.", slab.service_times),
-)
-_GAUGES = (
-    ("requests_queued", "Requests that wait for the model.", slab.QUEUED),
-    ("requests_running", "Requests that the model is at work on, off the event loop.", slab.RUNNING),
-)
+_SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}
+"""Steps of the square root of two: enough for dashboards, in an eighth of the lines."""
 
 
-_SHOWN_S = {*slab.BOUNDS_S[:: slab.STEPS // 2], None}
-
-
-class Metrics:
-    """What `/metrics` shows. Any worker can tell it for all.
+class MetricsPage:
+    """The page `/metrics` in Prometheus' text format. Each worker reports the sum of all workers.
 
     Args:
-        shared: where all workers count.
-        endpoint: the value of the label `endpoint`.
+        shared: counters of all workers.
+        endpoint: value of the label `endpoint`.
     """
 
-    def __init__(self, shared: Shared, endpoint: str) -> None:
+    def __init__(self, shared: SharedMetrics, endpoint: str) -> None:
         self._shared = shared
         self._endpoint = endpoint
 
-    def text(self, snapshot: Snapshot | None) -> str:
-        slots = self._slots()
-        lines = [*_requests(slots), *_errors(slots)]
-        named = slots[1:]
-        for name, text, times in _HISTOGRAMS:
-            lines += _histogram(name, text, ((labels, times(row)) for labels, row in named))
-        for name, text, column in _COUNTERS:
-            lines += _family(name, text, "counter", ((labels, row[column]) for labels, row in named))
-        for name, text, column in _SECONDS:
-            lines += _family(name, text, "counter", ((labels, row[column] / 1e9) for labels, row in named))
-        for name, text, column in _GAUGES:
-            lines += _family(name, text, "gauge", ((labels, row[column]) for labels, row in named))
-        lines += self._of_server(slots[0][1])
-        if snapshot is not None:
-            lines += self._of_table(snapshot)
+    def render(self, state: EndpointState | None) -> str:
+        """Return the page; `state` is the published one, if any."""
+        unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self._shared.sum_slot(0)
+        used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
+        rows = [(self._format_labels(ls), self._shared.sum_slot(slot)) for slot, ls in used if ls is not None]
+        lines = [*_render_requests([unrouted, *rows]), *_render_errors([unrouted, *rows])]
+        for name, text, get_latency in (
+            ("request_duration_seconds", "Time from the last byte of a request to its response.", get_request_latency),
+            ("service_duration_seconds", "Time without queueing, of comparable requests.", get_service_latency),
+        ):
+            lines += _render_histogram(name, text, ((labels, get_latency(row)) for labels, row in rows))
+        for name, text, kind, column in _FAMILIES:
+            lines += _render_family(name, text, kind, ((labels, row[column]) for labels, row in rows))
+        loads = ((labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows)
+        lines += _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
+        server = self._format_labels({})
+        for name, text, kind, column in _SERVER_FAMILIES:
+            lines += _render_family(name, text, kind, [(server, unrouted[1][column])])
+        info = [(self._format_labels({"instance_id": self._shared.origin}), 1)]
+        lines += _render_family("server_info", "Identifies the counters: another id after a restart.", "gauge", info)
+        lines += _render_family("workers", "Worker processes.", "gauge", [(server, self._shared.workers)])
+        if state is not None:
+            lines += _render_family("generation", "Generation of the table.", "gauge", [(server, state.generation)])
+            for name, text, percents in (
+                ("traffic_weight_ratio", "Share of the traffic.", state.split.weights),
+                ("shadow_traffic_ratio", "Share of the traffic that is mirrored.", state.split.shadow),
+            ):
+                shares = [
+                    (self._format_labels(_get_labels(d)), percents.get(d.name, 0) / 100) for d in state.deployments
+                ]
+                lines += _render_family(name, text, "gauge", shares)
         return "\n".join(lines) + "\n"
 
-    def _slots(self) -> list[tuple[str, Sequence[int]]]:
-        """Labels and totals of every slot in use, the one of requests without a deployment first."""
-        nowhere = {"deployment": "", "version": "", "variant": ""}
-        found = [(self._labels(nowhere), self._shared.totals(0))]
-        labelled = ((slot, self._shared.label(slot)) for slot in range(1, slab.SLOTS))
-        return [*found, *((self._labels(ls), self._shared.totals(slot)) for slot, ls in labelled if ls is not None)]
-
-    def _of_server(self, row: Sequence[int]) -> Iterator[str]:
-        labels = self._labels({})
-        for name, text, kind, column in (
-            ("connections", "Open connections.", "gauge", slab.CONNECTIONS),
-            ("connections_refused_total", "Connections over the limit.", "counter", slab.CONNECTIONS_REFUSED),
-            ("access_log_dropped_total", "Lines that the access log had no room for.", "counter", slab.LOG_DROPPED),
-            ("outcomes_unknown_total", "Outcomes of requests not known.", "counter", slab.UNKNOWN_OUTCOMES),
-        ):
-            yield from _family(name, text, kind, [(labels, row[column])])
-        origin = [(self._labels({"origin": self._shared.origin}), 1)]
-        yield from _family("counts", "All counts began at nothing with this origin.", "gauge", origin)
-        yield from _family("workers", "Worker processes.", "gauge", [(labels, self._shared.workers)])
-
-    def _of_table(self, snapshot: Snapshot) -> Iterator[str]:
-        state = snapshot.table.state
-        generation = [(self._labels({}), state.generation)]
-        yield from _family("generation", "Generation of the published table.", "gauge", generation)
-        labels = {
-            d.name: self._labels({"deployment": d.name, "version": d.version, "variant": d.variant})
-            for d in state.deployments
-        }
-        for name, text, shares in (
-            ("traffic_percent", "Share of traffic.", state.split.weights),
-            ("shadow_percent", "Share of traffic that is copied.", state.split.shadow),
-        ):
-            yield from _family(name, text, "gauge", [(labels[d], shares.get(d, 0)) for d in labels])
-
-    def _labels(self, labels: Mapping[str, str]) -> str:
+    def _format_labels(self, labels: Mapping[str, str]) -> str:
         full = {"endpoint": self._endpoint, **labels}
         return ",".join(f'{name}="{_escape(value)}"' for name, value in full.items())
 
 
-def _requests(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
-    samples = [
-        (f'{labels},status="{status}"', row[slab.column_of(status)])
-        for labels, row in slots
-        for status in slab.STATUSES
-        if row[slab.column_of(status)]
-    ]
-    samples += [(f'{labels},status="other"', row[slab.OTHER]) for labels, row in slots if row[slab.OTHER]]
-    yield from _family("requests_total", "Inference requests by HTTP status.", "counter", samples)
+def _render_requests(rows: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+    columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
+    samples = [(f'{ls},status="{status}"', row[c]) for ls, row in rows for status, c in columns if row[c]]
+    yield from _render_family("requests_total", "Inference requests by HTTP status.", "counter", samples)
 
 
-def _errors(slots: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
+def _render_errors(rows: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
     samples = [
-        (f'{labels},reason="{reason}"', sum(row[slab.column_of(status)] for status in statuses))
-        for labels, row in slots
+        (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
+        for labels, row in rows
         for reason, statuses in _REASONS.items()
     ]
-    yield from _family("errors_total", "Inference requests that failed, by reason.", "counter", samples)
+    yield from _render_family("errors_total", "Inference requests that failed, by reason.", "counter", samples)
 
 
-def _histogram(name: str, text: str, samples: Iterable[tuple[str, slab.Histogram]]) -> Iterator[str]:
-    """In steps of the square root of two: what dashboards need, at an eighth of the lines."""
+def _render_histogram(name: str, text: str, samples: Iterable[tuple[str, LatencyHistogram]]) -> Iterator[str]:
     name = f"onnx_ops_{name}"
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
-    for labels, times in samples:
+    for labels, histogram in samples:
         count = 0
-        for bound, number in zip((*slab.BOUNDS_S, None), times.buckets, strict=True):
+        for bound, number in zip((*BOUNDS_S, None), histogram.buckets, strict=True):
             count += number
-            if bound not in _SHOWN_S:
-                continue
-            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
-        yield f"{name}_sum{{{labels}}} {times.nanoseconds / 1e9:.9g}"
+            if bound in _SHOWN_BOUNDS:
+                yield f'{name}_bucket{{{labels},le="{"+Inf" if bound is None else f"{bound:.6g}"}"}} {count}'
+        yield f"{name}_sum{{{labels}}} {histogram.nanoseconds / 1e9:.9g}"
         yield f"{name}_count{{{labels}}} {count}"
 
 
-def _family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
+def _render_family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
     yield f"# HELP onnx_ops_{name} {text}"
     yield f"# TYPE onnx_ops_{name} {kind}"
     for labels, value in samples:

@@ -15,10 +15,9 @@ from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCount
 from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol.messages import KEYLESS_CELL, Counts, UserCountsRequest
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.counts import counted
-from onnx_ops.serving.shared import BOUNDS_S, Shared, observe
-from onnx_ops.serving.user_counts import UserCounts
+from onnx_ops.serving import metrics
+from onnx_ops.serving.metrics import BOUNDS_S, SharedMetrics, count_request
+from onnx_ops.serving.rollout_counts import UserCounts, collect_counts
 from onnx_ops.statistics.rollout import fix_thresholds
 
 CONFIG = EndpointConfig(
@@ -31,16 +30,16 @@ class Server:
     """The counts of a real server, without its models."""
 
     def __init__(self) -> None:
-        self.shared = Shared(2)
+        self.shared = SharedMetrics(2)
         self.source = ServerMetrics(self._counts)
 
     def _counts(self, config: EndpointConfig, watch: UserCountsRequest | None) -> list[Counts]:
         assert config is CONFIG
-        return [counted(self.shared, SLOTS, watch)]
+        return [collect_counts(self.shared, SLOTS, watch)]
 
     def answer(self, slot: int, status: int, seconds: float, times: int = 1) -> None:
         for turn in range(times):
-            observe(self.shared.row(turn % 2, slot), status, seconds)
+            count_request(self.shared.get_row(turn % 2, slot), status, seconds)
 
 
 def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
@@ -63,10 +62,10 @@ def test_a_reading_counts_failures_refusals_and_slow_answers() -> None:
 
 def test_copies_and_outcomes() -> None:
     server = Server()
-    row = server.shared.row(1, 2)
-    for column, number in ((slab.SHADOW_DONE, 9), (slab.SHADOW_DIFFERING, 2), (slab.SHADOW_FAILED, 1)):
+    row = server.shared.get_row(1, 2)
+    for column, number in ((metrics.SHADOW_DONE, 9), (metrics.SHADOW_DIFFERING, 2), (metrics.SHADOW_FAILED, 1)):
         row[column] = number
-    row[slab.OUTCOMES], row[slab.SUCCESSES] = 7, 5
+    row[metrics.OUTCOMES], row[metrics.SUCCESSES] = 7, 5
     reading = server.source.read(CONFIG, {"v2": None, "v1": None})
     assert reading.shadow == ShadowCounts(compared=9, differing=2, failed=1)
     assert reading.tallies["v2"] == RequestCounts(outcomes=7, successes=5, timed=0)
@@ -108,7 +107,7 @@ def test_a_restart_makes_no_interval() -> None:
     first = server.source.read(CONFIG, {"v1": None})
     server.answer(1, 500, 0.001, 2)
     second = server.source.read(CONFIG, {"v1": None})
-    server.shared = Shared(2)
+    server.shared = SharedMetrics(2)
     server.answer(1, 200, 0.001, 50)
     third = server.source.read(CONFIG, {"v1": None})
     found = diff_readings(first, second, step=0, stable="v1", candidate="v2")
@@ -134,16 +133,16 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
         "v1": replace(slow, p90_s=BOUNDS_S[110]),
         "v2": replace(slow, p50_s=BOUNDS_S[110], p90_s=BOUNDS_S[120], p95_s=BOUNDS_S[121]),
     }
-    workers[0].observe(1, 5, 200, 1.0)
+    workers[0].count_request(1, 5, 200, 1.0)
     assert server.source.read(CONFIG, limits).units["errors"] == UnitSums(), "nothing was asked for by then"
     for worker in workers:  # a user whose requests come to either worker
-        worker.observe(2, 7, 500, 0.0)
-        worker.observe(2, 7, 200, BOUNDS_S[115])
-    workers[0].observe(1, 7, 200, BOUNDS_S[105])
+        worker.count_request(2, 7, 500, 0.0)
+        worker.count_request(2, 7, 200, BOUNDS_S[115])
+    workers[0].count_request(1, 7, 200, BOUNDS_S[105])
     for seconds in (BOUNDS_S[100], 0.0):
-        workers[1].observe(1, KEYLESS_CELL, 422, seconds)
-    workers[1].report(1, 3, True)
-    workers[1].report(3, 3, True)
+        workers[1].count_request(1, KEYLESS_CELL, 422, seconds)
+    workers[1].count_outcome(1, 3, True)
+    workers[1].count_outcome(3, 3, True)
     found = server.source.read(CONFIG, limits).units
     assert found["errors"] == sums((4, 2), (1, 0), (1, 1), (1, 1))
     assert found["latency_p50"] == sums((2, 2), (1, 1), (1, 0))
@@ -152,10 +151,10 @@ def test_requests_are_counted_by_user_once_a_reading_asked_for_it() -> None:
     assert "latency_p95" not in found, "one of the versions has no such threshold"
     begun = server.source.read(CONFIG, {**limits, "v1": None})
     assert begun.units["errors"] == UnitSums(), "another watch begins anew, before a worker has seen it"
-    workers[0].observe(2, 7, 200, 0.0)
+    workers[0].count_request(2, 7, 200, 0.0)
     assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((1, 0))
     again = UserCounts(server.shared, 0)
-    again.observe(2, 7, 200, 0.0)
+    again.count_request(2, 7, 200, 0.0)
     assert server.source.read(CONFIG, {**limits, "v1": None}).units["errors"] == sums((2, 0)), "of a worker that died"
 
 
@@ -179,11 +178,11 @@ def test_the_whole_distribution_is_read_off_and_counted_by_user() -> None:
     )
     worker = UserCounts(server.shared, 0)
     for seconds in (limits.places_s[0], *limits.places_s):
-        worker.observe(1, 3, 200, seconds)
-    worker.observe(2, 4, 200, 30.0)
-    counted = server.source.read(CONFIG, {"v1": limits, "v2": slower}).units
+        worker.count_request(1, 3, 200, seconds)
+    worker.count_request(2, 4, 200, 30.0)
+    collect_counts = server.source.read(CONFIG, {"v1": limits, "v2": slower}).units
     for place, exceeded in zip(LATENCY_PLACES, range(19, -1, -1), strict=True):
-        assert counted[place] == sums((21, exceeded), (1, 1)), place
+        assert collect_counts[place] == sums((21, exceeded), (1, 1)), place
     assert "latency@p50" not in server.source.read(CONFIG, {"v1": limits, "v2": None}).units
 
 

@@ -30,7 +30,7 @@ from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.compatibility import carry_libraries
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
-from onnx_ops.serving.verified import Trust, verify
+from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.fakes import FakeSigner
 from tests.support.external import write_external
@@ -126,11 +126,11 @@ def test_only_a_library_that_the_decision_names_may_be_loaded(
         at="2026-01-01T00:00:00Z",
     )
     deployment = replace(doubling, authority=sign_record(override, signer).envelope)
-    trust = Trust(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
+    trust = TrustPolicy(TrustedKeys((), encoded=signer.trusted_keys), tmp_path)
     with (
         contextlib.nullcontext() if declared else pytest.raises(RefusedError, match="not one that target cpu declares")
     ):
-        verify(Path(deployment.location), deployment, trust)
+        verify_files(Path(deployment.location), deployment, trust)
 
 
 def test_a_tampered_library_is_refused_and_what_serves_goes_on(

@@ -14,9 +14,8 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.metrics import Metrics
-from onnx_ops.serving.shared import BOUNDS_S, STEPS, Shared, observe
+from onnx_ops.serving import metrics
+from onnx_ops.serving.metrics import BOUNDS_S, STEPS, MetricsPage, SharedMetrics, count_request
 from onnx_ops.statistics.rollout import fix_thresholds
 from onnx_ops.testing.inbox import Inbox, Letter, Reply
 
@@ -45,16 +44,16 @@ class Scraped:
         self.queries: list[str] = []
         self.letters: list[Letter] = []
 
-    def start(self) -> Shared:
-        shared = Shared(1)
+    def start(self) -> SharedMetrics:
+        shared = SharedMetrics(1)
         for slot in (1, 2):
-            shared.set_label(slot, {"deployment": f"v{slot}", "version": str(slot), "variant": "fp32"})
+            shared.set_labels(slot, {"deployment": f"v{slot}", "version": str(slot), "variant": "fp32"})
         return shared
 
     def answer(self, slot: int, status: int, seconds: float, times: int = 1, instance: int = 0) -> None:
         shared = list(self.instances.values())[instance]
         for _ in range(times):
-            observe(shared.row(0, slot), status, seconds)
+            count_request(shared.get_row(0, slot), status, seconds)
 
     def __call__(self, letter: Letter) -> Reply:
         self.letters.append(letter)
@@ -65,17 +64,17 @@ class Scraped:
 
     def samples(self) -> Iterator[dict[str, object]]:
         for instance, shared in self.instances.items():
-            for line in Metrics(shared, "digits").text(None).splitlines():
+            for line in MetricsPage(shared, "digits").render(None).splitlines():
                 if (found := SAMPLE.fullmatch(line)) is None:
                     continue
                 labels = {self.renamed.get(key, key): value for key, value in LABEL.findall(found[2])}
                 metric = {"__name__": found[1], "instance": instance, **labels}
                 yield {"metric": metric, "value": [self.at + 7, found[3]]}
-                if found[1] == "onnx_ops_counts":
+                if found[1] == "onnx_ops_server_info":
                     del metric["__name__"]
                     at = self.at - self.older_s.get(instance, 0.0)
                     yield {"metric": {**metric, "onnx_ops_scraped": "yes"}, "value": [self.at + 7, str(at)]}
-                    metric["__name__"] = "onnx_ops_counts"
+                    metric["__name__"] = "onnx_ops_server_info"
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +117,9 @@ def test_everything_is_asked_for_at_once(scraped: Scraped, source: PrometheusMet
     source.read(CONFIG, {"v1": THRESHOLDS})
     (query,) = scraped.queries
     assert query == (
-        'onnx_ops_counts{endpoint="digits"} or label_replace(timestamp(onnx_ops_counts{endpoint="digits"}), '
-        '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|onnx_ops_service_seconds_bucket|'
+        'onnx_ops_server_info{endpoint="digits"} or label_replace(timestamp(onnx_ops_server_info{endpoint="digits"}), '
+        '"onnx_ops_scraped", "yes", "", "") or {__name__=~"onnx_ops_requests_total|'
+        "onnx_ops_service_duration_seconds_bucket|"
         "onnx_ops_shadow_answered_total|onnx_ops_shadow_differing_total|onnx_ops_shadow_failed_total|"
         'onnx_ops_outcomes_total|onnx_ops_outcome_successes_total",endpoint="digits"}'
     )
@@ -129,13 +129,13 @@ def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics
     (shared,) = scraped.instances.values()
     scraped.answer(2, 200, FAST, 40)
     for column, count in (
-        (slab.SHADOW_DONE, 30),
-        (slab.SHADOW_DIFFERING, 4),
-        (slab.SHADOW_FAILED, 2),
-        (slab.OUTCOMES, 20),
-        (slab.SUCCESSES, 15),
+        (metrics.SHADOW_DONE, 30),
+        (metrics.SHADOW_DIFFERING, 4),
+        (metrics.SHADOW_FAILED, 2),
+        (metrics.OUTCOMES, 20),
+        (metrics.SUCCESSES, 15),
     ):
-        shared.row(0, 2)[column] += count
+        shared.get_row(0, 2)[column] += count
     reading = source.read(CONFIG, {"v1": None, "v2": None})
     assert reading.shadow == ShadowCounts(compared=30, differing=4, failed=2)
     assert (reading.tallies["v2"].outcomes, reading.tallies["v2"].successes) == (20, 15)
@@ -205,7 +205,9 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> Non
     }
     reading = PrometheusMetrics(settings).read(CONFIG, {"v1": None})
     assert reading.tallies["v1"] == RequestCounts(requests=3, errors=3, timed=3)
-    assert 'onnx_ops_counts{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
+    assert (
+        'onnx_ops_server_info{exported_endpoint="digits",job="serving",namespace="\\"prod\\\\"}' in scraped.queries[0]
+    )
 
 
 def test_another_servers_series(inbox: Inbox) -> None:

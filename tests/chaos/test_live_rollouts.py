@@ -32,7 +32,7 @@ from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
 from onnx_ops.release.status import read_status
-from onnx_ops.serving.run_time import INLINE_S
+from onnx_ops.serving.inference.request_queue import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 

@@ -164,7 +164,7 @@ def test_the_entrypoint_as_each_cloud_starts_it(
 @pytest.mark.nightly
 def test_the_image_holds_no_platform_and_the_server_loads_little(installed: Path) -> None:
     code = (
-        "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.worker;"
+        "import importlib.util, sys, onnx_ops.serving.container, onnx_ops.serving.workers.worker;"
         f"print([name for name in {NEVER_INSTALLED!r} if importlib.util.find_spec(name)],"
         f"[name for name in {NEVER_LOADED!r} if name in sys.modules])"
     )

@@ -46,7 +46,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import roll_back
-from onnx_ops.serving.verified import Trust, verify
+from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene
@@ -62,7 +62,7 @@ class Loading(FakeProvider):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         folder.mkdir()
-        self._trust = Trust(TrustedKeys((), encoded=FakeSigner().trusted_keys), folder)
+        self._trust = TrustPolicy(TrustedKeys((), encoded=FakeSigner().trusted_keys), folder)
         self.loaded: list[str] = []
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -78,7 +78,7 @@ class Loading(FakeProvider):
         held = self.observe(config)
         for one in state.deployments:
             if held is None or one not in held.deployments:
-                verify(Path(one.location), one, self._trust)
+                verify_files(Path(one.location), one, self._trust)
                 self.loaded += [digest_file(Path(one.location) / name) for name in ("model.onnx", *one.custom_ops)]
 
 

@@ -15,22 +15,17 @@ import uvloop
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
-from onnx_ops.serving.app import PublicApp
-from onnx_ops.serving.connections import Connections
-from onnx_ops.serving.host_policy import HostPolicy
-from onnx_ops.serving.inference import Inference
-from onnx_ops.serving.lanes import MOST_TOGETHER, Hands, Lane
-from onnx_ops.serving.listeners import bound
-from onnx_ops.serving.metrics import Metrics
-from onnx_ops.serving.models import load_model
-from onnx_ops.serving.outcomes import Outcomes
-from onnx_ops.serving.protocol import protocol_for
-from onnx_ops.serving.resident import Resident
-from onnx_ops.serving.residents import Residents
-from onnx_ops.serving.run_time import RunTime
-from onnx_ops.serving.shadow import Shadow
-from onnx_ops.serving.shared import Row, Shared, Slots
-from onnx_ops.serving.user_counts import UserCounts
+from onnx_ops.serving.http.app import PublicApp
+from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
+from onnx_ops.serving.http.protocol import build_protocol
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.models import load_model
+from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.service import InferenceService
+from onnx_ops.serving.inference.shadow import ShadowQueue
+from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
+from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+from onnx_ops.serving.workers.listeners import listen_tcp
 
 Wrap = Callable[[Any], Any]
 
@@ -61,14 +56,14 @@ class Worker:
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
-        edition = self.shared.edition + 1
+        edition = self.shared.revision + 1
         table = build_next_table(self.table, state)
-        self.residents.prepare(edition, table, self.slots.assign(table, self.table))
+        self.deployments.prepare(edition, table, self.slots.assign(table, self.table))
         self.table = table
-        self.shared.edition = edition
+        self.shared.revision = edition
 
     def metrics(self) -> str:
-        return Metrics(self.shared, "e").text(None)
+        return MetricsPage(self.shared, "e").render(None)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Worker]:
@@ -89,27 +84,27 @@ class Worker:
 
     async def _serve(self, started: threading.Event) -> None:
         self.loop = asyncio.get_running_loop()
-        self.shared = Shared(1)
-        self.slots = Slots(self.shared)
+        self.shared = SharedMetrics(1)
+        self.slots = SlotAllocator(self.shared)
         self.table = None
-        nowhere = self.shared.row(0, 0)
-        self.residents = Residents(self.shared, 0, self._load, endpoint="e")
-        self.shadow = Shadow()
-        self.hands = Hands(self.threads)
+        unrouted = self.shared.get_row(0, 0)
+        self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
+        self.shadow = ShadowQueue()
+        self.hands = WorkerThreads(self.threads)
         users = UserCounts(self.shared, 0)
-        named, keyed = self.residents.slot_named, self.residents.place_of_key
-        outcomes = Outcomes(self.shared, 0, named=named, keyed=keyed, users=users)
-        self.inference = Inference(
-            self.residents, nowhere, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes, users=users
+        named, keyed = self.deployments.find_slot, self.deployments.find_user
+        outcomes = OutcomeCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
+        self.inference = InferenceService(
+            self.deployments, unrouted, deadline_s=self.deadline, shadow=self.shadow, outcomes=outcomes, users=users
         )
         self.publish(self.state)
-        usual = {"most": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
-        self.connections = Connections(**{**usual, **self.bounds}, row=nowhere)
-        app = _Spied(self.inference, Metrics(self.shared, "e"), outcomes, max_body=self.connections.max_body)
+        usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
+        self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
+        app = _Spied(self.inference, MetricsPage(self.shared, "e"), outcomes, max_body=self.connections.max_body)
         app.slowly = self.slowly
         config = uvicorn.Config(
-            app.asgi(),
-            http=protocol_for(self.inference, self.connections, self.hosts),
+            app.build(),
+            http=build_protocol(self.inference, self.connections, self.hosts),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -118,7 +113,7 @@ class Worker:
         )
         self.server = uvicorn.Server(config)
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        with bound("127.0.0.1", 0) as listener:
+        with listen_tcp("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
             watch = self.loop.create_task(self.connections.watch())
             self.loop.call_soon(self._tell, started)
@@ -131,25 +126,25 @@ class Worker:
         else:
             self.loop.call_later(0.001, self._tell, started)
 
-    def _load(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
+    def _load(self, deployment: Deployment, row: MetricsRow, twin: bool) -> LoadedDeployment:
         model = load_model(deployment)
-        run_time = RunTime(1.0 if self.slow else 0.0)
-        lane = Lane(
-            hands=self.hands,
-            work=self.inference.work,
+        run_time = LatencyEstimator(1.0 if self.slow else 0.0)
+        lane = RequestQueue(
+            threads=self.hands,
+            run=self.inference.run_batch,
             limit=self.queue,
-            together=MOST_TOGETHER if deployment.batchable else 1,
-            threads=self.threads,
+            max_batch=MAX_BATCH if deployment.batchable else 1,
+            max_batches=self.threads,
             row=row,
-            run_time=run_time,
+            latency=run_time,
         )
-        return Resident(
+        return LoadedDeployment(
             deployment=deployment,
             signature=model.signature,
             run=self.wrap(model.run),
             row=row,
-            lane=lane,
-            run_time=run_time,
+            queue=lane,
+            latency=run_time,
         )
 
     def connect(self) -> socket.socket:
@@ -170,9 +165,9 @@ class _Spied(PublicApp):
         self.slowly.append(request.url.path)
         return await super().infer(request)
 
-    async def invocations(self, request: Any) -> Any:
+    async def invoke(self, request: Any) -> Any:
         self.slowly.append(request.url.path)
-        return await super().invocations(request)
+        return await super().invoke(request)
 
 
 def received(client: socket.socket, answers: int = 1) -> bytes:

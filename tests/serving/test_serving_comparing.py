@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.serving.answers import Answer
-from onnx_ops.serving.comparing import differs
+from onnx_ops.serving.inference.responses import RawResponse
+from onnx_ops.serving.inference.shadow import responses_differ
 
 Output = tuple[str, list[int], Any]
 
 
-def in_json(*outputs: Output, version: str = "1", **named: Any) -> Answer:
+def in_json(*outputs: Output, version: str = "1", **named: Any) -> RawResponse:
     document = {
         "model_name": "m",
         "model_version": version,
@@ -25,10 +25,10 @@ def in_json(*outputs: Output, version: str = "1", **named: Any) -> Answer:
             for name, (kind, shape, data) in ({"y": outputs[0]} if outputs else named).items()
         ],
     }
-    return Answer(200, b"content-type: application/json\r\n", json.dumps(document).encode())
+    return RawResponse(200, b"content-type: application/json\r\n", json.dumps(document).encode())
 
 
-def in_binary(array: np.ndarray[Any, Any], datatype: str) -> Answer:
+def in_binary(array: np.ndarray[Any, Any], datatype: str) -> RawResponse:
     raw = array.tobytes()
     output = {
         "name": "y",
@@ -37,11 +37,11 @@ def in_binary(array: np.ndarray[Any, Any], datatype: str) -> Answer:
         "parameters": {"binary_data_size": len(raw)},
     }
     header = json.dumps({"model_name": "m", "outputs": [output]}).encode()
-    return Answer(200, b"inference-header-content-length: %d\r\n" % len(header), header + raw)
+    return RawResponse(200, b"inference-header-content-length: %d\r\n" % len(header), header + raw)
 
 
-def predicted(predictions: Any) -> Answer:
-    return Answer(200, b"content-type: application/json\r\n", json.dumps({"predictions": predictions}).encode())
+def predicted(predictions: Any) -> RawResponse:
+    return RawResponse(200, b"content-type: application/json\r\n", json.dumps({"predictions": predictions}).encode())
 
 
 @pytest.mark.parametrize(
@@ -63,25 +63,25 @@ def predicted(predictions: Any) -> Answer:
 )
 def test_values_of_one_output(before: list[Any], after: list[Any], differ: bool) -> None:
     shape = [len(before)]
-    assert differs(in_json(("X", shape, before)), in_json(("X", shape, after), version="2"), 1e-3) is differ
-    assert differs(predicted({"y": before}), predicted({"y": after}), 1e-3) is differ
-    assert differs(predicted(before), predicted(after), 1e-3) is differ
+    assert responses_differ(in_json(("X", shape, before)), in_json(("X", shape, after), version="2"), 1e-3) is differ
+    assert responses_differ(predicted({"y": before}), predicted({"y": after}), 1e-3) is differ
+    assert responses_differ(predicted(before), predicted(after), 1e-3) is differ
     rows_before, rows_after = ([{"y": value} for value in values] for values in (before, after))
-    assert differs(predicted(rows_before), predicted(rows_after), 1e-3) is differ
+    assert responses_differ(predicted(rows_before), predicted(rows_after), 1e-3) is differ
 
 
 def test_shapes_and_names_count() -> None:
     flat, square = ("FP32", [4], [1.0] * 4), ("FP32", [2, 2], [1.0] * 4)
-    assert differs(in_json(flat), in_json(square), 1e-3)
-    assert differs(in_json(y=flat), in_json(z=flat), 1e-3)
-    assert differs(in_json(y=flat, z=flat), in_json(y=flat), 1e-3)
-    assert not differs(in_json(y=flat, z=square), in_json(y=flat, z=square), 0.0)
+    assert responses_differ(in_json(flat), in_json(square), 1e-3)
+    assert responses_differ(in_json(y=flat), in_json(z=flat), 1e-3)
+    assert responses_differ(in_json(y=flat, z=flat), in_json(y=flat), 1e-3)
+    assert not responses_differ(in_json(y=flat, z=square), in_json(y=flat, z=square), 0.0)
 
 
 def test_one_outputs_scale_is_not_anothers() -> None:
     before = in_json(large=("FP32", [1], [1e6]), small=("FP32", [1], [1.0]))
     after = in_json(large=("FP32", [1], [1e6]), small=("FP32", [1], [1.1]))
-    assert differs(before, after, 1e-3)
+    assert responses_differ(before, after, 1e-3)
 
 
 @pytest.mark.parametrize(("datatype", "dtype"), [("FP32", np.float32), ("FP64", np.float64), ("FP16", np.float16)])
@@ -89,18 +89,18 @@ def test_the_binary_form(datatype: str, dtype: type) -> None:
     array: np.ndarray[Any, Any] = np.array([[1.0, np.nan], [np.inf, -4.0]], dtype)
     near, far = array.copy(), array.copy()
     near[1, 1], far[1, 1] = -4.002, -4.2
-    assert not differs(in_binary(array, datatype), in_binary(near, datatype), 1e-3)
-    assert differs(in_binary(array, datatype), in_binary(far, datatype), 1e-3)
-    assert differs(in_binary(array, datatype), in_binary(np.abs(array), datatype), 1e-3)
+    assert not responses_differ(in_binary(array, datatype), in_binary(near, datatype), 1e-3)
+    assert responses_differ(in_binary(array, datatype), in_binary(far, datatype), 1e-3)
+    assert responses_differ(in_binary(array, datatype), in_binary(np.abs(array), datatype), 1e-3)
 
 
 def test_binary_integers_must_be_equal() -> None:
     array = np.array([1, 2, 3], np.int64)
-    assert not differs(in_binary(array, "INT64"), in_binary(array, "INT64"), 0.5)
-    assert differs(in_binary(array, "INT64"), in_binary(array + 1, "INT64"), 0.5)
+    assert not responses_differ(in_binary(array, "INT64"), in_binary(array, "INT64"), 0.5)
+    assert responses_differ(in_binary(array, "INT64"), in_binary(array + 1, "INT64"), 0.5)
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=8), st.floats(0, 0.9))
 def test_an_answer_never_differs_from_itself(values: list[float], tolerance: float) -> None:
     answer = in_json(("FP32", [len(values)], values))
-    assert not differs(answer, answer, tolerance)
+    assert not responses_differ(answer, answer, tolerance)

@@ -114,7 +114,7 @@ def test_a_plain_model(container: Container, tmp_path: Path) -> None:
     ("arguments", "environment", "code", "said"),
     [
         (["train"], {}, 2, "unknown argument: train"),
-        ([], {"ONNX_OPS_MODEL_DIR": "/nowhere"}, 2, "there is neither deployment.json nor model.onnx"),
+        ([], {"ONNX_OPS_MODEL_DIR": "/unrouted"}, 2, "there is neither deployment.json nor model.onnx"),
         ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "there is no place for the server's state"),
     ],
 )

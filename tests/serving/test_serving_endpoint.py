@@ -20,14 +20,13 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile
-from onnx_ops.serving import residents
-from onnx_ops.serving.endpoint import Edition, Endpoint
-from onnx_ops.serving.lanes import Hands, Lane
-from onnx_ops.serving.models import load_model
-from onnx_ops.serving.resident import Resident
-from onnx_ops.serving.residents import Residents
-from onnx_ops.serving.run_time import RunTime
-from onnx_ops.serving.shared import LOAD_FAILURES, LOADS, Row, Shared
+from onnx_ops.serving.inference import deployments
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.models import load_model
+from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, MetricsRow, SharedMetrics
+from onnx_ops.serving.workers.supervisor import TablePublisher
+from onnx_ops.serving.workers.worker import TableRevision
 from onnx_ops.testing.endpoints import state_of
 
 
@@ -38,19 +37,21 @@ class Loads:
         self.names: list[str] = []
         self.twins = True
 
-    def __call__(self, deployment: Deployment, row: Row, twin: bool) -> Resident:
+    def __call__(self, deployment: Deployment, row: MetricsRow, twin: bool) -> LoadedDeployment:
         if twin and not self.twins:
             raise InfrastructureError("there is no memory for another one")
         self.names.append(f"twin of {deployment.name}" if twin else deployment.name)
         model = load_model(deployment)
-        lane: Lane[Any] = Lane(Hands(), lambda _: None, limit=1, together=1, threads=1, row=row, run_time=RunTime())
-        return Resident(
+        lane: RequestQueue[Any] = RequestQueue(
+            WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator()
+        )
+        return LoadedDeployment(
             deployment=deployment,
             signature=model.signature,
             run=model.run,
             row=row,
-            lane=lane,
-            run_time=lane.run_time,
+            queue=lane,
+            latency=lane.latency,
         )
 
 
@@ -59,29 +60,29 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.loads = Loads()
-        self.shared = Shared(1)
-        self.endpoint = Endpoint(TableFile(folder), self.shared)
-        self.residents = Residents(self.shared, 0, self.loads)
+        self.shared = SharedMetrics(1)
+        self.endpoint = TablePublisher(TableFile(folder), self.shared)
+        self.deployments = LoadedDeployments(self.shared, 0, self.loads)
         self.dismissed: list[str] = []
 
-    def publish(self, generation: int, state: EndpointState) -> Edition | None:
+    def publish(self, generation: int, state: EndpointState) -> TableRevision | None:
         state = replace(state, generation=generation)
-        if self.endpoint.settled(state):
+        if self.endpoint.is_published(state):
             return self.endpoint.current
         return asyncio.run(self.endpoint.publish(state, self._prepare))
 
-    async def _prepare(self, edition: Edition) -> None:
+    async def _prepare(self, edition: TableRevision) -> None:
         try:
-            self.residents.prepare(edition.number, edition.table, edition.slots)
+            self.deployments.prepare(edition.number, edition.table, edition.slots)
         except Exception:
-            self.residents.discard(edition.number)
+            self.deployments.discard(edition.number)
             raise
         finally:
-            self.dismissed += [r.deployment.name for r in self.residents.dismiss()]
+            self.dismissed += [r.deployment.name for r in self.deployments.release()]
 
     @property
     def table(self) -> RoutingTable:
-        return self.residents.current().table
+        return self.deployments.get_current().table
 
 
 @pytest.fixture
@@ -103,14 +104,14 @@ def test_only_what_is_missing_is_loaded_and_the_previous_edition_stays(
     server.publish(2, state_of(blue, green, blue=50, green=50))
     server.publish(3, state_of(green, green=100))
     assert server.loads.names == ["blue", "green"]
-    assert set(server.residents.current().residents) == {"green"}
+    assert set(server.deployments.get_current().deployments) == {"green"}
     server.publish(4, state_of(blue, blue=100))  # the way back needs no load
     assert server.loads.names == ["blue", "green"]
-    assert server.residents.current().residents["blue"].deployment == blue
+    assert server.deployments.get_current().deployments["blue"].deployment == blue
     server.publish(5, state_of(blue, blue=100))  # green has been gone for two editions
-    assert server.residents.dismiss() == []
-    server.residents.current()
-    assert [r.deployment.name for r in server.residents.dismiss()] == ["green"]
+    assert server.deployments.release() == []
+    server.deployments.get_current()
+    assert [r.deployment.name for r in server.deployments.release()] == ["green"]
     assert server.dismissed == []
 
 
@@ -118,44 +119,48 @@ def test_the_deployment_with_more_of_the_traffic_has_a_twin_while_it_is_compared
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
-    assert server.residents.current().pair is None
+    assert server.deployments.get_current().control is None
     server.publish(2, state_of(blue, green, blue=90, green=10))
-    pair = server.residents.current().pair
+    pair = server.deployments.get_current().control
     assert pair is not None
-    assert (pair.resident.deployment, pair.share) == (blue, 1 / 9)
-    assert (pair.twin.deployment, pair.twin.slot, pair.twin.lines) == (blue, pair.resident.slot, pair.resident.lines)
-    assert pair.twin.row is pair.resident.row
-    assert pair.twin.lane.row is not pair.resident.row
+    assert (pair.loaded.deployment, pair.share) == (blue, 1 / 9)
+    assert (pair.replica.deployment, pair.replica.slot, pair.replica.header_lines) == (
+        blue,
+        pair.loaded.slot,
+        pair.loaded.header_lines,
+    )
+    assert pair.replica.row is pair.loaded.row
+    assert pair.replica.queue.row is not pair.loaded.row
     server.publish(3, state_of(blue, green, blue=75, green=25))
-    again = server.residents.current().pair
+    again = server.deployments.get_current().control
     assert again is not None
-    assert again.twin is pair.twin
+    assert again.replica is pair.replica
     assert again.share == 1 / 3
     server.publish(4, state_of(blue, green, blue=50, green=50))
-    assert server.residents.current().pair is None
+    assert server.deployments.get_current().control is None
     server.publish(5, state_of(blue, green, blue=20, green=80))
     assert server.loads.names == ["blue", "green", "twin of blue", "twin of green"]
-    assert pair.twin not in server.residents.dismiss()
+    assert pair.replica not in server.deployments.release()
     server.publish(6, state_of(blue, green, blue=0, green=100))
     server.publish(7, state_of(blue, green, blue=0, green=100))
-    server.residents.current()
-    gone = server.residents.dismiss()
+    server.deployments.get_current()
+    gone = server.deployments.release()
     assert sorted(resident.deployment.name for resident in gone) == ["blue", "green"]
-    assert pair.twin in gone
-    assert not {*gone} & {*server.residents.current().residents.values()}
+    assert pair.replica in gone
+    assert not {*gone} & {*server.deployments.get_current().deployments.values()}
 
 
 def test_a_twin_that_is_too_large_or_cannot_be_loaded_is_done_without(
     server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "_LARGEST_TWIN", 10)
+    monkeypatch.setattr(deployments, "_MAX_REPLICA_BYTES", 10)
     server.publish(1, state_of(blue, green, blue=90, green=10))
-    assert server.residents.current().pair is None
+    assert server.deployments.get_current().control is None
     monkeypatch.undo()
     server.loads.twins = False
     server.publish(2, state_of(blue, green, blue=80, green=20))
-    assert server.residents.current().pair is None
-    assert set(server.residents.current().residents) == {"blue", "green"}
+    assert server.deployments.get_current().control is None
+    assert set(server.deployments.get_current().deployments) == {"blue", "green"}
 
 
 def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
@@ -163,8 +168,8 @@ def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
 ) -> None:
     def leader(generation: int, **weights: int) -> str:
         server.publish(generation, state_of(blue, green, **weights))
-        held = server.residents.current().residents
-        (name,) = [name for name, resident in held.items() if resident.run_time is server.residents.leader]
+        held = server.deployments.get_current().deployments
+        (name,) = [name for name, resident in held.items() if resident.latency is server.deployments.leader]
         return name
 
     assert leader(1, blue=50, green=50) == "blue"
@@ -178,12 +183,12 @@ def test_an_edition_is_served_from_the_moment_its_number_is_set(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
-    first = server.residents.current()
+    first = server.deployments.get_current()
     server.publish(2, state_of(green, green=100))
-    assert first.edition == 1
-    assert server.residents.current().edition == 2
-    assert server.residents.current() is server.residents.current()
-    (values,) = first.loaded("blue").run(("y",), {"x": np.ones((1, 2), np.float32)})
+    assert first.revision == 1
+    assert server.deployments.get_current().revision == 2
+    assert server.deployments.get_current() is server.deployments.get_current()
+    (values,) = first.get_deployment("blue").run(("y",), {"x": np.ones((1, 2), np.float32)})
     assert values.tolist() == [[2.0, 2.0]]  # who began with the old one ends with it
 
 
@@ -210,7 +215,7 @@ def test_a_failed_load_or_write_changes_nothing(
     server: Server, folder: Path, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
-    before = server.residents.current()
+    before = server.deployments.get_current()
     forged = replace(green, manifest=blue.manifest)
     with pytest.raises(DigestMismatchError):
         server.publish(2, state_of(blue, forged, blue=50, green=50))
@@ -221,7 +226,7 @@ def test_a_failed_load_or_write_changes_nothing(
     monkeypatch.setattr(TableFile, "write", full)
     with pytest.raises(ServiceUnavailableError, match="could not be written"):
         server.publish(2, state_of(green, green=100))
-    assert server.residents.current() is before
+    assert server.deployments.get_current() is before
     assert TableFile(folder).read() == before.table
 
 
@@ -229,34 +234,34 @@ def test_one_endpoint_serves_one_model(server: Server, blue: Deployment, green: 
     with pytest.raises(UserError, match="exactly one model"):
         server.publish(0, state_of(blue, replace(green, model="other"), blue=50, green=50))
     with pytest.raises(ServiceUnavailableError, match="no deployment is published"):
-        server.residents.current()
-    assert server.residents.snapshot is None
+        server.deployments.get_current()
+    assert server.deployments.get_published() is None
 
 
 def test_a_restart_serves_what_it_can(server: Server, folder: Path, blue: Deployment, green: Deployment) -> None:
     server.publish(3, state_of(blue, green, blue=50, green=50))
-    published = server.residents.current()
+    published = server.deployments.get_current()
     Path(green.location).rename(folder.parent / "away")
     again = Server(folder)
     again.endpoint.restore()
     edition = again.endpoint.current
     assert edition is not None
-    snapshot = again.residents.restore(edition.number, edition.table, edition.slots)
-    assert again.residents.current() is snapshot
+    failed = again.deployments.restore(edition.number, edition.table, edition.slots)
+    snapshot = again.deployments.get_current()
     assert snapshot.table == published.table
     assert snapshot.router == published.router
-    assert not snapshot.ready()
-    assert snapshot.loaded("blue").deployment == blue
-    assert set(snapshot.failed) == {"green"}
+    assert not snapshot.is_ready()
+    assert snapshot.get_deployment("blue").deployment == blue
+    assert set(snapshot.failed) == set(failed) == {"green"}
     with pytest.raises(ServiceUnavailableError, match="'green' is not loaded"):
-        snapshot.loaded("green")
+        snapshot.get_deployment("green")
     with pytest.raises(NotFoundError, match="no version '9'"):
-        snapshot.version("9")
-    totals = [again.shared.totals(edition.slots[name]) for name in ("blue", "green")]
+        snapshot.get_version("9")
+    totals = [again.shared.sum_slot(edition.slots[name]) for name in ("blue", "green")]
     assert [(row[LOADS], row[LOAD_FAILURES]) for row in totals] == [(1, 0), (0, 1)]
 
 
 def test_nothing_to_restore(server: Server) -> None:
     server.endpoint.restore()
     assert server.endpoint.state is None
-    assert server.shared.edition == 0
+    assert server.shared.revision == 0

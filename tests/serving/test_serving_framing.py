@@ -237,7 +237,7 @@ def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
 
 @pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
 def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, body: bytes) -> None:
-    head = f"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", infer(endpoint, 1), (head, body[:5]))
         assert product(client.answer()) == 2.0
@@ -255,7 +255,7 @@ def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, bo
 def test_a_wrong_body_that_comes_after_its_answer_gets_no_second_one(
     endpoint: Server, begin: bytes, spaces: int
 ) -> None:
-    head = f"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", (head, b""))
         assert client.answer()[0] == 404

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.serving.heads import Seen
-from onnx_ops.serving.residents import Route
+from onnx_ops.serving.http.protocol import CachedRequestHead
+from onnx_ops.serving.inference.deployments import InferenceRoute
 
-ROUTE = Route(model="m")
+ROUTE = InferenceRoute(model="m")
 HEADERS = (
     (b"Host", b"127.0.0.1:8080"),
     (b"content-type", b"application/json"),
@@ -54,16 +54,16 @@ class Parsed:
         self.complete += 1
 
 
-def seen(data: bytes = FIRST) -> Seen:
+def seen(data: bytes = FIRST) -> CachedRequestHead:
     parsed = Parsed(data)
     start = data[: len(data) - len(parsed.body)]
-    return Seen(start, len(data), ROUTE, dict(parsed.headers))
+    return CachedRequestHead(start, len(data), ROUTE, dict(parsed.headers))
 
 
-def primed() -> Seen:
+def primed() -> CachedRequestHead:
     """One that has met a request in which the user was another one, and nothing else."""
     found = seen()
-    assert found.again(changed(b"X-User-Key", b"bert"), MOST) is not None
+    assert found.match(changed(b"X-User-Key", b"bert"), MOST) is not None
     return found
 
 
@@ -96,8 +96,8 @@ def changed(name: bytes, value: bytes, body: bytes = b'{"inputs":[]') -> bytes:
     ],
 )
 @BOTH
-def test_other_values_are_read(data: bytes, known: Callable[[], Seen]) -> None:
-    found = known().again(data, MOST)
+def test_other_values_are_read(data: bytes, known: Callable[[], CachedRequestHead]) -> None:
+    found = known().match(data, MOST)
     assert found is not None
     agree(found, data)
 
@@ -140,14 +140,14 @@ def test_other_values_are_read(data: bytes, known: Callable[[], Seen]) -> None:
     ],
 )
 @BOTH
-def test_all_else_is_left_to_the_parser(data: bytes, known: Callable[[], Seen]) -> None:
-    assert known().again(data, MOST) is None
+def test_all_else_is_left_to_the_parser(data: bytes, known: Callable[[], CachedRequestHead]) -> None:
+    assert known().match(data, MOST) is None
 
 
 def test_what_is_odd_stays_as_it_is() -> None:
     """Such a head is never kept; were it, its odd header could not change."""
     data = FIRST.replace(b"X-User-Key: anna", b"Expect: 100-continue")
-    assert seen(data).again(data.replace(b"100-continue", b"something"), MOST) is None
+    assert seen(data).match(data.replace(b"100-continue", b"something"), MOST) is None
 
 
 edits = st.lists(
@@ -162,13 +162,13 @@ edits = st.lists(
 
 @given(st.sampled_from([seen, primed]), edits)
 def test_any_change_is_read_as_the_parser_reads_it_or_not_at_all(
-    known: Callable[[], Seen], changes: list[tuple[int, str, bytes]]
+    known: Callable[[], CachedRequestHead], changes: list[tuple[int, str, bytes]]
 ) -> None:
     data = FIRST
     for place, how, piece in changes:
         rest = data[place + (0 if how == "insert" else len(piece)) :]
         data = data[:place] + (b"" if how == "delete" else piece) + rest
-    agree(known().again(data, MOST), data)
+    agree(known().match(data, MOST), data)
 
 
 VALUES = st.lists(st.tuples(st.sampled_from([n for n, _ in HEADERS]), st.binary(max_size=20)), max_size=4)
@@ -183,10 +183,10 @@ def test_any_values_are_read_as_the_parser_reads_them_or_not_at_all(
         read_any(known, name, value, body)
 
 
-def read_any(known: Seen, name: bytes, value: bytes, body: bytes) -> None:
+def read_any(known: CachedRequestHead, name: bytes, value: bytes, body: bytes) -> None:
     headers = tuple((n, value if n == name else v) for n, v in HEADERS)
     for data in (
         request_of(headers, b'{"inputs":[]'),
         request_of((*headers[:-1], (b"Content-Length", b"%d" % len(body))), body),
     ):
-        agree(known.again(data, MOST), data)
+        agree(known.match(data, MOST), data)

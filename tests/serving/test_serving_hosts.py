@@ -11,7 +11,7 @@ import pytest
 
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.server_process import ServerOptions
-from onnx_ops.serving.host_policy import HostPolicy
+from onnx_ops.serving.http.limits import HostPolicy
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_process import INFER, Server, infer_body
 
@@ -26,7 +26,7 @@ def is_allowed(
     origins: str = "",
 ) -> bool:
     """Whether a server with these options answers."""
-    policy = HostPolicy.of(address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins))
+    policy = HostPolicy.from_options(address, port, ServerOptions(allowed_hosts=hosts, allowed_origins=origins))
     given = {b"host": host, b"origin": origin}
     try:
         policy.check({name: value.encode() for name, value in given.items() if value is not None})

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.batches import groups
-from onnx_ops.serving.run_time import RunTime
-from onnx_ops.serving.shared import UNTIMED
-from onnx_ops.serving.wire import Call
+from onnx_ops.serving import metrics
+from onnx_ops.serving.inference.request_queue import LatencyEstimator
+from onnx_ops.serving.inference.service import group_requests
+from onnx_ops.serving.inference.signature import InferenceRequest
+from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_worker import Worker, post, received
 
@@ -75,7 +75,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def queued(worker: Worker, slot: int = 1) -> int:
-    return worker.shared.totals(slot)[slab.QUEUED]
+    return worker.shared.sum_slot(slot)[metrics.QUEUED]
 
 
 def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
@@ -92,11 +92,11 @@ def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: 
             data = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
             assert data == [2.0 * number, 2.0 * number + (1 if number else 0)] * max(1, number)
             client.close()
-        totals = worker.shared.totals(1)
+        totals = worker.shared.sum_slot(1)
     assert gate.rows == [1, 1 + 2 + 3 + 4]
-    assert totals[slab.RUNS] == 2
-    assert totals[slab.BATCHED] == 4
-    assert totals[slab.QUEUED] == totals[slab.RUNNING] == 0
+    assert totals[metrics.RUNS] == 2
+    assert totals[metrics.BATCHED] == 4
+    assert totals[metrics.QUEUED] == totals[metrics.IN_PROGRESS] == 0
 
 
 def test_without_evidence_nothing_is_run_together(gate: Gate, blue: Deployment) -> None:
@@ -164,7 +164,7 @@ def test_a_full_queue_says_when_to_come_again(gate: Gate, blue: Deployment) -> N
         assert [status(received(client)) for client in clients] == [200] * 3
         for client in clients:
             client.close()
-        assert worker.shared.totals(1)[slab.column_of(429)] == 1
+        assert worker.shared.sum_slot(1)[metrics.get_column(429)] == 1
 
 
 def test_who_waited_too_long_is_not_run(gate: Gate, blue: Deployment) -> None:
@@ -196,7 +196,7 @@ def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
         gate.open.set()
         assert status(received(first)) == 200
         first.close()
-        wait_until(lambda: worker.shared.totals(1)[slab.column_of(499)] == 1)
+        wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
     assert len(gate.rows) == 1
 
 
@@ -244,11 +244,11 @@ def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green:
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
         assert status(worker.send(post(INFER, b"{"))) == 400  # not copied: it says nothing about the shadow
-        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_DONE] == 20)
-        totals = worker.shared.totals(2)
-    assert totals[slab.SHADOW_SENT] == 20
-    assert totals[slab.SHADOW_DIFFERING] == 20  # it triples what blue doubles
-    assert totals[slab.column_of(200)] == 0
+        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
+        totals = worker.shared.sum_slot(2)
+    assert totals[metrics.SHADOW_SENT] == 20
+    assert totals[metrics.SHADOW_DIFFERING] == 20  # it triples what blue doubles
+    assert totals[metrics.get_column(200)] == 0
 
 
 def test_a_shadow_that_answers_alike_differs_in_nothing(blue: Deployment, tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_a_shadow_that_answers_alike_differs_in_nothing(blue: Deployment, tmp_pa
                 worker.send(post(INFER, body([number, 1])))
 
             def done(worker: Worker = worker) -> bool:
-                return worker.shared.totals(2)[slab.SHADOW_DONE] == 3
+                return worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 3
 
             wait_until(done)
-            assert worker.shared.totals(2)[slab.SHADOW_DIFFERING] == differing
+            assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == differing
 
 
 def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
@@ -276,11 +276,14 @@ def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
     with Worker(with_shadow(state_of(blue, green, blue=100), green=100), wrap=wrap).running() as worker:
         for _ in range(100):
             assert status(worker.send(post(INFER, body([1, 1])))) == 200
-        totals = worker.shared.totals(2)
-        assert totals[slab.SHADOW_SENT] + totals[slab.SHADOW_DROPPED] == 100
-        assert totals[slab.SHADOW_DROPPED] in (35, 36)  # 64 wait, one is held by the gate unless it was not taken yet
+        totals = worker.shared.sum_slot(2)
+        assert totals[metrics.SHADOW_SENT] + totals[metrics.SHADOW_DROPPED] == 100
+        assert totals[metrics.SHADOW_DROPPED] in (
+            35,
+            36,
+        )  # 64 wait, one is held by the gate unless it was not taken yet
         gate.open.set()
-        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_DONE] == totals[slab.SHADOW_SENT])
+        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT])
 
 
 def test_a_shadow_that_fails_disturbs_nobody(blue: Deployment, tmp_path: Path) -> None:
@@ -295,7 +298,7 @@ def test_a_shadow_that_fails_disturbs_nobody(blue: Deployment, tmp_path: Path) -
     with Worker(with_shadow(state_of(blue, other, blue=100), other=100), wrap=wrap).running() as worker:
         for _ in range(3):
             assert status(worker.send(post(INFER, body([1, 1])))) == 200
-        wait_until(lambda: worker.shared.totals(2)[slab.SHADOW_FAILED] == 3)
+        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_FAILED] == 3)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -336,14 +339,14 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
             worker.send(post(INFER, body([1, 1]) if number % 5 else b"{", headers))
         worker.send(post(INFER, b"", {"content-encoding": "gzip"}))
         worker.send(post("/v2/models/z/infer", body([1, 1])))
-        nowhere, first, second = (worker.shared.totals(slot) for slot in range(3))
+        unrouted, first, second = (worker.shared.sum_slot(slot) for slot in range(3))
         text = worker.metrics()
-    assert (first[slab.column_of(200)], first[slab.column_of(400)]) == (16, 4)
-    assert (second[slab.column_of(200)], second[slab.column_of(400)]) == (8, 2)
-    assert (nowhere[slab.column_of(415)], nowhere[slab.column_of(404)]) == (1, 1)
-    assert sum(slab.request_times(first).buckets) == 20
+    assert (first[metrics.get_column(200)], first[metrics.get_column(400)]) == (16, 4)
+    assert (second[metrics.get_column(200)], second[metrics.get_column(400)]) == (8, 2)
+    assert (unrouted[metrics.get_column(415)], unrouted[metrics.get_column(404)]) == (1, 1)
+    assert sum(metrics.get_request_latency(first).buckets) == 20
     blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
-    assert f'onnx_ops_request_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
+    assert f'onnx_ops_request_duration_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
 
 
@@ -353,16 +356,18 @@ def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, g
     with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
         for _ in range(800):
             assert status(worker.send(post(INFER, body([1, 1])))) == 200
-        first, second = (worker.shared.totals(slot) for slot in (1, 2))
-        pair = worker.residents.current().pair
+        first, second = (worker.shared.sum_slot(slot) for slot in (1, 2))
+        pair = worker.deployments.get_current().control
         assert pair is not None
-        assert (pair.resident.deployment, pair.share) == (blue, 0.25)
-    assert first[slab.column_of(200)] + second[slab.column_of(200)] == 800
-    assert sum(slab.request_times(first).buckets) == first[slab.column_of(200)]
-    assert sum(slab.service_times(second).buckets) == second[slab.column_of(200)] - UNTIMED, "the first ones are cold"
-    compared = sum(slab.service_times(first).buckets) + UNTIMED
-    assert 0.1 * first[slab.column_of(200)] < compared < 0.4 * first[slab.column_of(200)]
-    assert (first[slab.QUEUED], first[slab.RUNNING]) == (0, 0)
+        assert (pair.loaded.deployment, pair.share) == (blue, 0.25)
+    assert first[metrics.get_column(200)] + second[metrics.get_column(200)] == 800
+    assert sum(metrics.get_request_latency(first).buckets) == first[metrics.get_column(200)]
+    assert sum(metrics.get_service_latency(second).buckets) == second[metrics.get_column(200)] - WARM_UP_REQUESTS, (
+        "the first ones are cold"
+    )
+    compared = sum(metrics.get_service_latency(first).buckets) + WARM_UP_REQUESTS
+    assert 0.1 * first[metrics.get_column(200)] < compared < 0.4 * first[metrics.get_column(200)]
+    assert (first[metrics.QUEUED], first[metrics.IN_PROGRESS]) == (0, 0)
 
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
@@ -388,9 +393,9 @@ def test_what_takes_long_to_read_is_read_in_the_lane(
     blue: Deployment, request_body: bytes, headers: dict[str, str], at_once: bool
 ) -> None:
     with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
-        (resident,) = worker.residents.current().residents.values()
+        (resident,) = worker.deployments.get_current().deployments.values()
         head = {name.encode(): value.encode() for name, value in headers.items()}
-        assert resident.at_once(RunTime(), head, request_body) is at_once
+        assert resident.should_run_inline(LatencyEstimator(), head, request_body) is at_once
         answer = worker.send(post(INFER, request_body, headers))
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
@@ -400,22 +405,26 @@ def test_text_is_read_in_the_lane_in_every_form(build: Callable[..., Deployment]
     same = helper.make_node("Identity", ["x"], ["y"])
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     with Worker(state_of(model, blue=100)).running() as worker:
-        (resident,) = worker.residents.current().residents.values()
-        assert resident.at_once(RunTime(), {b"inference-header-content-length": b"100"}, bytes(60_000))
-        assert not resident.at_once(RunTime(), {b"inference-header-content-length": b"100"}, bytes(70_000))
+        (resident,) = worker.deployments.get_current().deployments.values()
+        assert resident.should_run_inline(
+            LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(60_000)
+        )
+        assert not resident.should_run_inline(
+            LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(70_000)
+        )
 
 
-def call(rows: int, width: int, outputs: tuple[str, ...]) -> Call:
-    return Call(feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows)
+def call(rows: int, width: int, outputs: tuple[str, ...]) -> InferenceRequest:
+    return InferenceRequest(feed={"x": np.zeros((max(1, rows), width), np.float32)}, outputs=outputs, rows=rows)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 2), st.sampled_from([("y",), ("y", "z")])), max_size=20))
 def test_groups_hold_every_call_once_and_only_what_fits(drawn: list[tuple[int, int, tuple[str, ...]]]) -> None:
     calls = {number: call(*arguments) for number, arguments in enumerate(drawn)}
-    found = groups(calls, batchable=True)
+    found = group_requests(calls, batchable=True)
     assert sorted(n for group in found for n in group) == list(calls)
     for group in found:
         assert len({(calls[n].outputs, calls[n].feed["x"].shape[1]) for n in group}) == 1
         assert len(group) == 1 or (all(calls[n].rows for n in group) and sum(calls[n].rows for n in group) <= 1024)
-    assert groups(calls, batchable=False) == [[n] for n in calls]
+    assert group_requests(calls, batchable=False) == [[n] for n in calls]

@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from onnx_ops.serving.http import Overloaded
-from onnx_ops.serving.lanes import Hands, Lane
-from onnx_ops.serving.run_time import RunTime
-from onnx_ops.serving.shared import QUEUED, RUNNING, Row, Shared
+from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.responses import QueueFullError
+from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow, SharedMetrics
 
 PATIENCE_S = 20.0
 
 
 @pytest.fixture
-def row() -> Row:
-    return Shared(1).row(0, 1)
+def row() -> MetricsRow:
+    return SharedMetrics(1).get_row(0, 1)
 
 
 @dataclass
@@ -41,11 +40,15 @@ class Work:
         return {thread for _, thread in self.done}
 
 
-def lane(hands: Hands, work: Work, row: Row, *, limit: int = 8, together: int = 1, threads: int = 1) -> Lane[int]:
-    return Lane(hands, work, limit=limit, together=together, threads=threads, row=row, run_time=RunTime())
+def lane(
+    hands: WorkerThreads, work: Work, row: MetricsRow, *, limit: int = 8, max_batch: int = 1, max_batches: int = 1
+) -> RequestQueue[int]:
+    return RequestQueue(
+        hands, work, limit=limit, max_batch=max_batch, max_batches=max_batches, row=row, latency=LatencyEstimator()
+    )
 
 
-def idle(hands: Hands) -> Callable[[], bool]:
+def idle(hands: WorkerThreads) -> Callable[[], bool]:
     """Whether every thread has come back, as far as one lane knows."""
     return lambda: bool(hands._idle)
 
@@ -59,8 +62,8 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_two_lanes_in_turn_are_worked_by_one_thread(row: Row) -> None:
-    hands, work = Hands(), Work()
+def test_two_lanes_in_turn_are_worked_by_one_thread(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(), Work()
     work.gate.set()
     lanes = [lane(hands, work, row) for _ in range(2)]
     for turn in range(20):
@@ -71,8 +74,8 @@ def test_two_lanes_in_turn_are_worked_by_one_thread(row: Row) -> None:
     assert len(work.threads) == 1
 
 
-def test_a_lane_that_hangs_keeps_no_other_waiting(row: Row) -> None:
-    hands, stuck, free = Hands(), Work(), Work()
+def test_a_lane_that_hangs_keeps_no_other_waiting(row: MetricsRow) -> None:
+    hands, stuck, free = WorkerThreads(), Work(), Work()
     free.gate.set()
     held, other = lane(hands, stuck, row), lane(hands, free, row)
     held.put(0)
@@ -89,30 +92,30 @@ def test_a_lane_that_hangs_keeps_no_other_waiting(row: Row) -> None:
     assert free.threads.isdisjoint(stuck.threads)
 
 
-def test_as_many_threads_work_on_a_lane_as_it_may_have(row: Row) -> None:
-    hands, work = Hands(2), Work()
-    wide = lane(hands, work, row, threads=2)
+def test_as_many_threads_work_on_a_lane_as_it_may_have(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(2), Work()
+    wide = lane(hands, work, row, max_batches=2)
     for item in range(3):
         wide.put(item)
     for _ in range(2):
         assert work.begun.acquire(timeout=PATIENCE_S)
     assert not work.begun.acquire(timeout=0.05)
-    assert (row[QUEUED], row[RUNNING]) == (1, 2)
+    assert (row[QUEUED], row[IN_PROGRESS]) == (1, 2)
     work.gate.set()
     for _ in range(3):
         assert work.ended.acquire(timeout=PATIENCE_S)
     assert sorted(items[0] for items, _ in work.done) == [0, 1, 2]
-    until(lambda: (row[QUEUED], row[RUNNING]) == (0, 0))
+    until(lambda: (row[QUEUED], row[IN_PROGRESS]) == (0, 0))
 
 
-def test_what_queued_up_is_taken_together_and_a_full_queue_refuses(row: Row) -> None:
-    hands, work = Hands(), Work()
-    batches = lane(hands, work, row, limit=3, together=2)
+def test_what_queued_up_is_taken_together_and_a_full_queue_refuses(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(), Work()
+    batches = lane(hands, work, row, limit=3, max_batch=2)
     batches.put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
     for item in (1, 2, 3):
         batches.put(item)
-    with pytest.raises(Overloaded):
+    with pytest.raises(QueueFullError):
         batches.put(4)
     work.gate.set()
     for _ in range(3):
@@ -120,8 +123,8 @@ def test_what_queued_up_is_taken_together_and_a_full_queue_refuses(row: Row) -> 
     assert [items for items, _ in work.done] == [[0], [1, 2], [3]]
 
 
-def test_whoever_came_first_has_the_next_turn_whatever_the_lane(row: Row) -> None:
-    hands, work = Hands(), Work()
+def test_whoever_came_first_has_the_next_turn_whatever_the_lane(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(), Work()
     lanes = [lane(hands, work, row) for _ in range(3)]
     lanes[0].put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
@@ -134,10 +137,13 @@ def test_whoever_came_first_has_the_next_turn_whatever_the_lane(row: Row) -> Non
     assert len(work.threads) == 1
 
 
-def test_so_many_turns_at_once_in_all_lanes_together(row: Row) -> None:
-    hands, work = Hands(2), Work()
-    slow = RunTime(1.0)
-    lanes = [Lane(hands, work, limit=9, together=1, threads=2, row=row, run_time=slow, turn_s=60.0) for _ in range(3)]
+def test_so_many_turns_at_once_in_all_lanes_together(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(2), Work()
+    slow = LatencyEstimator(1.0)
+    lanes = [
+        RequestQueue(hands, work, limit=9, max_batch=1, max_batches=2, row=row, latency=slow, batch_s=60.0)
+        for _ in range(3)
+    ]
     for each in lanes:
         each.put(0)
     for _ in range(2):
@@ -148,8 +154,8 @@ def test_so_many_turns_at_once_in_all_lanes_together(row: Row) -> None:
         assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: Row) -> None:
-    hands, stuck, free = Hands(), Work(), Work()
+def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: MetricsRow) -> None:
+    hands, stuck, free = WorkerThreads(), Work(), Work()
     held, other = lane(hands, stuck, row, limit=2), lane(hands, free, row, limit=2)
     held.put(0)
     assert stuck.begun.acquire(timeout=PATIENCE_S)
@@ -157,11 +163,11 @@ def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: Row) -> No
     assert free.begun.acquire(timeout=PATIENCE_S)
     held.put(2)
     held.put(3)
-    with pytest.raises(Overloaded):
+    with pytest.raises(QueueFullError):
         held.put(4)
     other.put(5)
     other.put(6)
-    with pytest.raises(Overloaded):
+    with pytest.raises(QueueFullError):
         other.put(7)
     for work in (free, stuck):
         work.gate.set()
@@ -170,26 +176,29 @@ def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: Row) -> No
             assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_lanes_that_wait_for_each_other_share_one_queue(row: Row) -> None:
-    hands, work = Hands(), Work()
+def test_lanes_that_wait_for_each_other_share_one_queue(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(), Work()
     lanes = [
-        Lane(hands, work, limit=3, together=1, threads=1, row=row, run_time=RunTime(), turn_s=60.0) for _ in range(2)
+        RequestQueue(
+            hands, work, limit=3, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator(), batch_s=60.0
+        )
+        for _ in range(2)
     ]
     lanes[0].put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
     for item in (1, 2, 3):
         lanes[item % 2].put(item)
     for each in lanes:
-        with pytest.raises(Overloaded):
+        with pytest.raises(QueueFullError):
             each.put(4)
     work.gate.set()
     for _ in range(4):
         assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_now_and_then_one_request_is_run_alone_whatever_the_load(row: Row) -> None:
-    hands, work = Hands(), Work()
-    batches = lane(hands, work, row, limit=100, together=4)
+def test_now_and_then_one_request_is_run_alone_whatever_the_load(row: MetricsRow) -> None:
+    hands, work = WorkerThreads(), Work()
+    batches = lane(hands, work, row, limit=100, max_batch=4)
     for item in range(70):
         batches.put(item)
     work.gate.set()

@@ -12,8 +12,8 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, UserError
-from onnx_ops.serving.http import Unfit
-from onnx_ops.serving.models import load_model
+from onnx_ops.serving.inference.models import load_model
+from onnx_ops.serving.inference.responses import InputsRejectedError
 from tests.serving.serving_process import deploy
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
@@ -67,8 +67,8 @@ def test_external_data_outside_the_folder_is_refused(tmp_path: Path, kind: str) 
 
 
 def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> None:
-    with pytest.raises(NotFoundError, match="folder is not there"):
-        load_model(replace(blue, location=str(tmp_path / "nowhere")))
+    with pytest.raises(NotFoundError, match="folder does not exist"):
+        load_model(replace(blue, location=str(tmp_path / "unrouted")))
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(NotFoundError, match=r"no model\.onnx"):
@@ -90,7 +90,7 @@ def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(
     model = onnx.load(path)
     model.graph.output.append(helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2]))
     onnx.save_model(model, path)
-    with pytest.raises(UserError, match="has no name") as caught:
+    with pytest.raises(UserError, match="has no datatype") as caught:
         load_model(deploy(path.parent))
     assert "ZipMap" in caught.value.remedy
 
@@ -120,7 +120,7 @@ def test_a_model_that_fails_on_one_row_is_refused(build: Callable[..., Deploymen
 
 
 def test_inputs_that_the_runtime_refuses_are_unfit(blue: Deployment) -> None:
-    with pytest.raises(Unfit, match="refuses these inputs"):
+    with pytest.raises(InputsRejectedError, match="rejects these inputs"):
         load_model(blue).run(("y",), {"x": np.zeros((1, 2), np.float64)})
 
 
@@ -179,5 +179,5 @@ def test_types_without_a_name_in_the_protocol_are_refused(build: Callable[..., D
     model = onnx.load(path)
     model.opset_import[0].version = 21
     onnx.save_model(model, path)
-    with pytest.raises(UserError, match="has no name"):
+    with pytest.raises(UserError, match="has no datatype"):
         load_model(deploy(path.parent))

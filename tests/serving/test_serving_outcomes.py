@@ -17,10 +17,9 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsRequest
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.outcomes import MOST_REPORTS, Outcomes
-from onnx_ops.serving.shared import Shared
-from onnx_ops.serving.user_counts import UserCounts
+from onnx_ops.serving import metrics
+from onnx_ops.serving.metrics import SharedMetrics
+from onnx_ops.serving.rollout_counts import MAX_OUTCOMES, OutcomeCounter, UserCounts
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.server import Answer, ServerFamily
 
@@ -98,7 +97,7 @@ NO_REPORTS = (
     b'{"outcomes": [{"request_id": 7, "success": true}]}',
     b'{"outcomes": [{"request_id": "a", "key": "b", "success": true}]}',
     b'{"outcomes": [{"deployment": "", "key": null, "success": true}]}',
-    json.dumps({"outcomes": [{"key": "a", "success": True}] * (MOST_REPORTS + 1)}).encode(),
+    json.dumps({"outcomes": [{"key": "a", "success": True}] * (MAX_OUTCOMES + 1)}).encode(),
 )
 OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
 
@@ -167,21 +166,21 @@ def test_the_counts_need_the_token(pair: tuple[ServerFamily, Deployment, Deploym
 
 
 def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
-    shared = Shared(1)
-    outcomes = Outcomes(shared, 0, named=lambda _: 1, keyed=lambda _: (1, 0), users=UserCounts(shared, 0))
-    for number in range(3 * slab.TICKETS):
+    shared = SharedMetrics(1)
+    outcomes = OutcomeCounter(shared, 0, find_slot=lambda _: 1, find_user=lambda _: (1, 0), users=UserCounts(shared, 0))
+    for number in range(3 * metrics.REQUEST_IDS):
         outcomes.remember(b"%d" % number, 1 + number % 2, number % USER_CELLS)
-    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * slab.TICKETS, 97)]
+    reports = [{"request_id": str(number), "success": True} for number in range(0, 3 * metrics.REQUEST_IDS, 97)]
     counted = unknown = 0
-    for start in range(0, len(reports), MOST_REPORTS):
-        found = outcomes.count(json.dumps({"outcomes": reports[start : start + MOST_REPORTS]}).encode())
+    for start in range(0, len(reports), MAX_OUTCOMES):
+        found = outcomes.count(json.dumps({"outcomes": reports[start : start + MAX_OUTCOMES]}).encode())
         counted, unknown = counted + found[0], unknown + found[1]
     assert counted + unknown == len(reports)
-    assert unknown == shared.totals(0)[slab.UNKNOWN_OUTCOMES] > 0
+    assert unknown == shared.sum_slot(0)[metrics.UNKNOWN_OUTCOMES] > 0
     odd = sum(int(str(report["request_id"])) % 2 for report in reports)
-    assert shared.totals(2)[slab.OUTCOMES] <= odd
-    assert shared.totals(1)[slab.OUTCOMES] <= len(reports) - odd
-    assert shared.totals(1)[slab.OUTCOMES] + shared.totals(2)[slab.OUTCOMES] == counted
+    assert shared.sum_slot(2)[metrics.OUTCOMES] <= odd
+    assert shared.sum_slot(1)[metrics.OUTCOMES] <= len(reports) - odd
+    assert shared.sum_slot(1)[metrics.OUTCOMES] + shared.sum_slot(2)[metrics.OUTCOMES] == counted
 
 
 def test_requests_and_outcomes_are_counted_by_user_over_the_workers(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.serving.connections import READING
+from onnx_ops.serving.http.limits import READING
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.serving.serving_worker import Worker, post, received, without_date
 
@@ -34,7 +34,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     root = tmp_path_factory.mktemp("models")
     blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
     green = scaling_deployment(root / "green", name="green", version="2", scale=3.0, model="m")
-    with Worker(state_of(blue, green, blue=70, green=30), bounds={"most": 50}).running() as running:
+    with Worker(state_of(blue, green, blue=70, green=30), bounds={"max_connections": 50}).running() as running:
         running.send(GOOD)  # the first request prepares what the others find
         yield running
 
@@ -151,7 +151,7 @@ def test_a_connection_whose_heads_differ_in_values_gets_the_answers_to_its_bodie
 
 def test_what_looks_like_a_head_inside_another_is_never_taken_for_one(worker: Worker) -> None:
     """The second piece is a header's value and the end of the head; sent alone, it is a request of its own."""
-    inner = post("/nowhere", BODY)
+    inner = post("/unrouted", BODY)
     with worker.connect() as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client.sendall(f"POST {INFER} HTTP/1.1\r\nazureml-model-deployment: blue\r\nx-value: ".encode())
@@ -195,7 +195,7 @@ def test_large_bodies_come_in_pieces_and_small_requests_follow(worker: Worker, p
     worker.slowly.clear()  # those that came while an answer was waited for
     assert worker.send(requests[0]).startswith(b"HTTP/1.1 200 OK")
     assert worker.slowly == []
-    assert worker.connections.held == 0
+    assert worker.connections.body_bytes == 0
 
 
 def pieces(request: bytes, *sizes: int) -> Iterator[bytes]:
@@ -224,7 +224,7 @@ def test_large_bodies_behind_one_head(worker: Worker, first: int) -> None:
         answers = received(client, 3)
     told = [answer.partition(b'"data":')[2][:10] for answer in answers.split(b"HTTP/1.1 200 OK")[1:]]
     assert told == [b"[2.0,14.0]", b"[2.0,4.0]}", b"[4.0,14.0]"]
-    assert worker.connections.held == 0
+    assert worker.connections.body_bytes == 0
 
 
 def test_a_large_body_behind_a_known_head_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:
@@ -234,20 +234,20 @@ def test_a_large_body_behind_a_known_head_that_never_ends_is_refused_and_forgott
             client.sendall(request)
             assert received(client).startswith(b"HTTP/1.1 200")
         client.sendall(request[:300_000])
-        wait_until(lambda: hasty.connections.held > 100_000)
+        wait_until(lambda: hasty.connections.body_bytes > 100_000)
         assert received(client).startswith(b"HTTP/1.1 408")
-    assert hasty.connections.held == 0
+    assert hasty.connections.body_bytes == 0
 
 
 def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) -> None:
     request = large(1, 2, room=500_000)
     with hasty.connect() as client:
         client.sendall(request[:300_000])
-        wait_until(lambda: hasty.connections.held > 100_000)
+        wait_until(lambda: hasty.connections.body_bytes > 100_000)
         assert received(client).startswith(b"HTTP/1.1 408")
         client.sendall(request[300_000:] + GOOD)
         assert client.recv(1) == b""
-    assert hasty.connections.held == 0
+    assert hasty.connections.body_bytes == 0
 
 
 def test_chunked_bodies(worker: Worker) -> None:
@@ -294,12 +294,12 @@ def test_expect_continue(worker: Worker) -> None:
         (b"GET /ping HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000, b"431"),
         (b"GET /" + b"a" * 200_000, b"431"),
         (post(INFER, b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
-        (post("/nowhere", b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
+        (post("/unrouted", b"").replace(b"length: 0", b"length: 1000000000"), b"413"),
         (post(INFER, b"", {"expect": "100-continue"}).replace(b"length: 0", b"length: 1000000000"), b"413"),
         (post(INFER, b"\x1f\x8b" + b"0" * 100, {"content-encoding": "gzip"}), b"415"),
         (post("/invocations", b"0" * 100, {"content-encoding": "br"}), b"415"),
         (post(INFER, BODY, method="PUT"), b"405"),
-        (post("/nowhere", BODY), b"404"),
+        (post("/unrouted", BODY), b"404"),
     ],
 )
 def test_what_is_wrong_is_refused_at_once(worker: Worker, request_bytes: bytes, status: bytes) -> None:
@@ -346,7 +346,7 @@ def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
         for client in clients:
             client.close()
     assert {answer[9:12] for answer in answers} == {b"408", b"503"}
-    assert hasty.connections.held <= hasty.connections.max_held
+    assert hasty.connections.body_bytes <= hasty.connections.max_body_bytes
 
 
 def test_a_request_that_comes_too_slowly_is_ended(hasty: Worker) -> None:
@@ -377,7 +377,7 @@ def test_a_half_closed_connection_still_gets_its_answer(worker: Worker) -> None:
 
 def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
     blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
-    with Worker(state_of(blue, blue=100), bounds={"most": 5}).running() as worker:
+    with Worker(state_of(blue, blue=100), bounds={"max_connections": 5}).running() as worker:
         idle = [worker.connect() for _ in range(20)]
         assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
         busy = []
@@ -410,4 +410,4 @@ def test_a_client_that_goes_away_leaves_nothing_behind(worker: Worker, tmp_path:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
     assert worker.send(GOOD).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: worker.connections.held == 0)
+    wait_until(lambda: worker.connections.body_bytes == 0)

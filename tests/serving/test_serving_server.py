@@ -178,11 +178,11 @@ def test_invocations_take_a_v2_body(steady: Server) -> None:
         ("POST", INFER, b"x", {"inference-header-content-length": "x"}, 400, "must be a number of bytes"),
         ("POST", INFER, b"[" + b"[]," * (1 << 20) + b"[]]", {}, 413, "binary form"),
         ("POST", INFER, b"x", {"content-encoding": "gzip"}, 415, "compressed"),
-        ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is called 'z'"),
+        ("POST", "/v2/models/z/infer", {"inputs": [X]}, {}, 404, "no model is named 'z'"),
         ("POST", "/v2/models/m/versions/9/infer", {"inputs": [X]}, {}, 404, "no version '9'"),
         ("POST", INFER, {"inputs": [X]}, {"azureml-model-deployment": "grey"}, 404, "'grey'"),
-        ("GET", "/v2/models/z", None, {}, 404, "no model is called 'z'"),
-        ("GET", "/nowhere", None, {}, 404, "Not Found"),
+        ("GET", "/v2/models/z", None, {}, 404, "no model is named 'z'"),
+        ("GET", "/unrouted", None, {}, 404, "Not Found"),
         ("GET", INFER, None, {}, 405, "Method Not Allowed"),
     ],
 )
@@ -223,11 +223,11 @@ def test_requests_are_counted_by_deployment_and_status(serving: Server) -> None:
     blue = 'endpoint="state",deployment="blue",version="1",variant="fp32"'
     assert f'onnx_ops_requests_total{{{blue},status="200"}} 3\n' in text
     assert f'onnx_ops_requests_total{{{blue},status="400"}} 1\n' in text
-    assert f"onnx_ops_request_seconds_count{{{blue}}} 4\n" in text
+    assert f"onnx_ops_request_duration_seconds_count{{{blue}}} 4\n" in text
     assert f'onnx_ops_errors_total{{{blue},reason="input"}} 1\n' in text
     assert 'onnx_ops_requests_total{endpoint="state",deployment="",version="",variant="",status="404"} 1\n' in text
     assert 'onnx_ops_generation{endpoint="state"} 2\n' in text
-    assert 'onnx_ops_traffic_percent{endpoint="state",deployment="green",version="2",variant="fp32"} 30\n' in text
+    assert 'onnx_ops_traffic_weight_ratio{endpoint="state",deployment="green",version="2",variant="fp32"} 0.3\n' in text
 
 
 def test_a_split_is_kept_by_user_and_its_shares_are_plausible(
@@ -334,7 +334,7 @@ def test_a_torn_table_gives_way_to_the_previous_one(serving: Server, blue: Deplo
     serving.start()
     state = codec.loads(serving.admin("GET").body, AdminState).state
     assert state == replace(state_of(blue, blue=100), generation=1)
-    assert "table refused" in serving.log()
+    assert "invalid table" in serving.log()
 
 
 def slow_body(n: int) -> dict[str, object]:
@@ -360,7 +360,10 @@ def test_a_slow_model_does_not_keep_health_waiting_and_drains_on_sigterm(
 
     thread = threading.Thread(target=lambda: answers.append(server.call("POST", INFER, slow_body(loops))))
     thread.start()
-    while 'onnx_ops_requests_running{endpoint="state",deployment="blue",version="1",variant="fp32"} 1' not in metrics():
+    while (
+        'onnx_ops_requests_in_progress{endpoint="state",deployment="blue",version="1",variant="fp32"} 1'
+        not in metrics()
+    ):
         assert thread.is_alive()
     health = [server.call("GET", "/v2/health/live").status for _ in range(20)]
     assert not answers, "health was answered only after the model"

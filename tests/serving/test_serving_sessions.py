@@ -17,9 +17,8 @@ from onnx import helper, numpy_helper
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution, Provider, SessionSettings
 from onnx_ops.errors import InfrastructureError
-from onnx_ops.serving import sessions
-from onnx_ops.serving.models import load_model
-from onnx_ops.serving.sessions import Prepacked
+from onnx_ops.serving.inference import models
+from onnx_ops.serving.inference.models import PackedModelCache, load_model
 from tests.serving.serving_process import deploy
 
 
@@ -52,11 +51,11 @@ def network(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Prepacked:
-    return Prepacked(tmp_path / "prepacked", smallest=1)
+def cache(tmp_path: Path) -> PackedModelCache:
+    return PackedModelCache(tmp_path / "prepacked", min_bytes=1)
 
 
-def test_a_session_runs_as_its_target_did(network: Deployment, cache: Prepacked) -> None:
+def test_a_session_runs_as_its_target_did(network: Deployment, cache: PackedModelCache) -> None:
     config = {"session.disable_prepacking": "1"}
     measured = SessionSettings(
         intra_op_threads=3, inter_op_threads=2, spinning=True, graph_level="basic", config=config
@@ -77,7 +76,7 @@ def test_a_session_runs_as_its_target_did(network: Deployment, cache: Prepacked)
 
 
 def test_what_was_measured_on_a_device_that_is_not_here_is_not_served_on_the_processor(
-    network: Deployment, cache: Prepacked
+    network: Deployment, cache: PackedModelCache
 ) -> None:
     elsewhere = replace(network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),)))
     for prepacked in (None, cache):
@@ -115,21 +114,21 @@ def test_models_with_loops_take_their_memory_without_the_arenas_lock(
     graph = helper.make_graph([node], "m", [given], [found], times)
     path = tmp_path / "model.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
-    assert sessions.open_session(path).get_session_options().enable_cpu_mem_arena is arena
+    assert models.open_session(path).get_session_options().enable_cpu_mem_arena is arena
 
 
 def entries(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "prepacked").iterdir() if path.is_dir()]
 
 
-def answer(deployment: Deployment, cache: Prepacked | None) -> bytes:
+def answer(deployment: Deployment, cache: PackedModelCache | None) -> bytes:
     x = np.random.default_rng(1).standard_normal((4, 3, 8, 8)).astype(np.float32)
     (y,) = load_model(deployment, cache).run(("y",), {"x": x})
     return y.tobytes()
 
 
 def test_an_entry_is_made_once_and_answers_with_the_same_bits(
-    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = answer(network, None)
     assert answer(network, cache) == plain
@@ -137,13 +136,13 @@ def test_an_entry_is_made_once_and_answers_with_the_same_bits(
     made = {path.name: path.stat().st_mtime_ns for path in entry.iterdir()}
     assert set(made) == {"model.onnx", "weights.bin", "entry.json"}
     opened: list[Path] = []
-    original = sessions.open_session
+    original = models.open_session
 
     def spy(path: Path, **options: Any) -> Any:
         opened.append(path)
         return original(path, **options)
 
-    monkeypatch.setattr(sessions, "open_session", spy)
+    monkeypatch.setattr(models, "open_session", spy)
     assert answer(network, cache) == plain
     assert opened == [entry / "model.onnx"]
     assert {path.name: path.stat().st_mtime_ns for path in entry.iterdir()} == made
@@ -152,7 +151,7 @@ def test_an_entry_is_made_once_and_answers_with_the_same_bits(
 @pytest.mark.parametrize("file", ["model.onnx", "weights.bin", "entry.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_a_broken_entry_is_made_again(
-    network: Deployment, cache: Prepacked, tmp_path: Path, file: str, damage: str
+    network: Deployment, cache: PackedModelCache, tmp_path: Path, file: str, damage: str
 ) -> None:
     plain = answer(network, cache)
     path = entries(tmp_path)[0] / file
@@ -172,9 +171,9 @@ def test_a_broken_entry_is_made_again(
 
 
 def test_an_entry_whose_answers_differ_is_not_used(
-    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "same_answers", lambda *_: False)
+    monkeypatch.setattr(models, "return_same_bits", lambda *_: False)
     assert answer(network, cache) == answer(network, None)
     assert entries(tmp_path) == []
 
@@ -183,23 +182,23 @@ def test_small_models_have_no_entry_and_a_cache_that_cannot_be_written_is_done_w
     network: Deployment, tmp_path: Path
 ) -> None:
     plain = answer(network, None)
-    assert answer(network, Prepacked(tmp_path / "prepacked", smallest=1 << 30)) == plain
+    assert answer(network, PackedModelCache(tmp_path / "prepacked", min_bytes=1 << 30)) == plain
     assert not (tmp_path / "prepacked").exists()
     (tmp_path / "file").write_text("")
-    assert answer(network, Prepacked(tmp_path / "file" / "prepacked", smallest=1)) == plain
+    assert answer(network, PackedModelCache(tmp_path / "file" / "prepacked", min_bytes=1)) == plain
 
 
 def test_another_runtime_or_processor_has_an_entry_of_its_own(
-    network: Deployment, cache: Prepacked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Deployment, cache: PackedModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(network, cache)
-    monkeypatch.setattr(sessions, "_processor", lambda: "another one")
+    monkeypatch.setattr(models, "_read_processor", lambda: "another one")
     answer(network, cache)
     assert len(entries(tmp_path)) == 2
 
 
 def _load(deployment: Deployment, folder: Path, answers: Callable[[bytes], None]) -> None:
-    answers(answer(deployment, Prepacked(folder, smallest=1)))
+    answers(answer(deployment, PackedModelCache(folder, min_bytes=1)))
 
 
 def test_workers_that_load_at_the_same_time_share_one_entry(network: Deployment, tmp_path: Path) -> None:

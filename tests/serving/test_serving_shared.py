@@ -11,18 +11,18 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
-from onnx_ops.serving import shared as slab
-from onnx_ops.serving.shared import (
+from onnx_ops.serving import metrics
+from onnx_ops.serving.metrics import (
     BOUNDS_S,
     SLOTS,
     STATUSES,
-    Shared,
-    Slots,
-    column_of,
-    observe,
-    observe_else,
-    request_times,
-    service_times,
+    SharedMetrics,
+    SlotAllocator,
+    count_queued_request,
+    count_request,
+    get_column,
+    get_request_latency,
+    get_service_latency,
 )
 
 
@@ -44,88 +44,88 @@ def table(*names: str, previous: RoutingTable | None = None) -> RoutingTable:
     )
 )
 def test_totals_are_those_of_all_workers(events: list[tuple[int, int, int, float]]) -> None:
-    shared = Shared(3)
+    shared = SharedMetrics(3)
     for worker, slot, status, seconds in events:
-        observe(shared.row(worker, slot), status, seconds)
+        count_request(shared.get_row(worker, slot), status, seconds)
     for slot in range(4):
         mine = [(status, seconds) for _, s, status, seconds in events if s == slot]
-        totals = shared.totals(slot)
-        by_column = Counter(column_of(status) for status, _ in mine)
-        assert totals[: slab.BUCKETS] == [by_column[column] for column in range(slab.BUCKETS)]
-        buckets = totals[slab.BUCKETS : slab.OTHER_BUCKETS]
+        totals = shared.sum_slot(slot)
+        by_column = Counter(get_column(status) for status, _ in mine)
+        assert totals[: metrics.INLINE_BUCKETS] == [by_column[column] for column in range(metrics.INLINE_BUCKETS)]
+        buckets = totals[metrics.INLINE_BUCKETS : metrics.QUEUED_BUCKETS]
         assert sum(buckets) == len(mine)
         for number, bound in enumerate(BOUNDS_S):
             assert sum(buckets[: number + 1]) == sum(seconds <= bound for _, seconds in mine)
-        assert totals[slab.NANOSECONDS] == sum(int(seconds * 1e9) for _, seconds in mine)
+        assert totals[metrics.INLINE_NANOSECONDS] == sum(int(seconds * 1e9) for _, seconds in mine)
 
 
 def test_all_requests_have_a_time_and_some_may_be_compared() -> None:
-    shared = Shared(2)
-    observe(shared.row(0, 1), 200, 1.0)
-    observe_else(shared.row(0, 1), 200, 3.0, 2.0)
-    observe_else(shared.row(1, 1), 504, 5.0, 0.0)
-    totals = shared.totals(1)
-    every, compared = request_times(totals), service_times(totals)
+    shared = SharedMetrics(2)
+    count_request(shared.get_row(0, 1), 200, 1.0)
+    count_queued_request(shared.get_row(0, 1), 200, 3.0, 2.0)
+    count_queued_request(shared.get_row(1, 1), 504, 5.0, 0.0)
+    totals = shared.sum_slot(1)
+    every, compared = get_request_latency(totals), get_service_latency(totals)
     assert (sum(every.buckets), every.nanoseconds) == (3, 9_000_000_000)
     assert (sum(compared.buckets), compared.nanoseconds) == (2, 3_000_000_000)
-    assert (totals[column_of(200)], totals[column_of(504)]) == (2, 1)
+    assert (totals[get_column(200)], totals[get_column(504)]) == (2, 1)
     for histogram, times in ((every, (1.0, 3.0, 5.0)), (compared, (1.0, 2.0))):
         for number, bound in enumerate(BOUNDS_S):
             assert sum(histogram.buckets[: number + 1]) == sum(time <= bound for time in times)
 
 
 def test_a_restarted_worker_goes_on_counting_but_begins_with_empty_gauges() -> None:
-    shared = Shared(2)
-    row = shared.row(1, 5)
-    row[slab.QUEUED], row[slab.RUNNING], row[slab.LOADS] = 7, 2, 3
-    shared.row(0, 5)[slab.QUEUED] = 4
-    shared.restart(1)
-    totals = shared.totals(5)
-    assert (totals[slab.QUEUED], totals[slab.RUNNING], totals[slab.LOADS]) == (4, 0, 3)
+    shared = SharedMetrics(2)
+    row = shared.get_row(1, 5)
+    row[metrics.QUEUED], row[metrics.IN_PROGRESS], row[metrics.LOADS] = 7, 2, 3
+    shared.get_row(0, 5)[metrics.QUEUED] = 4
+    shared.reset_gauges(1)
+    totals = shared.sum_slot(5)
+    assert (totals[metrics.QUEUED], totals[metrics.IN_PROGRESS], totals[metrics.LOADS]) == (4, 0, 3)
 
 
 def test_columns_do_not_overlap() -> None:
-    others = ("SLOTS", "COLUMNS", "_LABEL", "STEPS", "TICKETS", "CELLS", "_USERS")
-    after = [v for name, v in vars(slab).items() if name.isupper() and isinstance(v, int) and name not in others]
-    singles = [value for value in after if value >= slab.NANOSECONDS]
-    assert sorted(singles) == list(range(slab.NANOSECONDS, slab.COLUMNS))
-    assert len(STATUSES) == slab.OTHER
-    ends = (slab.BUCKETS, slab.OTHER_BUCKETS, slab.SERVED_BUCKETS, slab.NANOSECONDS)
+    others = ("SLOTS", "COLUMNS", "_LABEL_BYTES", "STEPS", "REQUEST_IDS", "USER_CELLS", "_USER_NUMBERS")
+    after = [v for name, v in vars(metrics).items() if name.isupper() and isinstance(v, int) and name not in others]
+    singles = [value for value in after if value >= metrics.INLINE_NANOSECONDS]
+    assert sorted(singles) == list(range(metrics.INLINE_NANOSECONDS, metrics.COLUMNS))
+    assert len(STATUSES) == metrics.OTHER_STATUS
+    ends = (metrics.INLINE_BUCKETS, metrics.QUEUED_BUCKETS, metrics.SERVICE_BUCKETS, metrics.INLINE_NANOSECONDS)
     assert [b - a for a, b in pairwise(ends)] == [len(BOUNDS_S) + 1] * 3
 
 
 def test_a_deployment_that_comes_back_keeps_its_counts() -> None:
-    shared = Shared(1)
-    slots = Slots(shared)
+    shared = SharedMetrics(1)
+    slots = SlotAllocator(shared)
     first = table("a")
     slot = slots.assign(first, None)["a"]
-    observe(shared.row(0, slot), 200, 0.1)
+    count_request(shared.get_row(0, slot), 200, 0.1)
     second = table("b", previous=first)
     assert slots.assign(second, first)["b"] != slot
     assert slots.assign(table("a", previous=second), second) == {"a": slot}
-    assert shared.totals(slot)[column_of(200)] == 1
-    assert shared.label(slot) == {"deployment": "a", "version": "1", "variant": "fp32"}
-    assert shared.label(slot + 10) is None
+    assert shared.sum_slot(slot)[get_column(200)] == 1
+    assert shared.get_labels(slot) == {"deployment": "a", "version": "1", "variant": "fp32"}
+    assert shared.get_labels(slot + 10) is None
 
 
 def test_slots_of_deployments_that_are_long_gone_begin_anew() -> None:
-    shared = Shared(1)
-    slots = Slots(shared)
+    shared = SharedMetrics(1)
+    slots = SlotAllocator(shared)
     previous: RoutingTable | None = None
     for number in range(200):
         current = table(f"d{number}", previous=previous)
         (slot,) = slots.assign(current, previous).values()
         assert 0 < slot < SLOTS
-        assert shared.totals(slot)[column_of(200)] == 0
-        observe(shared.row(0, slot), 200, 0.1)
+        assert shared.sum_slot(slot)[get_column(200)] == 0
+        count_request(shared.get_row(0, slot), 200, 0.1)
         if previous is not None:  # the one before is still being answered by
             (kept,) = slots.assign(previous, current).values()
-            assert shared.totals(kept)[column_of(200)] == 1
+            assert shared.sum_slot(kept)[get_column(200)] == 1
         previous = current
 
 
 def test_what_cannot_be_counted_by_is_refused() -> None:
-    slots = Slots(Shared(1))
+    slots = SlotAllocator(SharedMetrics(1))
     with pytest.raises(UserError, match="at most 31"):
         slots.assign(table(*(f"d{number}" for number in range(SLOTS))), None)
     with pytest.raises(UserError, match="too long"):

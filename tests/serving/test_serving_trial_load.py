@@ -120,7 +120,9 @@ def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
 def test_a_model_that_ends_the_process_that_loads_it_is_refused(
     start: Callable[..., Server], tmp_path: Path, fate: str, words: list[str]
 ) -> None:
-    server = start("from onnx_ops.serving import supervisor\nsupervisor._PREPARE_S = 2" if fate == "hang" else "")
+    server = start(
+        "from onnx_ops.serving.workers import supervisor\nsupervisor._PREPARE_S = 2" if fate == "hang" else ""
+    )
     error = refused(server, fatal(tmp_path / fate, fate))
     assert fate in error["what"]
     assert [word for word in words if word not in error["why"]] == []
@@ -189,13 +191,13 @@ def test_a_model_beyond_the_memory_limit_of_all_workers_together_is_refused(
 
 
 RECORDED = """
-from onnx_ops.serving import supervisor
-try_load = supervisor.try_load
+from onnx_ops.serving.workers import supervisor
+run_trial_load = supervisor.run_trial_load
 async def recorded(deployments, folder, *rest, **options):
     with (folder / "trials").open("a") as stream:
         print(*(d.name for d in deployments), file=stream)
-    await try_load(deployments, folder, *rest, **options)
-supervisor.try_load = recorded
+    return await run_trial_load(deployments, folder, *rest, **options)
+supervisor.run_trial_load = recorded
 """
 
 

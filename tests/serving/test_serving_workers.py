@@ -65,7 +65,7 @@ def test_counts_add_up_over_workers_and_survive_them(crew: Server, blue: Deploym
     text = crew.call("GET", "/metrics").body.decode()
     counts = [line for line in text.splitlines() if line.startswith("onnx_ops_requests_total")]
     assert counts == [f'onnx_ops_requests_total{{{labels},status="200"}} 40']
-    assert f"onnx_ops_request_seconds_count{{{labels}}} 40\n" in text
+    assert f"onnx_ops_request_duration_seconds_count{{{labels}}} 40\n" in text
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
@@ -103,7 +103,7 @@ def test_publishing_to_several_workers_under_load_is_never_stale(
 
 POISON = """
 import os
-from onnx_ops.serving import worker
+from onnx_ops.serving.workers import worker
 load = worker._Worker._load
 def poisoned(self, deployment, row, twin):
     if deployment.name == "poison":
@@ -151,7 +151,7 @@ def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
         server.start()
         answer = server.infer([1, 2])
         assert answer.status == 503
-        assert "died again and again" in answer.json()["error"]
+        assert "died repeatedly" in answer.json()["error"]
         assert server.call("GET", "/v2/health/ready").status == 503
         assert set(server.admin("GET").json()["failed"]) == {"poison"}
         assert server.publish(state_of(blue, blue=100), 2).status == 200
@@ -177,7 +177,7 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert connection.getresponse().status == 200
         connection.close()
         assert server.admin("PUT", codec.dumps(replace(state_of(blue, blue=100), generation=2))).status == 200
-        assert server.publish(state_of(replace(blue, location="/nowhere", name="lost"), lost=100), 3).status == 422
+        assert server.publish(state_of(replace(blue, location="/unrouted", name="lost"), lost=100), 3).status == 422
         lines = [json.loads(line) for line in (folder / AUDIT_FILE).read_text().splitlines()]
         told = [(line["who"], line["what"], line["generation"]) for line in lines]
         uid = f"uid:{os.getuid()}"
@@ -190,7 +190,7 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
             ("token", "refused", 3),
         ]
         assert lines[0]["deployments"] == {"blue": "m/1"}
-        assert "not there" in lines[-1]["why"]
+        assert "does not exist" in lines[-1]["why"]
         assert (folder / AUDIT_FILE).stat().st_mode & 0o777 == 0o600
     finally:
         server.kill_all()

@@ -48,14 +48,14 @@ class SeriesNames:
     deployment_label: _Label = "deployment"
     status_label: _Label = "status"
     requests: _Metric = "onnx_ops_requests_total"
-    histogram: _Metric = "onnx_ops_service_seconds"
-    origin: _Metric = "onnx_ops_counts"
+    histogram: _Metric = "onnx_ops_service_duration_seconds"
+    origin: _Metric = "onnx_ops_server_info"
     select: Mapping[_Label, str] = field(default_factory=dict)
 
     @property
     def is_own_server(self) -> bool:
         """Return whether the series are those of an onnx-ops server, which counts more than requests."""
-        return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_counts")
+        return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_server_info")
 
     def build_query(self, endpoint: str, counters: Sequence[str], scraped: str) -> str:
         """Return a query for all series of an endpoint.

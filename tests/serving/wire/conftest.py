@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from onnx_ops.serving.wire import document
+from onnx_ops.serving.inference import tensors
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_is_large() -> Iterator[None]:
     """Takes the path of large bodies for bodies that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document, "LARGE", 2048)
+        patch.setattr(tensors, "LARGE_BODY_BYTES", 2048)
         yield

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.errors import TooLargeError
-from onnx_ops.serving.wire import document
-from onnx_ops.serving.wire.document import Block, parse
+from onnx_ops.serving.inference import tensors
+from onnx_ops.serving.inference.tensors import LazyArray, parse_document
 from tests.serving.wire.wire_cases import encode
 
 PAD = {"pad": " " * 3000}
@@ -25,8 +25,8 @@ TREES = st.recursive(
 
 
 def materialised(value: object) -> object:
-    if isinstance(value, Block):
-        return value.lists()
+    if isinstance(value, LazyArray):
+        return value.to_lists()
     if isinstance(value, dict):
         return {key: materialised(item) for key, item in value.items()}
     return [materialised(item) for item in value] if isinstance(value, list) else value
@@ -35,41 +35,41 @@ def materialised(value: object) -> object:
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["inputs", "data", "shape", "x"]), TREES))
 def test_a_large_document_is_the_same_as_a_small_one(tree: dict[str, object]) -> None:
-    found, literals = parse(encode({**tree, **PAD}))
-    expected, _ = parse(encode(tree))
+    found, literals = parse_document(encode({**tree, **PAD}))
+    expected, _ = parse_document(encode(tree))
     assert json.dumps(materialised(found)) == json.dumps({**expected, **PAD})
     assert literals or not any(word in json.dumps(tree) for word in ("true", "false"))
 
 
 def test_numbers_stay_a_block_only_if_they_are_rectangular(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "_threads", threading.local())  # a parser refuses while one of its blocks lives
-    found, _ = parse(encode({"data": [[1, 2], [3, 4]], **PAD}))
-    assert isinstance(found["data"], Block)
+    monkeypatch.setattr(tensors, "_threads", threading.local())  # a parser refuses while one of its blocks lives
+    found, _ = parse_document(encode({"data": [[1, 2], [3, 4]], **PAD}))
+    assert isinstance(found["data"], LazyArray)
     assert found["data"].shape == (2, 2)
     del found
     for ragged in ([[1, 2], [3]], [1, [2, 3], []], [[1, [2]], [3, 4]], [[1], 2]):
-        found, _ = parse(encode({"data": ragged, **PAD}))
+        found, _ = parse_document(encode({"data": ragged, **PAD}))
         assert found["data"] == ragged
 
 
 def test_a_repeated_key_has_its_last_value_in_large_bodies_too() -> None:
-    found, _ = parse(b'{"data": [1], "data": [2], "pad": "' + b" " * 3000 + b'"}')
+    found, _ = parse_document(b'{"data": [1], "data": [2], "pad": "' + b" " * 3000 + b'"}')
     assert materialised(found["data"]) == [2]
 
 
 def test_a_key_with_nul_is_no_trouble() -> None:
-    found, _ = parse(encode({"a\0b": [1], "a": [2], **PAD}))
+    found, _ = parse_document(encode({"a\0b": [1], "a": [2], **PAD}))
     assert materialised(found) == {"a\0b": [1], "a": [2], **PAD}
 
 
 def test_blocks_are_values_of_objects_only() -> None:
-    found, _ = parse(encode({"data": [{}, [[1]], "["], **PAD}))
+    found, _ = parse_document(encode({"data": [{}, [[1]], "["], **PAD}))
     assert found["data"] == [{}, [[1]], "["]
 
 
 def test_a_block_that_lives_does_not_change_with_the_next_body() -> None:
-    first, _ = parse(encode({"data": [1] * 2000}))
-    second, _ = parse(encode({"data": [2] * 2000}))
+    first, _ = parse_document(encode({"data": [1] * 2000}))
+    second, _ = parse_document(encode({"data": [2] * 2000}))
     assert materialised(first["data"]) == [1] * 2000
     assert materialised(second["data"]) == [2] * 2000
 
@@ -79,7 +79,7 @@ def test_threads_do_not_share_a_parser() -> None:
 
     def work(number: int) -> None:
         for _ in range(50):
-            found, _ = parse(encode({"data": [number] * 2000}))
+            found, _ = parse_document(encode({"data": [number] * 2000}))
             block = found["data"]
             if materialised(block) != [number] * 2000:
                 wrong.append(number)
@@ -97,7 +97,7 @@ def test_threads_do_not_share_a_parser() -> None:
 def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document, "simdjson", None)
-    monkeypatch.setattr(document, "orjson", None)
+    monkeypatch.setattr(tensors, "simdjson", None)
+    monkeypatch.setattr(tensors, "orjson", None)
     with pytest.raises(TooLargeError, match="binary form"):
-        parse(body)
+        parse_document(body)

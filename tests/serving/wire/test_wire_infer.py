@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from onnx_ops.errors import UserError
-from onnx_ops.protocol.tensors import DATATYPE_OF
-from onnx_ops.serving.wire import Call, Signature, read_header_length, read_infer, write
+from onnx_ops.serving.inference.requests import parse_header_length, read_infer
+from onnx_ops.serving.inference.responses import encode_outputs
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
+from onnx_ops.serving.inference.tensors import DATATYPE_OF
 from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer, text_bytes
 
 JSON_TYPES = [dtype for dtype in DATATYPE_OF if dtype != "bfloat16"]
@@ -36,14 +38,14 @@ def typed_arrays(draw: st.DrawFn, dtypes: list[str] = JSON_TYPES) -> tuple[str, 
     return dtype, draw(hnp.arrays({"bfloat16": "uint16"}.get(dtype, dtype), SHAPES))
 
 
-def mirror(dtype: str, array: np.ndarray[Any, Any]) -> Signature:
+def mirror(dtype: str, array: np.ndarray[Any, Any]) -> ModelSignature:
     """A model whose output is like its input."""
     dims = [f"d{i}" for i in range(array.ndim)]
     return signature([spec("x", dtype, *dims)], [spec("y", dtype, *dims)])
 
 
-def echoed(call: Call, model: Signature) -> tuple[Any, bytes]:
-    return split_answer(*write(call, model, [call.feed["x"]]))
+def echoed(call: InferenceRequest, model: ModelSignature) -> tuple[Any, bytes]:
+    return split_answer(*encode_outputs(call, model, [call.feed["x"]]))
 
 
 @settings(deadline=None)
@@ -104,7 +106,7 @@ LONG = [1.5] * 1000
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": [*LONG[1:], True]}, "holds a truth value"),
+        ({"data": [*LONG[1:], True]}, "holds a boolean"),
         ({"data": [*LONG[1:], "1"]}, "holds text"),
         ({"data": [*LONG[1:], None]}, "holds null"),
         ({"data": [*LONG[1:], 1e300]}, "too large for FP32"),
@@ -113,7 +115,7 @@ LONG = [1.5] * 1000
         ({"data": [*LONG[3:], [1, 2], 1.5, []]}, "nesting|holds a list"),
         ({"data": [LONG, LONG]}, "nesting"),
         ({"data": [*LONG[1:], {}]}, "holds an object"),
-        ({"shape": [True, 1000]}, "whole numbers"),
+        ({"shape": [True, 1000]}, "integers"),
     ],
 )
 def test_wrong_large_bodies_are_refused_as_small_ones_are(changes: dict[str, object], message: str) -> None:
@@ -126,7 +128,7 @@ def test_wrong_large_bodies_are_refused_as_small_ones_are(changes: dict[str, obj
 
 def test_a_request_is_read() -> None:
     call = read_infer(encode({"id": "7", "inputs": [X], "outputs": [{"name": "p"}]}), None, PIXELS)
-    assert (call.identity, call.outputs, call.rows, call.binary) == ("7", ("p",), 2, ())
+    assert (call.request_id, call.outputs, call.rows, call.binary) == ("7", ("p",), 2, ())
     np.testing.assert_array_equal(call.feed["x"], [[1, 2], [3, 4.5]])
     assert read_infer(x(), None, PIXELS).outputs == ("label", "p")
 
@@ -167,11 +169,11 @@ def test_a_wrong_request_says_what_is_wrong(document: object, message: str) -> N
         ({"datatype": ["FP32"]}, "must be FP32"),
         ({"shape": [4]}, r"shape \[batch, 2\], not \[4\]"),
         ({"shape": [1, 4]}, r"shape \[batch, 2\], not \[1, 4\]"),
-        ({"shape": [-1, 2]}, "whole numbers from 0"),
-        ({"shape": [2.0, 2]}, "whole numbers from 0"),
-        ({"shape": [True, 2]}, "whole numbers from 0"),
+        ({"shape": [-1, 2]}, "integers from 0"),
+        ({"shape": [2.0, 2]}, "integers from 0"),
+        ({"shape": [True, 2]}, "integers from 0"),
         ({"shape": [1] * 100}, "at most 32"),
-        ({"shape": None}, "whole numbers"),
+        ({"shape": None}, "integers"),
         ({"shape": [2**62, 2]}, f"needs {2**63} elements, not 4"),
         ({"data": [1, 2, 3]}, "needs 4 elements, not 3"),
         ({"data": [[1, 2], [3]]}, "nesting of data"),
@@ -179,7 +181,7 @@ def test_a_wrong_request_says_what_is_wrong(document: object, message: str) -> N
         ({"data": "1234"}, "data must be a list"),
         ({"data": [1, 2, 3, "4"]}, "'x' of FP32 holds text"),
         ({"data": [1, 2, 3, None]}, "holds null"),
-        ({"data": [1, 2, 3, True]}, "holds a truth value"),
+        ({"data": [1, 2, 3, True]}, "holds a boolean"),
         ({"data": [1, 2, 3, {}]}, "holds an object"),
         ({"data": [1, 2, 3, 1e300]}, "too large for FP32"),
     ],
@@ -203,10 +205,10 @@ def test_a_tensor_without_data_is_refused() -> None:
         ("int64", 2**63, "too large"),
         ("float16", 1e6, "too large"),
         ("int32", 1.0, "holds a fraction"),
-        ("int32", True, "holds a truth value"),
-        ("bool", 1, "holds a whole number"),
-        ("string", 1, "holds a whole number"),
-        ("bfloat16", 1.0, "of BF16 cannot come as JSON"),
+        ("int32", True, "holds a boolean"),
+        ("bool", 1, "holds an integer"),
+        ("string", 1, "holds an integer"),
+        ("bfloat16", 1.0, "of BF16 is not supported in JSON"),
     ],
 )
 def test_elements_are_not_bent(dtype: str, value: object, message: str) -> None:
@@ -268,7 +270,7 @@ def test_the_binary_form_with_several_inputs_and_mixed_outputs() -> None:
     )
     call = read_infer(body, length, model)
     assert call.feed["s"].tolist() == ["é\0"]
-    answer, headers = write(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
+    answer, headers = encode_outputs(call, model, [text, np.array([[math.nan, math.inf]], np.float32)])
     document, tail = split_answer(answer, headers)
     assert dict(headers)[b"content-type"] == b"application/octet-stream"
     assert document["id"] == "7"
@@ -325,10 +327,10 @@ def test_the_length_of_the_json_is_checked() -> None:
         read_infer(body, length - 1, PIXELS)
     with pytest.raises(UserError, match="binary_data_size needs the header"):
         read_infer(body[:length], None, PIXELS)
-    assert (read_header_length(None), read_header_length("12")) == (None, 12)
+    assert (parse_header_length(None), parse_header_length("12")) == (None, 12)
     for text in ("", "-1", "1e3", " 1", "²", "9" * 30, "0x10"):
         with pytest.raises(UserError, match="must be a number of bytes"):
-            read_header_length(text)
+            parse_header_length(text)
 
 
 @pytest.mark.parametrize(
@@ -368,10 +370,10 @@ def test_bfloat16_goes_out_in_the_binary_form_only() -> None:
     model = signature([spec("x", "bfloat16", "n")], [spec("y", "bfloat16", "n")])
     bits = np.array([0x3F80], np.uint16)
     body, length = binary({"x": ("bfloat16", bits)})
-    with pytest.raises(UserError, match="output 'y' is BF16, which JSON cannot carry"):
+    with pytest.raises(UserError, match="output 'y' is BF16, which JSON cannot represent"):
         read_infer(body, length, model)
     body, length = binary({"x": ("bfloat16", bits)}, parameters={"binary_data_output": True})
-    _, tail = split_answer(*write(read_infer(body, length, model), model, [bits]))
+    _, tail = split_answer(*encode_outputs(read_infer(body, length, model), model, [bits]))
     assert tail == b"\x80\x3f"
 
 
@@ -384,7 +386,7 @@ def test_what_is_shown_of_a_request_is_short() -> None:
 
 def test_float32_is_written_as_the_shortest_text_that_reads_back() -> None:
     model = signature([spec("x", "float32", "n")], [spec("y", "float32", "n")])
-    body, _ = write(Call({}, ("y",), 1), model, [np.array([0.1], np.float32)])
+    body, _ = encode_outputs(InferenceRequest({}, ("y",), 1), model, [np.array([0.1], np.float32)])
     assert b"[0.1]" in body
     assert json.loads(body)["model_version"] == "3"
 

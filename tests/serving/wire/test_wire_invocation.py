@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from onnx_ops.errors import UserError
-from onnx_ops.serving.wire import Call, Form, Signature, read_invocation, write
+from onnx_ops.serving.inference.requests import read_invocation
+from onnx_ops.serving.inference.responses import encode_outputs
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
 from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer
 
 JSON = "application/json"
@@ -17,7 +19,7 @@ PIXELS = signature([spec("x", "float32", "batch", 3)])
 TABLE = signature([spec("age", "int64", "batch", 1), spec("city", "string", "batch")])
 
 
-def read(document: object, model: Signature = PIXELS) -> Call:
+def read(document: object, model: ModelSignature = PIXELS) -> InferenceRequest:
     return read_invocation(encode(document), JSON, None, model)
 
 
@@ -40,7 +42,7 @@ RECORDS = [{"a": 1, "b": 2, "c": 3}, {"c": 6, "b": 5, "a": 4}]
 )
 def test_every_form_of_mlflow_feeds_the_same_tensor(document: object, table: bool) -> None:
     call = read(document)
-    assert call.form is (Form.RECORDS if table else Form.NAMED)
+    assert call.response_format is (ResponseFormat.RECORDS if table else ResponseFormat.NAMED)
     assert call.rows == 2
     assert call.feed["x"].dtype == np.float32
     np.testing.assert_array_equal(call.feed["x"], ROWS)
@@ -115,8 +117,8 @@ def test_several_inputs_must_be_named() -> None:
         read({"inputs": {"age": [1, 2], "city": ["Bern"]}}, TABLE)
 
 
-def predictions(call: Call, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    body, headers = write(call, PIXELS, arrays)
+def predictions(call: InferenceRequest, arrays: list[np.ndarray[Any, Any]]) -> Any:
+    body, headers = encode_outputs(call, PIXELS, arrays)
     assert headers == ((b"content-type", b"application/json"),)
     return json.loads(body)["predictions"]
 
@@ -129,27 +131,27 @@ def test_predictions_come_by_name_or_as_records() -> None:
         np.array([True, False]),
     ]
     names = ("label", "p", "s", "flag")
-    assert predictions(Call({}, names, 2, Form.NAMED), values) == {
+    assert predictions(InferenceRequest({}, names, 2, ResponseFormat.NAMED), values) == {
         "label": [1, 0],
         "p": [[0.1, 0.75], [None, 0.5]],
         "s": [["a"], ["b"]],
         "flag": [True, False],
     }
-    table = Call({}, names, 2, Form.RECORDS)
+    table = InferenceRequest({}, names, 2, ResponseFormat.RECORDS)
     assert predictions(table, values) == [
         {"label": 1, "p": [0.1, 0.75], "s": "a", "flag": True},
         {"label": 0, "p": [None, 0.5], "s": "b", "flag": False},
     ]
-    assert predictions(Call({}, ("y",), 0, Form.NAMED), [np.array(1.5)]) == {"y": 1.5}
-    with pytest.raises(UserError, match="fits no table"):
-        predictions(Call({}, ("y",), 0, Form.RECORDS), [np.array(1.0)])
+    assert predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.NAMED), [np.array(1.5)]) == {"y": 1.5}
+    with pytest.raises(UserError, match="does not fit a table"):
+        predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.RECORDS), [np.array(1.0)])
     with pytest.raises(UserError, match="differ in length"):
-        predictions(Call({}, ("a", "b"), 0, Form.RECORDS), [np.zeros(1), np.zeros(2)])
+        predictions(InferenceRequest({}, ("a", "b"), 0, ResponseFormat.RECORDS), [np.zeros(1), np.zeros(2)])
 
 
 def test_csv_is_a_table_with_names_in_its_first_line() -> None:
     call = read_invocation(b"\xef\xbb\xbfa,b,c\r\n1,2,.5\n\n4,5,6e1\n", "text/csv; charset=utf-8", None, PIXELS)
-    assert call.form is Form.RECORDS
+    assert call.response_format is ResponseFormat.RECORDS
     np.testing.assert_array_equal(call.feed["x"], [[1, 2, 0.5], [4, 5, 60]])
     call = read_invocation(b'city,age\n"Ulm, ""D""",3\n', "text/csv", None, TABLE)
     assert (call.feed["city"].tolist(), call.feed["age"].tolist()) == (['Ulm, "D"'], [[3]])
@@ -188,7 +190,7 @@ def test_whole_numbers_and_truth_values_in_csv_are_not_bent() -> None:
 def test_open_inference_comes_here_too_in_every_form() -> None:
     x = np.ones((1, 3), np.float32)
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}
-    assert read({"inputs": [tensor]}).form is Form.INFER
+    assert read({"inputs": [tensor]}).response_format is ResponseFormat.INFER
     body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
     call = read_invocation(body, "application/octet-stream", length, PIXELS)
     assert call.binary == (True,)
@@ -201,7 +203,7 @@ def test_sagemaker_passes_only_the_content_type() -> None:
     body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
     kind = "application/vnd.sagemaker-triton.binary+json"
     call = read_invocation(body, f"{kind};json-header-size={length}", None, PIXELS)
-    answer, headers = write(call, PIXELS, [x[:, :2]])
+    answer, headers = encode_outputs(call, PIXELS, [x[:, :2]])
     [(name, value)] = headers
     size = int(value.decode().removeprefix(f"{kind};json-header-size="))
     assert name == b"content-type"

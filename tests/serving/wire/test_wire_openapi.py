@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from onnx_ops.protocol.tensors import DATATYPE_OF
-from onnx_ops.serving.openapi import describe
-from onnx_ops.serving.wire import read_infer, write
+from onnx_ops.serving.http.openapi import build_openapi
+from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.inference.responses import encode_outputs
+from onnx_ops.serving.inference.tensors import DATATYPE_OF
 from tests.serving.wire.wire_cases import encode, signature, spec
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ T = {"name": "t", "datatype": "INT8", "shape": [1], "data": [3]}
 def validator(name: str) -> Draft202012Validator:
     from jsonschema import Draft202012Validator
 
-    document = describe([MODEL])
+    document = build_openapi([MODEL])
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
 
 
@@ -33,8 +34,8 @@ def test_requests_and_answers_fit_the_document() -> None:
     request = {"id": "1", "inputs": [X, T]}
     validator("InferRequest").validate(request)
     call = read_infer(encode(request), None, MODEL)
-    body, _ = write(call, MODEL, [np.array([np.nan], np.float16), np.array(["a"], object)])
-    validator("InferAnswer").validate(json.loads(body))
+    body, _ = encode_outputs(call, MODEL, [np.array([np.nan], np.float16), np.array(["a"], object)])
+    validator("InferResponse").validate(json.loads(body))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_every_type_and_several_deployments_are_described() -> None:
     from jsonschema import Draft202012Validator
 
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])
-    document = describe([every, replace(MODEL, version="4"), replace(MODEL, version="5")])
+    document = build_openapi([every, replace(MODEL, version="4"), replace(MODEL, version="5")])
     assert len(document["components"]["schemas"]["InferRequest"]["anyOf"]) == 2
     path = document["paths"]["/v2/models/m/versions/{version}/infer"]
     assert path["parameters"][0]["schema"] == {"enum": ["3", "4", "5"]}

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.errors import UserError
-from onnx_ops.serving.wire import Signature, read_infer
+from onnx_ops.serving.inference.requests import read_infer
+from onnx_ops.serving.inference.signature import ModelSignature
 from tests.serving.wire.wire_cases import encode, signature, spec
 
 PLACE = "\0data"
@@ -60,18 +61,18 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 
 
-def model(datatype: str = "FP32") -> Signature:
+def model(datatype: str = "FP32") -> ModelSignature:
     return signature([spec("x", KINDS[datatype][0], "batch", 2)])
 
 
-def read(body: bytes, known: Signature) -> object:
+def read(body: bytes, known: ModelSignature) -> object:
     """What became of a body, in terms that can be compared."""
     try:
         call = read_infer(body, None, known)
     except UserError as error:
         return str(error)
     feed = {n: (a.dtype, a.shape, a.tolist()) for n, a in call.feed.items()}
-    return feed, call.outputs, call.rows, call.form, call.identity, call.binary, call.sagemaker
+    return feed, call.outputs, call.rows, call.response_format, call.request_id, call.binary, call.is_sagemaker
 
 
 @settings(deadline=None, max_examples=300)
@@ -90,7 +91,7 @@ def body_of(*data: object, **more: object) -> bytes:
 def test_the_second_body_of_a_kind_is_known() -> None:
     known = model()
     read_infer(body_of(1, 2), None, known)
-    call = known.repeated.read(body_of(3, 4.5))
+    call = known.template.read(body_of(3, 4.5))
     assert call is not None
     np.testing.assert_array_equal(call.feed["x"], np.array([[3, 4.5]], np.float32))
 
@@ -109,7 +110,7 @@ def test_the_second_body_of_a_kind_is_known() -> None:
 def test_a_body_of_another_kind_is_not(other: bytes) -> None:
     known = model()
     read_infer(body_of(1, 2), None, known)
-    assert known.repeated.read(other) is None
+    assert known.template.read(other) is None
 
 
 def test_another_kind_is_learnt_in_time() -> None:
@@ -118,15 +119,15 @@ def test_another_kind_is_learnt_in_time() -> None:
     for number in range(40):  # a client that numbers its requests, and comes in between
         read_infer(body_of(1, 2, id=str(number)), None, known)
         read_infer(body_of(3, 4, parameters={}), None, known)
-    assert known.repeated.read(body_of(5, 6, parameters={})) is not None
+    assert known.template.read(body_of(5, 6, parameters={})) is not None
 
 
 def test_several_inputs_and_long_bodies_are_left_alone() -> None:
     two = signature([spec("x", "float32", "batch", 2), spec("z", "float32", "batch", 2)])
     tensors = [{"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")]
     read_infer(encode({"inputs": tensors}), None, two)
-    assert two.repeated.read(encode({"inputs": tensors})) is None
+    assert two.template.read(encode({"inputs": tensors})) is None
     known = model()
     long = body_of(1, 2).replace(b"[1, 2]}", b"[1, 2]" + b" " * 9000 + b"}")
     read_infer(long, None, known)
-    assert known.repeated.read(long) is None
+    assert known.template.read(long) is None

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.protocol.tensors import DATATYPE_OF
-from onnx_ops.serving.wire import Signature
+from onnx_ops.serving.inference.signature import ModelSignature
+from onnx_ops.serving.inference.tensors import DATATYPE_OF
 
 
 def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
@@ -19,9 +19,9 @@ def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
 
 def signature(
     inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] = (), optional: frozenset[str] = frozenset()
-) -> Signature:
+) -> ModelSignature:
     outputs = outputs or [spec("y", "float32", "batch", 2)]
-    return Signature(
+    return ModelSignature(
         model="m",
         version="3",
         inputs={tensor.name: tensor for tensor in inputs},

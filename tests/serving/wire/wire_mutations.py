@@ -9,12 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.protocol.tensors import numpy_dtype
-from onnx_ops.serving.http import status_of
-from onnx_ops.serving.wire import Call, Signature, read_header_length, read_infer, read_invocation, write
+from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
+from onnx_ops.serving.inference.responses import encode_outputs, get_status
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
+from onnx_ops.serving.inference.tensors import get_numpy_dtype
 from tests.serving.wire.wire_cases import binary, encode, signature, spec
 
-SIGNATURES: dict[str, Signature] = {
+SIGNATURES: dict[str, ModelSignature] = {
     "pixels": signature([spec("x", "float32", "batch", 2)]),
     "table": signature([spec("age", "int64", "batch", 1), spec("city", "string", "batch")]),
     "flags": signature([spec("b", "bool", "n"), spec("h", "float16", "n"), spec("u", "uint8", 2)]),
@@ -82,17 +83,17 @@ def attack(draw: random.Random, corpus: list[Seed]) -> Literal["read", "refused"
         kind = draw.choice(["text/csv", "application/vnd.sagemaker-triton.binary+json;json-header-size=9", "", ";;="])
     try:
         if length is not None and draw.random() < 0.1:
-            length = read_header_length(draw.choice(["", "-1", "99999999999999", "x", str(length)]))
+            length = parse_header_length(draw.choice(["", "-1", "99999999999999", "x", str(length)]))
         call = read_infer(body, length, model) if draw.random() < 0.5 else read_invocation(body, kind, length, model)
         check(call, model)
     except OnnxOpsError as error:
-        if not 400 <= status_of(error) < 500 or len(str(error)) > 2000:
+        if not 400 <= get_status(error) < 500 or len(str(error)) > 2000:
             raise
         return "refused"
     return "read"
 
 
-def check(call: Call, model: Signature) -> None:
+def check(call: InferenceRequest, model: ModelSignature) -> None:
     """What `Call` promises, and that an answer to it can be written."""
     assert model.required <= call.feed.keys() <= model.inputs.keys()
     for name, array in call.feed.items():
@@ -102,12 +103,12 @@ def check(call: Call, model: Signature) -> None:
         assert len(array.shape) == len(reader.dims)
         assert all(want in (None, have) for want, have in zip(reader.dims, array.shape, strict=True))
     answers = [
-        np.zeros((call.rows or 1,) * len(model.outputs[n].shape), numpy_dtype(model.outputs[n].dtype))
+        np.zeros((call.rows or 1,) * len(model.outputs[n].shape), get_numpy_dtype(model.outputs[n].dtype))
         for n in call.outputs
     ]
-    body, headers = write(call, model, answers)
+    body, headers = encode_outputs(call, model, answers)
     size = int(dict(headers).get(b"inference-header-content-length", len(body)))
-    if not call.sagemaker:
+    if not call.is_sagemaker:
         json.loads(body[:size])
 
 

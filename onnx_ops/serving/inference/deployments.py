@@ -1,0 +1,452 @@
+"""The deployments that a worker has loaded, and the published table that routes requests to them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.ports.data import Array
+from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER, KEYLESS_CELL, PIN_HEADERS, USER_BUCKETS
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.serving.inference.models import measure_folder
+from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
+from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
+from onnx_ops.serving.inference.responses import (
+    HeaderPairs,
+    RawResponse,
+    RequestHead,
+    encode_outputs,
+    format_deployment_headers,
+)
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
+from onnx_ops.serving.metrics import (
+    COLUMNS,
+    LOAD_FAILURES,
+    LOAD_NANOSECONDS,
+    LOADS,
+    WARM_UP_REQUESTS,
+    MetricsRow,
+    SharedMetrics,
+)
+
+_log = logging.getLogger(__name__)
+
+_BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
+_PINS = tuple(name.encode() for name in PIN_HEADERS)
+_HAS_NO_PIN = frozenset(_PINS).isdisjoint
+_MASK = 0xFFFFFFFF
+_MAX_INLINE_TEXT = 1 << 16
+"""Longer text is read on a thread: on the event loop it would delay other requests."""
+_MAX_INLINE_BODY = 1 << 20
+"""So are larger bodies in the binary form, of which only the header is text."""
+_MAX_CACHED_HEADERS = 16
+"""The header length of a binary response varies; not every one is worth caching."""
+_MAX_REPLICA_BYTES = 64 << 20
+"""Larger models are out of the processor's caches at any share of the traffic, and memory may be short."""
+
+Run = Callable[[Sequence[str], Mapping[str, Array]], Sequence[Array]]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadedDeployment:
+    """A loaded deployment: reads requests, runs the model, writes responses.
+
+    Args:
+        deployment: what is loaded.
+        signature: its tensors.
+        run: returns outputs by name for a feed; thread-safe.
+        row: where its counters are kept, in slot `slot`.
+        queue: of requests that do not run inline.
+        latency: estimate of the duration of `run`.
+        warm_up: next requests whose latency is not compared.
+        header_lines: header lines that name the deployment.
+    """
+
+    deployment: Deployment
+    signature: ModelSignature
+    run: Run
+    row: MetricsRow
+    queue: RequestQueue[Any]
+    latency: LatencyEstimator
+    slot: int = 0
+    warm_up: int = WARM_UP_REQUESTS
+    header_lines: bytes = b""
+    _header_cache: dict[object, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.header_lines = format_deployment_headers(self.deployment.name)
+
+    def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: bytes) -> bool:
+        """Return whether a request should run on the event loop, given the latency of the leading deployment."""
+        if not self.latency.should_run_inline(leader):
+            return False
+        if len(body) <= _MAX_INLINE_TEXT:
+            return True
+        length = head.get(_BINARY_LENGTH, b"")
+        if len(body) > _MAX_INLINE_BODY or len(length) > 5 or not length.isdigit():
+            return False
+        return int(length) <= _MAX_INLINE_TEXT and not self.signature.has_text_input
+
+    def decode(self, invocation: bool, head: RequestHead, body: bytes) -> InferenceRequest:
+        """Decode a request. Raises UserError if it does not fit the model."""
+        value = head.get(_BINARY_LENGTH)
+        length = None if value is None else parse_header_length(value.decode("latin-1"))
+        if not invocation:
+            return read_infer(body, length, self.signature)
+        kind = head.get(b"content-type", b"application/json").decode("latin-1")
+        return read_invocation(body, kind, length, self.signature)
+
+    def answer(self, request: InferenceRequest) -> RawResponse:
+        """Run one request.
+
+        Raises:
+            UserError: the runtime rejects the inputs.
+            InfrastructureError: the run failed.
+        """
+        started_at = time.perf_counter()
+        arrays = self.run(request.outputs, request.feed)
+        self.latency.observe(time.perf_counter() - started_at)
+        return self.encode(request, arrays)
+
+    def encode(self, request: InferenceRequest, arrays: Sequence[Array]) -> RawResponse:
+        """Return the response with the outputs of a request."""
+        body, pairs = encode_outputs(request, self.signature, arrays)
+        lines = self._header_cache.get(pairs)
+        if lines is None:
+            lines = self._format_headers(pairs)
+        return RawResponse(200, lines, body)
+
+    def _format_headers(self, pairs: HeaderPairs) -> bytes:
+        lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
+        if len(self._header_cache) < _MAX_CACHED_HEADERS:
+            self._header_cache[pairs] = lines
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRouter:
+    """The split of one table. Each of the 100 `slots` is one percent of traffic, the newest deployment first.
+
+    With two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
+    deployment with traffic: it is constant during an experiment and different for the next.
+    """
+
+    slots: tuple[str, ...]
+    names: frozenset[str]
+    salt: int
+
+    @classmethod
+    def from_table(cls, table: RoutingTable) -> TrafficRouter:
+        """Return the router of a table."""
+        salt = zlib.crc32("\0".join(table.get_experiment()).encode())
+        return cls(slots=table.list_slots(), names=frozenset(table.layout), salt=salt)
+
+    def route_key(self, key: bytes) -> str:
+        """Return the deployment of a user: always the same for the same key and split."""
+        return self.slots[mix_bits(zlib.crc32(key) ^ self.salt) * 100 >> 32]
+
+    def get_bucket(self, key: bytes | None) -> int:
+        """Return the bucket in which a user is counted. Buckets are nested in the split, except at its edges."""
+        return KEYLESS_CELL if key is None else mix_bits(zlib.crc32(key) ^ self.salt) * USER_BUCKETS >> 32
+
+    def route_draw(self, draw: float) -> str:
+        """Return the deployment of a draw from [0, 1)."""
+        return self.slots[int(draw * 100)]
+
+    def get_pinned(self, head: RequestHead) -> str | None:
+        """Return the deployment that the headers of a request select, if any.
+
+        Raises:
+            NotFoundError: there is no such deployment.
+        """
+        if _HAS_NO_PIN(head):
+            return None
+        for header in _PINS:
+            value = head.get(header)
+            if value is not None:
+                name = value.decode("latin-1")
+                if name not in self.names:
+                    raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
+                return name
+        return None
+
+
+def mix_bits(value: int) -> int:
+    """Spread every bit of a 32-bit number: the finalizer of MurmurHash3 (A. Appleby, public domain), a bijection.
+
+    CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
+    experiment's candidate would be in the candidate of the next.
+    """
+    value ^= value >> 16
+    value = value * 0x85EBCA6B & _MASK
+    value ^= value >> 13
+    value = value * 0xC2B2AE35 & _MASK
+    return value ^ value >> 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRoute:
+    """What the path of an inference request selects. Without a model: any that is served."""
+
+    invocation: bool = False
+    model: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReplica:
+    """A second copy of the deployment with most of the traffic, which gets as much traffic as the other deployment.
+
+    A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took 470 µs instead of
+    250 at a tenth of the traffic. So the deployment with less traffic is compared with a replica of the other one
+    that has the same small share. `share` is the replica's, of the requests to `loaded`.
+    """
+
+    loaded: LoadedDeployment
+    replica: LoadedDeployment
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSnapshot:
+    """One revision of the table with everything that a request needs. A request keeps the one it started with.
+
+    Attributes:
+        deployments: loaded deployments by name.
+        failed: deployments that could not be loaded after a restart, with the reason.
+        routes: paths of inference as bytes.
+        shadow: deployments with the percentage of requests that are mirrored to them.
+    """
+
+    revision: int
+    table: RoutingTable
+    router: TrafficRouter
+    model: str
+    deployments: Mapping[str, LoadedDeployment]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    routes: Mapping[bytes, InferenceRoute] = field(default_factory=dict)
+    shadow: Sequence[tuple[LoadedDeployment, int]] = ()
+    control: ControlReplica | None = None
+
+    def list_loaded(self) -> tuple[LoadedDeployment, ...]:
+        """Return everything that it keeps loaded."""
+        return (*self.deployments.values(), *(() if self.control is None else (self.control.replica,)))
+
+    def get_deployment(self, name: str) -> LoadedDeployment:
+        """Return a deployment. Raises ServiceUnavailableError if it could not be loaded."""
+        loaded = self.deployments.get(name)
+        if loaded is None:
+            raise ServiceUnavailableError(f"deployment {name!r} is not loaded", why=self.failed.get(name, ""))
+        return loaded
+
+    def get_version(self, version: str) -> LoadedDeployment:
+        """Return the deployment of a version. Raises NotFoundError if there is none."""
+        for deployment in self.table.state.deployments:
+            if deployment.version == version:
+                return self.get_deployment(deployment.name)
+        raise NotFoundError(f"model {self.model!r} has no version {version!r} here")
+
+    def get_leader(self, previous: LatencyEstimator) -> LatencyEstimator:
+        """Return the latency of the leading deployment, which decides where models run.
+
+        The leader stays the same while it gets traffic, which is until a rollout ends. Else it is the deployment with
+        most of the traffic, the oldest of equals.
+        """
+        weights = self.table.state.split.weights
+        serving = {name: loaded.latency for name, loaded in self.deployments.items() if weights.get(name)}
+        if any(latency is previous for latency in serving.values()):
+            return previous
+        names = sorted(serving, key=self.table.layout.index, reverse=True)
+        return serving[max(names, key=weights.__getitem__)] if names else previous
+
+    def is_ready(self) -> bool:
+        """Return whether every deployment with traffic is loaded."""
+        return all(name in self.deployments for name in set(self.router.slots))
+
+
+Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
+"""Loads a deployment that counts in a row; if it is a control replica, without sharing memory with the first copy."""
+
+
+class LoadedDeployments:
+    """Snapshots of a worker: the published one, the one before, and those being prepared.
+
+    `get_current`, `discard` and `release` belong to the event loop; `restore` and `prepare` to one other thread. While
+    these run, the event loop must not switch to another revision.
+    """
+
+    def __init__(self, shared: SharedMetrics, worker: int, load: Load, *, endpoint: str = "") -> None:
+        self.endpoint = endpoint
+        self.routes: Mapping[bytes, InferenceRoute] = {}
+        """Paths of the snapshot that answered last. A hint: a newer one may be published."""
+        self.leader = LatencyEstimator()
+        self._shared = shared
+        self._worker = worker
+        self._load = load
+        self._header = shared.header
+        self._prepared: dict[int, TableSnapshot] = {}
+        self._snapshot: TableSnapshot | None = None
+        self._previous: TableSnapshot | None = None
+        self._retired: list[TableSnapshot] = []
+
+    def get_current(self) -> TableSnapshot:
+        """Return the snapshot of the published revision.
+
+        Raises:
+            ServiceUnavailableError: before the first publication.
+        """
+        snapshot = self._snapshot
+        revision = self._header[0]
+        if snapshot is None or snapshot.revision != revision:
+            snapshot = self._switch_to(revision)
+        return snapshot
+
+    def get_published(self) -> TableSnapshot | None:
+        """Return the snapshot of the published revision; None before the first publication."""
+        return None if self._header[0] == 0 else self.get_current()
+
+    def find_slot(self, name: str) -> int:
+        """Return the slot of a deployment; raises ServiceUnavailableError or NotFoundError."""
+        snapshot = self.get_current()
+        if name not in snapshot.router.names:
+            raise NotFoundError(f"no deployment is named {name!r}")
+        return snapshot.get_deployment(name).slot
+
+    def find_user(self, key: bytes) -> tuple[int, int]:
+        """Return the slot of a user's deployment, and the user's bucket; raises ServiceUnavailableError."""
+        snapshot = self.get_current()
+        return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
+
+    def _switch_to(self, revision: int) -> TableSnapshot:
+        if revision == 0:
+            raise ServiceUnavailableError("no deployment is published here yet")
+        if revision not in self._prepared:
+            raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
+        snapshot = self._prepared[revision]
+        self.routes = snapshot.routes
+        self.leader = snapshot.get_leader(self.leader)
+        for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
+            if self._previous is not None:
+                self._retired.append(self._previous)
+            self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
+        return snapshot
+
+    def restore(
+        self, revision: int, table: RoutingTable, slots: Mapping[str, int], refusal: str = ""
+    ) -> Mapping[str, str]:
+        """Load a published table after a restart. Return the deployments that cannot be loaded, with the reason.
+
+        If there is a reason for `refusal`, no deployment is loaded.
+        """
+        deployments: dict[str, LoadedDeployment] = {}
+        failed = {d.name: refusal for d in table.state.deployments if refusal}
+        for deployment in table.state.deployments:
+            if refusal:
+                continue
+            try:
+                deployments[deployment.name] = self._load_counted(deployment, slots[deployment.name])
+            except OnnxOpsError as error:
+                _log.error("deployment %s could not be loaded: %s", deployment.name, error)
+                failed[deployment.name] = str(error)
+        self._add_snapshot(revision, table, deployments, failed)
+        return failed
+
+    def prepare(self, revision: int, table: RoutingTable, slots: Mapping[str, int]) -> None:
+        """Load what a table needs beyond what is loaded, so that switching to it takes no time.
+
+        Raises:
+            OnnxOpsError: a deployment could not be loaded (see `load_model`).
+        """
+        loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
+        deployments = {
+            d.name: loaded[d] if d in loaded else self._load_counted(d, slots[d.name]) for d in table.state.deployments
+        }
+        self._add_snapshot(revision, table, deployments, {})
+
+    def discard(self, revision: int) -> None:
+        """Drop a prepared revision that is not going to be published."""
+        if (snapshot := self._prepared.pop(revision, None)) is not None:
+            self._retired.append(snapshot)
+
+    def release(self) -> list[LoadedDeployment]:
+        """Return deployments that no snapshot needs any more. Freeing large models takes time."""
+        retired, self._retired = self._retired, []
+        needed = {loaded for snapshot in self._list_snapshots() for loaded in snapshot.list_loaded()}
+        return [d for d in {d for snapshot in retired for d in snapshot.list_loaded()} if d not in needed]
+
+    def _list_snapshots(self) -> list[TableSnapshot]:
+        return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
+
+    def _add_snapshot(
+        self,
+        revision: int,
+        table: RoutingTable,
+        deployments: Mapping[str, LoadedDeployment],
+        failed: Mapping[str, str],
+    ) -> None:
+        shadow = table.state.split.shadow.items()
+        self._prepared[revision] = TableSnapshot(
+            revision=revision,
+            table=table,
+            router=TrafficRouter.from_table(table),
+            model=table.state.deployments[0].model,
+            deployments=deployments,
+            failed=failed,
+            routes=_build_routes(table, self.endpoint),
+            shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
+            control=self._build_control(table, deployments),
+        )
+
+    def _build_control(self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]) -> ControlReplica | None:
+        """Return a replica of the deployment with more traffic, if there are two and it is worth its memory."""
+        shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
+        if len(shares) != 2 or shares[0][0] == shares[1][0]:
+            return None
+        (less, _), (more, name) = shares
+        loaded = deployments.get(name)
+        if loaded is None or measure_folder(Path(loaded.deployment.location)) > _MAX_REPLICA_BYTES:
+            return None
+        controls = [s.control for s in self._list_snapshots() if s.control is not None and s.control.loaded is loaded]
+        if controls:
+            return ControlReplica(loaded, controls[0].replica, less / more)
+        try:
+            replica = self._load(loaded.deployment, memoryview(bytearray(8 * COLUMNS)).cast("Q"), True)
+        except OnnxOpsError as error:
+            _log.warning("%s has no control replica: %s", loaded.deployment.name, error)
+            return None
+        replica.row, replica.slot = loaded.row, loaded.slot  # all counters but the gauges of its queue are shared
+        return ControlReplica(loaded, replica, less / more)
+
+    def _load_counted(self, deployment: Deployment, slot: int) -> LoadedDeployment:
+        row = self._shared.get_row(self._worker, slot)
+        started_at = time.perf_counter_ns()
+        try:
+            loaded = self._load(deployment, row, False)
+        except OnnxOpsError:
+            row[LOAD_FAILURES] += 1
+            raise
+        loaded.slot = slot
+        row[LOADS] += 1
+        row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
+        return loaded
+
+
+def _build_routes(table: RoutingTable, endpoint: str) -> Mapping[bytes, InferenceRoute]:
+    model = table.state.deployments[0].model
+    base = f"/v2/models/{model}"
+    routes = {
+        f"{base}/infer": InferenceRoute(model=model),
+        "/invocations": InferenceRoute(invocation=True),
+        f"/endpoints/{endpoint}/invocations": InferenceRoute(invocation=True),
+    }
+    for deployment in table.state.deployments:
+        version = deployment.version
+        routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
+    return {path.encode(): route for path, route in routes.items() if path.isascii()}

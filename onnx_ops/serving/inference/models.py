@@ -1,0 +1,479 @@
+"""Models in memory: sessions of the runtime, the cache of packed models, loading, warm-up."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import logging
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from onnx_ops import codec
+from onnx_ops.domain.artifact import MODEL_FILE, Digest, TensorSpec, digest_file, digest_json, hex_digits
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.evidence import NAN_PROPERTY
+from onnx_ops.domain.execution import CPU, Execution
+from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
+from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
+from onnx_ops.serving.inference.responses import InputsRejectedError
+from onnx_ops.serving.inference.signature import ModelSignature
+from onnx_ops.serving.inference.tensors import DTYPE_OF_ONNX, get_numpy_dtype
+
+_log = logging.getLogger(__name__)
+
+RUNTIME = f"onnxruntime {ort.__version__}"
+
+RUNTIME_ERRORS = (
+    ort_errors.EPFail,
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+_LEVELS = {
+    "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+_PACKED_MODEL = "model.onnx"
+_PACKED_WEIGHTS = "weights.bin"
+_ENTRY = "entry.json"
+_ENTRY_FORMAT = 1
+_MIN_WEIGHT_BYTES = 1024
+_MAX_ENTRIES = 8
+_LOOP_OPERATORS = (b'"\x04Loop', b'"\x04Scan')
+"""The type of a node in a file: field 4, its length, its name."""
+_WARM_UP_RUNS = 3
+_SEED = 20_240_229
+_BFLOAT16 = 16
+"""Number of the element type in ONNX (TensorProto.BFLOAT16)."""
+
+
+def open_session(
+    path: Path,
+    execution: Execution | None = None,
+    *,
+    libraries: Sequence[Path] = (),
+    optimise: bool = True,
+    cache: Path | None = None,
+    **entries: str,
+) -> Any:
+    """Open a session that runs a model as its target does.
+
+    Args:
+        path: the model. It is loaded by path: loading from bytes would block the interpreter.
+        execution: providers and settings; default: one thread of the CPU that does not spin while it waits.
+        libraries: of custom operators. They must be verified: loading a library runs its code.
+        optimise: whether to optimise the graph; not needed if that was done before it was written.
+        cache: value of `{cache}` in options of providers.
+        entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
+
+    Raises:
+        InfrastructureError: an execution provider is not available, or does not start.
+        one of RUNTIME_ERRORS: the runtime cannot load it.
+    """
+    execution = execution or Execution()
+    settings = execution.session
+    wanted = [provider.name for provider in execution.providers]
+    if missing := set(wanted) - set(ort.get_available_providers()):
+        raise _build_provider_error(wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = settings.intra_op_threads
+    options.inter_op_num_threads = settings.inter_op_threads
+    options.graph_optimization_level = _LEVELS[settings.graph_level if optimise else "disabled"]
+    options.enable_cpu_mem_arena = not _may_loop(path)
+    options.log_severity_level = 4  # errors are raised anyway; clients must not be able to fill the log
+    for kind in ("intra_op", "inter_op"):
+        options.add_session_config_entry(f"session.{kind}.allow_spinning", "1" if settings.spinning else "0")
+    options.optimized_model_filepath = entries.pop("optimized_model_filepath", "")
+    for name, value in (*settings.config.items(), *((f"session.{name}", value) for name, value in entries.items())):
+        options.add_session_config_entry(name, value)
+    for library in libraries:
+        options.register_custom_ops_library(str(library))
+    if cache is not None and any("{cache}" in v for provider in execution.providers for v in provider.options.values()):
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    values = [
+        {name: value.replace("{cache}", str(cache or "")) for name, value in provider.options.items()}
+        for provider in execution.providers
+    ]
+    session = ort.InferenceSession(str(path), options, providers=wanted, provider_options=values, enable_fallback=0)
+    if session.get_providers()[0] != wanted[0]:
+        raise _build_provider_error(wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}")
+    return session
+
+
+def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"the model was measured on {wanted[0]}, which is not available here",
+        why=why,
+        remedy="Serve it on a machine with that execution provider, or deploy what was measured on another target.",
+    )
+
+
+def _may_loop(path: Path) -> bool:
+    """Return whether a model may have loops.
+
+    Their bodies allocate memory in every pass, and two threads that run such a model at once spend most of their time
+    on the lock of the session's arena: runs of 380 µs took 800.
+    """
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as model:
+        return any(model.find(operator) >= 0 for operator in _LOOP_OPERATORS)
+
+
+def measure_folder(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+class PackedModelCache:
+    """Optimised models with packed weights, one folder each, which all workers of a machine map into their memory.
+
+    The key of an entry is the model's manifest, the processor's features and the runtime's version. An entry is used
+    only while its files have the digests that were recorded when it was made. It is made only if its model returns the
+    same bits as the original.
+
+    Args:
+        folder: of the entries; only the server's user may write there.
+        min_bytes: size of the smallest model that gets an entry.
+    """
+
+    def __init__(self, folder: Path, min_bytes: int) -> None:
+        self._folder = folder
+        self._min_bytes = min_bytes
+
+    def open_session(self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()) -> Any:
+        """Open a session of the model at `path` from its entry; if there is no valid entry, make one.
+
+        Raises:
+            InfrastructureError: an execution provider is not available, or does not start.
+            one of RUNTIME_ERRORS: the runtime cannot load the model.
+        """
+        execution = deployment.execution
+        entry = self._folder / hex_digits(_compute_key(deployment, libraries))
+        open_model = partial(
+            open_session, execution=execution, libraries=libraries, cache=entry.with_suffix(".providers")
+        )
+        is_on_cpu = [provider.name for provider in execution.providers] == [CPU]
+        if not is_on_cpu or measure_folder(path.parent) < self._min_bytes:
+            return open_model(path)
+        try:
+            with self._lock(entry.name):
+                return self._open_entry(entry, open_model) or self._make_entry(path, entry, open_model)
+        except OSError as error:
+            _log.warning("%s is loaded without the cache of packed models: %s", path, error)
+            return open_model(path)
+
+    def _open_entry(self, entry: Path, open_model: Callable[..., Any]) -> Any:
+        """Return a session from an entry; None if there is no valid one."""
+        try:
+            recorded = json.loads((entry / _ENTRY).read_bytes())
+            if recorded != _describe_entry(entry):
+                raise ValueError("its files differ from those that were recorded")
+            os.utime(entry)
+            return open_model(entry / _PACKED_MODEL, optimise=False)
+        except FileNotFoundError:
+            return None
+        except (ValueError, *RUNTIME_ERRORS) as error:
+            _log.warning("the packed model in %s is rebuilt: %s", entry, error)
+            return None
+
+    def _make_entry(self, path: Path, entry: Path, open_model: Callable[..., Any]) -> Any:
+        temporary = entry.with_name(f".tmp-{entry.name}")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed while it held the lock
+        temporary.mkdir(mode=0o700)
+        try:
+            original = open_model(
+                path,
+                optimized_model_filepath=str(temporary / _PACKED_MODEL),
+                optimized_model_external_initializers_file_name=_PACKED_WEIGHTS,
+                optimized_model_external_initializers_min_size_in_bytes=str(_MIN_WEIGHT_BYTES),
+                save_external_prepacked_constant_initializers="1",
+            )
+            packed = open_model(temporary / _PACKED_MODEL, optimise=False)
+            if not return_same_bits(original, packed):
+                _log.warning("%s is not cached packed: its outputs would differ", path)
+                return original
+            (temporary / _ENTRY).write_text(json.dumps(_describe_entry(temporary)), encoding="utf-8")
+            _sync_folder(temporary)
+            shutil.rmtree(entry, ignore_errors=True)
+            temporary.rename(entry)
+            self._prune()
+            return open_model(entry / _PACKED_MODEL, optimise=False)
+        except RUNTIME_ERRORS as error:
+            _log.warning("%s cannot be cached packed: %s", path, get_first_line(error))
+            return open_model(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Remove all entries but those used last. A process that has mapped one keeps it."""
+        entries = [path for path in self._folder.iterdir() if path.is_dir() and not path.name.startswith(".tmp-")]
+        entries.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in entries[_MAX_ENTRIES:]:
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        """Let one worker make an entry while the others wait for it."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self._folder / f"{name}.lock").open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+
+def return_same_bits(first: Any, second: Any) -> bool:
+    """Return whether two sessions return the same bits for zeros and for random numbers; False if a run fails."""
+    random = np.random.default_rng(_SEED)
+    for draw in (np.zeros, random.standard_normal):
+        feed = {node.name: _sample_node(node, draw) for node in first.get_inputs()}
+        try:
+            for a, b in zip(first.run(None, feed), second.run(None, feed), strict=True):
+                if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+                    return False
+        except RUNTIME_ERRORS:
+            return False
+    return True
+
+
+def _sample_node(node: Any, draw: Any) -> Array:
+    shape = tuple(d if isinstance(d, int) else 1 for d in node.shape)
+    kind = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}.get(node.type)
+    if kind is not None:
+        return np.asarray(draw(shape), kind)
+    if node.type == "tensor(string)":
+        return np.full(shape, "", dtype=object)
+    return np.zeros(shape, node.type.removeprefix("tensor(").removesuffix(")"))  # may be indices, which have a range
+
+
+def get_first_line(error: Exception) -> str:
+    """Return the first line of an error of the runtime, quoted."""
+    return quoted(str(error).strip().partition("\n")[0])
+
+
+def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
+    """Return the key of an entry. Libraries may have computed constants; their paths contain their digests."""
+    operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
+    return digest_json(
+        {
+            "manifest": deployment.manifest,
+            "execution": codec.to_json(deployment.execution),
+            "processor": _read_processor(),
+            "runtime": ort.__version__,
+            **operators,
+        }
+    )
+
+
+def _read_processor() -> str:
+    """Return the model and features of the processor."""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
+        return "".join(sorted({line for line in stream if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _describe_entry(folder: Path) -> dict[str, object]:
+    names = [name for name in (_PACKED_MODEL, _PACKED_WEIGHTS) if (folder / name).exists()]
+    return {"format": _ENTRY_FORMAT, "files": {name: digest_file(folder / name) for name in names}}
+
+
+def _sync_folder(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A loaded model. `run` is thread-safe.
+
+    Attributes:
+        native: the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
+            fall back to: a sixth of the time of a small model.
+        options: of a run, which only reads them; creating them would take as long again.
+        seconds: time of a run on one row; 0 if unknown.
+    """
+
+    deployment: Deployment
+    signature: ModelSignature
+    session: Any
+    native: Callable[..., Any]
+    options: Any = field(default_factory=ort.RunOptions)
+    seconds: float = 0.0
+
+    def run(self, outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
+        """Return the named outputs for one feed of every required input.
+
+        Raises:
+            InputsRejectedError: the runtime rejects the inputs.
+            InfrastructureError: the run failed.
+        """
+        try:
+            if self.signature.has_bfloat16:
+                return self._run_bfloat16(outputs, feed)
+            arrays: Sequence[Array] = self.native(outputs, feed, self.options)
+        except ort_errors.InvalidArgument as error:
+            raise InputsRejectedError("the model rejects these inputs", why=get_first_line(error)) from error
+        except RUNTIME_ERRORS as error:
+            raise InfrastructureError("the model failed on these inputs", why=get_first_line(error)) from error
+        return arrays
+
+    def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors) -> list[Array]:
+        """Run a model with bfloat16 tensors. Numpy does not have that type: its bits are passed as uint16."""
+        values = {
+            name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
+            if self.signature.inputs[name].dtype == "bfloat16"
+            else ort.OrtValue.ortvalue_from_numpy(array)
+            for name, array in feed.items()
+        }
+        results = self.session.run_with_ort_values(list(outputs), values)
+        return [
+            _copy_bits(value) if self.signature.outputs[name].dtype == "bfloat16" else value.numpy()
+            for name, value in zip(outputs, results, strict=True)
+        ]
+
+    def warm_up(self) -> float:
+        """Run the model on zeros, with size 1 for every free dimension.
+
+        Returns:
+            The seconds of the last run; 0 if the model does not run on such sizes or categories.
+
+        Raises:
+            InfrastructureError: the model fails although only the batch size and numbers were assumed.
+        """
+        feed = {name: _build_zeros(self.signature.inputs[name]) for name in self.signature.required}
+        started_at = 0.0
+        try:
+            for _ in range(_WARM_UP_RUNS):
+                started_at = time.perf_counter()
+                self.run(tuple(self.signature.outputs), feed)
+        except (UserError, InfrastructureError) as error:
+            if not any(_may_be_rejected(self.signature.inputs[name]) for name in feed):
+                where = self.deployment.location
+                raise InfrastructureError("the model fails on zeros", where=where, why=error.why) from error
+            _log.warning("%s is not warm: it fails on zeros, empty texts and sizes of 1", self.deployment.name)
+            return 0.0
+        return time.perf_counter() - started_at
+
+    def run_random(self) -> None:
+        """Run the model once on random numbers, with size 1 for every free dimension. It may reject them."""
+        random = np.random.default_rng(_SEED)
+        feed = {name: _build_zeros(self.signature.inputs[name]) for name in self.signature.required}
+        for name, zeros in feed.items():
+            if zeros.dtype.kind == "f":  # integers may be indices, which have a range
+                feed[name] = random.standard_normal(zeros.shape).astype(zeros.dtype)
+        with contextlib.suppress(InputsRejectedError, InfrastructureError):
+            self.run(tuple(self.signature.outputs), feed)
+
+
+def _copy_bits(value: Any) -> Array:
+    """Return a copy of the value's elements, whose memory ends with it."""
+    shape = tuple(value.shape())
+    size = int(np.prod(shape)) * 2
+    return np.frombuffer(ctypes.string_at(value.data_ptr(), size) if size else b"", np.uint16).reshape(shape)
+
+
+def _may_be_rejected(spec: TensorSpec) -> bool:
+    """Return whether zeros of this input are a guess: of its size, or of a column with categories of the model."""
+    sizes = spec.shape[1:]
+    return any(isinstance(d, str) for d in sizes) or spec.dtype == "string" or (spec.dtype == "int64" and sizes == (1,))
+
+
+def _build_zeros(spec: TensorSpec) -> Array:
+    shape = tuple(d if isinstance(d, int) else 1 for d in spec.shape)
+    return np.full(shape, "", dtype=object) if spec.dtype == "string" else np.zeros(shape, get_numpy_dtype(spec.dtype))
+
+
+def load_model(
+    deployment: Deployment, cache: PackedModelCache | None = None, trust: TrustPolicy | None = None
+) -> LoadedModel:
+    """Verify the deployment's files, load the model and warm it up.
+
+    Args:
+        deployment: what to load.
+        cache: of packed models.
+        trust: whose signatures are required; None: none.
+
+    Raises:
+        RefusedError: no trusted key has signed these files.
+        NotFoundError: the folder or its model file does not exist.
+        DigestMismatchError: a file differs from the deployment's manifest.
+        UserError: the protocol cannot represent an input or output of the model.
+        InfrastructureError: the runtime cannot load or run the model.
+    """
+    folder = Path(deployment.location)
+    verify_files(folder, deployment, trust)
+    path = folder / MODEL_FILE
+    if not path.is_file():
+        raise NotFoundError(f"the folder has no {MODEL_FILE}", where=str(folder))
+    libraries = [folder / name for name in deployment.custom_ops]
+    try:
+        if cache is None:
+            session = open_session(path, deployment.execution, libraries=libraries)
+        else:
+            session = cache.open_session(path, deployment, libraries)
+    except RUNTIME_ERRORS as error:
+        why = get_first_line(error)
+        raise InfrastructureError("the runtime cannot load the model", where=str(path), why=why) from error
+    native = getattr(getattr(session, "_sess", None), "run", session.run)
+    signature = _build_signature(session, deployment, path)
+    model = LoadedModel(deployment=deployment, signature=signature, session=session, native=native)
+    return replace(model, seconds=model.warm_up())
+
+
+def _build_signature(session: Any, deployment: Deployment, path: Path) -> ModelSignature:
+    """Return the model's signature.
+
+    Inputs of ONNX's optional type may be omitted; so may inputs with a default of a single element. Larger defaults
+    are weights of a model that was exported with them as inputs; clients do not see them.
+    """
+    nodes = session.get_inputs()
+    defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]
+    inputs = {node.name: _build_spec(node, path) for node in (*nodes, *defaults)}
+    signature = ModelSignature(
+        model=deployment.model,
+        version=deployment.version,
+        inputs=inputs,
+        outputs={node.name: _build_spec(node, path) for node in session.get_outputs()},
+        optional=frozenset(n.name for n in nodes if n.type.startswith("optional(")) | {n.name for n in defaults},
+        refuses_nan=session.get_modelmeta().custom_metadata_map.get(NAN_PROPERTY) == "refused",
+    )
+    if signature.has_bfloat16 and signature.has_text_input:
+        raise UserError("the runtime does not support text beside bfloat16", where=str(path))
+    return signature
+
+
+def _build_spec(node: Any, path: Path) -> TensorSpec:
+    kind = node.type.removeprefix("optional(")[:-1] if node.type.startswith("optional(") else node.type
+    dtype = DTYPE_OF_ONNX.get(kind)
+    if dtype is None:
+        raise UserError(
+            f"{node.name} is a {node.type}, for which the Open Inference Protocol has no datatype",
+            where=str(path),
+            remedy="Export the model with tensors of other types (for scikit-learn classifiers: without ZipMap).",
+        )
+    shape = tuple(d if isinstance(d, int) else str(d or "?") for d in node.shape)
+    return TensorSpec(name=node.name, dtype=dtype, shape=shape)

@@ -1,0 +1,271 @@
+"""Queues of requests, one for each deployment, and the threads that run them.
+
+A queue adds no delay: a thread takes what arrived while it was busy and runs it at once, as one batch if the model's
+rows are independent of each other, else one by one. Under light load no request waits; under heavy load batches grow.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from onnx_ops.serving.inference.responses import QueueFullError
+from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow
+
+T = TypeVar("T")
+
+MAX_BATCH = 64
+"""Requests of one batch."""
+_SINGLE_EVERY = 16
+"""Every so many batches of a queue hold one request alone. Versions are compared by such requests, and under heavy load
+there might be none."""
+_MAX_RETRY_S = 60
+_MIN_OVERDUE_S = 20e-3
+_OVERDUE_BATCHES = 4
+_WEIGHT = 1 / 8
+
+INLINE_S = 250e-6
+"""A model that runs faster than this runs on the event loop: handing over to a thread would cost as much."""
+_LEAVE_INLINE_S = 1.25 * INLINE_S
+"""It leaves the event loop at this time, so that a model at the limit does not alternate."""
+_FAR_SLOWER_S = 4 * INLINE_S
+_STALL_RATIO = 4
+_NO_STALL_S = 100e-3
+
+
+@dataclass(slots=True, eq=False)
+class LatencyEstimator:
+    """Exponentially weighted mean of a model's run times in seconds, each with weight 1/8.
+
+    A run during which the system took the processor away looks like a slow one. Therefore a slow run of a fast model
+    counts as at most 1 ms or four times the mean, so that a single one does not move the model off the event loop.
+    Runs of more than 100 ms count in full.
+    """
+
+    seconds: float = 0.0
+    is_fast: bool = field(init=False)
+    """Whether the model should run on the event loop. Between the two limits it stays where it is."""
+
+    def __post_init__(self) -> None:
+        self.is_fast = self.seconds < INLINE_S
+
+    def observe(self, seconds: float) -> None:
+        """Add a run."""
+        before = self.seconds
+        if _FAR_SLOWER_S < seconds < _NO_STALL_S and before < _FAR_SLOWER_S:
+            seconds = min(seconds, max(_FAR_SLOWER_S, _STALL_RATIO * before))
+        self.seconds = mean = before + (seconds - before) * _WEIGHT
+        self.is_fast = mean < (_LEAVE_INLINE_S if self.is_fast else INLINE_S)
+
+    def should_run_inline(self, leader: LatencyEstimator) -> bool:
+        """Return whether the model should run on the event loop, given the estimate of the leading deployment.
+
+        The same model is about 50 µs slower on a thread. Two versions with run times near the limit would differ for
+        that alone. So the leader decides for all deployments, except for those that are far slower than it can be.
+        """
+        return leader.is_fast and (leader is self or self.seconds < _FAR_SLOWER_S)
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Requests of one queue that a thread runs. An `overdue` one no longer counts against the thread limit."""
+
+    queue: RequestQueue[Any]
+    items: Sequence[Any]
+    started_at: float
+    overdue: bool = False
+
+
+class WorkerThreads:
+    """Threads of a worker that run batches, shared by all queues.
+
+    Requests start in the order of their arrival, across all queues. If each queue had its own turn, the version with
+    most of the traffic would also have most of the waiting, and a rollout would see a difference where there is none.
+
+    A batch that takes far longer than those of the queue that waits for it is overdue: another batch starts beside it,
+    so that a model that hangs delays no other.
+
+    The thread that became idle last is used next. Threads of their own would make queues unequal: the system keeps a
+    thread on its processor, and the same model was measured 45 % slower on one of two such threads.
+
+    Args:
+        limit: batches at the same time, without overdue ones.
+    """
+
+    def __init__(self, limit: int = 1) -> None:
+        self.limit = limit
+        self.changed = threading.Condition(threading.Lock())
+        """Guards everything here and in the queues."""
+        self._idle: list[_Thread] = []
+        self._batches: list[_Batch] = []
+        self._waiting: list[RequestQueue[Any]] = []
+        self._arrivals = 0
+        self._watcher: threading.Thread | None = None
+        self._watching = False
+
+    def add_arrival(self, queue: RequestQueue[Any]) -> int:
+        """Return the number of a request that arrives in a queue. Needs the lock, as do all methods but `finish`."""
+        if queue not in self._waiting:
+            self._waiting.append(queue)
+        self._arrivals += 1
+        return self._arrivals
+
+    def start_batch(self) -> None:
+        """Start the next batch, if the limit allows one."""
+        if (batch := self._take_batch()) is not None:
+            thread = self._idle.pop() if self._idle else _Thread(self)
+            thread.start_batch(batch)
+        elif not self._watching and self._find_overdue() is not None:
+            self._watching = True
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="overdue", daemon=True)
+                self._watcher.start()
+            self.changed.notify()
+
+    def count_queued(self, queue: RequestQueue[Any]) -> int:
+        """Return how many requests wait before a new one in `queue`. Other queues whose model hangs do not count."""
+        hanging = {batch.queue for batch in self._batches if batch.overdue} - {queue}
+        return sum(len(other) for other in self._waiting if other not in hanging)
+
+    def finish(self, batch: _Batch, thread: _Thread) -> _Batch | None:
+        """Finish a batch; return the next one for the thread, which is idle if there is none."""
+        with self.changed:
+            self._batches.remove(batch)
+            batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
+            following = self._take_batch()
+            if following is None:
+                self._idle.append(thread)
+            return following
+
+    def _take_batch(self) -> _Batch | None:
+        queue = self._find_next_queue()
+        if queue is None or sum(not batch.overdue for batch in self._batches) >= self.limit:
+            return None
+        batch = _Batch(queue, queue.take_batch(), time.perf_counter())
+        if not len(queue):
+            self._waiting.remove(queue)
+        self._batches.append(batch)
+        return batch
+
+    def _find_next_queue(self) -> RequestQueue[Any] | None:
+        """Return the queue with the oldest request, of those below their own limit."""
+        ready = [queue for queue in self._waiting if queue.running_batches < queue.max_batches]
+        return min(ready, key=lambda queue: queue.oldest, default=None)
+
+    def _find_overdue(self) -> tuple[float, _Batch] | None:
+        """Return the batch that becomes overdue next, and when, on the clock of `time.perf_counter`."""
+        queue = self._find_next_queue()
+        if queue is None:
+            return None
+        others = [batch for batch in self._batches if not batch.overdue and batch.queue is not queue]
+        limit_s = max(_MIN_OVERDUE_S, _OVERDUE_BATCHES * queue.batch_s)
+        return min(((batch.started_at + limit_s, batch) for batch in others), key=lambda due: due[0], default=None)
+
+    def _watch(self) -> None:
+        with self.changed:
+            while True:
+                due = self._find_overdue()
+                self._watching = due is not None
+                left_s = None if due is None else due[0] - time.perf_counter()
+                if due is None or left_s is None or left_s > 0:
+                    self.changed.wait(left_s)
+                    continue
+                due[1].overdue = True
+                self.start_batch()
+
+
+class _Thread:
+    """A thread that runs the batch it is given, and then the next ones until there is none."""
+
+    def __init__(self, threads: WorkerThreads) -> None:
+        self._threads = threads
+        self._batch: _Batch | None = None
+        self._ready = threading.Lock()
+        self._ready.acquire()
+        threading.Thread(target=self._loop, name="run", daemon=True).start()
+
+    def start_batch(self, batch: _Batch) -> None:
+        self._batch = batch
+        self._ready.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._ready.acquire()
+            batch, self._batch = self._batch, None
+            while batch is not None:
+                batch.queue.run(batch.items)
+                batch = self._threads.finish(batch, self)
+
+
+@dataclass(slots=True, eq=False)
+class RequestQueue(Generic[T]):
+    """Queue of requests for one deployment.
+
+    Args:
+        threads: of the worker.
+        run: runs the items of a batch, on one of the threads. It must not raise.
+        limit: items that may wait in all queues that wait for each other.
+        max_batch: items of one batch.
+        max_batches: batches at the same time.
+        row: where the gauges are kept.
+        latency: of the deployment's model.
+    """
+
+    threads: WorkerThreads
+    run: Callable[[Sequence[T]], None]
+    limit: int
+    max_batch: int
+    max_batches: int
+    row: MetricsRow
+    latency: LatencyEstimator
+    running_batches: int = 0
+    batch_s: float = 0.0
+    """Exponentially weighted mean of the duration of its batches in seconds."""
+    _items: deque[tuple[int, T]] = field(default_factory=deque)
+    _running_items: int = 0
+    _batches: int = 0
+
+    def put(self, item: T) -> None:
+        """Add an item. Raises QueueFullError if the queue is full."""
+        with self.threads.changed:
+            queued = self.threads.count_queued(self)
+            if queued >= self.limit:
+                wait_s = round(queued * self.latency.seconds / self.max_batches)
+                raise QueueFullError(
+                    "too many requests are queued for this model", retry_after_s=max(1, min(_MAX_RETRY_S, wait_s))
+                )
+            self._items.append((self.threads.add_arrival(self), item))
+            self.threads.start_batch()
+            self._update_gauges()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def oldest(self) -> int:
+        """Arrival number of the request that has waited longest."""
+        return self._items[0][0]
+
+    def take_batch(self) -> list[T]:
+        """Remove and return the items of the next batch."""
+        size = self.max_batch if self._batches % _SINGLE_EVERY else 1
+        items = [self._items.popleft()[1] for _ in range(min(len(self._items), size))]
+        self._batches += 1
+        self.running_batches += 1
+        self._running_items += len(items)
+        self._update_gauges()
+        return items
+
+    def finish_batch(self, items: int, seconds: float) -> None:
+        """Record the end of a batch."""
+        self.running_batches -= 1
+        self._running_items -= items
+        self.batch_s += (seconds - self.batch_s) * (_WEIGHT if self.batch_s else 1)
+        self._update_gauges()
+
+    def _update_gauges(self) -> None:
+        self.row[QUEUED], self.row[IN_PROGRESS] = len(self._items), self._running_items

@@ -1,0 +1,199 @@
+"""Responses to inference requests as bytes: outputs of a model, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    TooLargeError,
+    UserError,
+)
+from onnx_ops.ports.data import Array
+from onnx_ops.protocol import messages
+from onnx_ops.serving.inference.requests import SAGEMAKER_TYPE
+from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
+
+RequestHead = Mapping[bytes, bytes]
+"""Headers of a request by lower-case name; the first of several with one name."""
+HeaderPairs = tuple[tuple[bytes, bytes], ...]
+
+_INFER = ResponseFormat.INFER
+_JSON_PAIRS: HeaderPairs = ((b"content-type", b"application/json"),)
+_JSON_LINE = b"content-type: application/json\r\n"
+_ECHOED = (messages.REQUEST_ID_HEADER.encode(), messages.TRACE_PARENT_HEADER.encode())
+_HAS_NO_ECHOED = frozenset(_ECHOED).isdisjoint
+_MAX_ECHO_BYTES = 256
+
+
+class QueueFullError(ServiceUnavailableError):
+    """A request to a full queue (429). `retry_after_s` is when to retry."""
+
+    def __init__(self, what: str, *, retry_after_s: int) -> None:
+        super().__init__(what, remedy=f"Retry in {retry_after_s} s.")
+        self.retry_after_s = retry_after_s
+
+
+class InputsRejectedError(UserError):
+    """Inputs that fit the model's signature and fail in its run (422).
+
+    Another version may accept them: for example, if a vocabulary has fewer tokens than clients send.
+    """
+
+
+class DeadlineExceededError(ServiceUnavailableError):
+    """A request that was queued past its deadline (504)."""
+
+
+_STATUSES: tuple[tuple[type[OnnxOpsError], int], ...] = (
+    (NotFoundError, 404),
+    (TooLargeError, 413),
+    (InputsRejectedError, 422),
+    (UserError, 400),
+    (QueueFullError, 429),
+    (DeadlineExceededError, 504),
+    (ServiceUnavailableError, 503),
+    (ConflictError, 409),
+    (RefusedError, 422),
+    (InfrastructureError, 500),
+)
+
+
+def get_status(error: OnnxOpsError) -> int:
+    """Return the HTTP status of an error."""
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+@dataclass(slots=True)
+class RawResponse:
+    """A response as bytes. `lines` are whole header lines, each with CR LF, without content-length."""
+
+    status: int
+    lines: bytes
+    body: bytes
+
+    def list_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers one by one, content-length last."""
+        listed = [line.partition(b": ")[::2] for line in self.lines.split(b"\r\n") if line]
+        return [*listed, (b"content-length", str(len(self.body)).encode())]
+
+
+def build_error(status: int, message: str, lines: bytes = b"") -> RawResponse:
+    """Return an error as the Open Inference Protocol defines it: `{"error": message}`."""
+    return RawResponse(status, _JSON_LINE + lines, orjson.dumps({"error": message}))
+
+
+def build_error_from(error: OnnxOpsError, lines: bytes = b"", *, invocation: bool = False) -> RawResponse:
+    """Return the response to a request that failed.
+
+    An invocation whose inputs the model rejects gets a 500, not a 422: SageMaker counts 4xx as errors of the caller,
+    and a rollout there would not notice a failing candidate.
+    """
+    if isinstance(error, QueueFullError):
+        lines += b"retry-after: %d\r\n" % error.retry_after_s
+    status = 500 if invocation and isinstance(error, InputsRejectedError) else get_status(error)
+    return build_error(status, str(error), lines)
+
+
+def build_internal_error(lines: bytes = b"") -> RawResponse:
+    """Return the response to an unexpected error, whose details are only in the log."""
+    return build_error(500, "internal error", lines)
+
+
+def format_deployment_headers(deployment: str) -> bytes:
+    """Return the header lines that name the deployment."""
+    name = deployment.encode("ascii", "replace")
+    own, variant = messages.DEPLOYMENT_HEADER.encode(), messages.VARIANT_HEADER.encode()
+    return b"%s: %s\r\n%s: %s\r\n" % (own, name, variant, name)
+
+
+def format_echoed_headers(head: RequestHead) -> bytes:
+    """Return request id and trace context of a request, if they are short and printable."""
+    lines = b""
+    if _HAS_NO_ECHOED(head):
+        return lines
+    for name in _ECHOED:
+        value = head.get(name)
+        if value is not None and len(value) <= _MAX_ECHO_BYTES and value.isascii() and value.decode().isprintable():
+            lines += b"%s: %s\r\n" % (name, value)
+    return lines
+
+
+def encode_outputs(
+    request: InferenceRequest, signature: ModelSignature, arrays: Sequence[Array]
+) -> tuple[bytes, HeaderPairs]:
+    """Return the body of a response, and the headers that describe it.
+
+    JSON has no NaN and no infinities: they are written as null. The binary form keeps them.
+
+    Args:
+        request: the request.
+        signature: of the model.
+        arrays: one per output of `request.outputs`, in that order.
+
+    Raises:
+        UserError: a table was requested, and the outputs do not fit one.
+    """
+    if request.response_format is not _INFER:
+        return _encode_predictions(request, arrays), _JSON_PAIRS
+    writers = signature.writers
+    if len(arrays) == 1 and not request.binary and request.request_id is None:  # most requests
+        (name,), (array,) = request.outputs, arrays
+        return b'%b,"outputs":[%b]}' % (signature.response_prefix, writers[name].write_json(array)), _JSON_PAIRS
+    tail: list[bytes] = []
+    items = []
+    for name, array, as_bytes in zip(request.outputs, arrays, request.binary or (False,) * len(arrays), strict=True):
+        if as_bytes:
+            item, data = writers[name].write_binary(array)
+            items.append(item)
+            tail.append(data)
+        else:
+            items.append(writers[name].write_json(array))
+    request_id = b"" if request.request_id is None else b',"id":' + orjson.dumps(request.request_id)
+    header = b'%b%b,"outputs":[%b]}' % (signature.response_prefix, request_id, b",".join(items))
+    if not request.binary:
+        return header, _JSON_PAIRS
+    pairs: HeaderPairs = (
+        (b"content-type", b"application/octet-stream"),
+        (messages.BINARY_LENGTH_HEADER.encode(), b"%d" % len(header)),
+    )
+    if request.is_sagemaker:
+        pairs = ((b"content-type", b"%b;json-header-size=%d" % (SAGEMAKER_TYPE.encode(), len(header))),)
+    return b"".join((header, *tail)), pairs
+
+
+def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> bytes:
+    named = dict(zip(request.outputs, arrays, strict=True))
+    content: object
+    if request.response_format is ResponseFormat.NAMED:
+        content = {
+            # orjson takes contiguous arrays of numbers; text and single values must be Python objects.
+            name: array.tolist() if array.dtype.kind == "O" or array.ndim == 0 else np.ascontiguousarray(array)
+            for name, array in named.items()
+        }
+    else:
+        columns = {name: _build_column(name, array) for name, array in named.items()}
+        if len(set(map(len, columns.values()))) > 1:
+            raise UserError("the outputs differ in length and do not fit a table; send inputs or instances")
+        content = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return orjson.dumps({"predictions": content}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _build_column(name: str, array: Array) -> list[Any]:
+    if array.ndim == 0:
+        raise UserError(f"output {name!r} is a single value and does not fit a table; send inputs or instances")
+    flat = array[:, 0] if array.shape[1:] == (1,) else array
+    if flat.dtype.kind == "O":
+        return list(flat.tolist())
+    # Through JSON, so that float32 keeps its short text and NaN becomes null, as in every other form.
+    return list(orjson.loads(orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY)))

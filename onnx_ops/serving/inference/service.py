@@ -1,0 +1,427 @@
+"""From a request to its response: choose a deployment, queue or run, count, log."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
+from onnx_ops.ports.data import Array
+from onnx_ops.protocol import messages
+from onnx_ops.serving.inference import responses
+from onnx_ops.serving.inference.deployments import (
+    InferenceRoute,
+    LoadedDeployment,
+    LoadedDeployments,
+    TableSnapshot,
+)
+from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
+from onnx_ops.serving.inference.shadow import RawRequest, ShadowQueue
+from onnx_ops.serving.inference.signature import InferenceRequest
+from onnx_ops.serving.metrics import (
+    BATCHED,
+    LOG_DROPPED,
+    RUN_NANOSECONDS,
+    RUNS,
+    MetricsRow,
+    count_queued_request,
+    count_request,
+    get_column,
+)
+from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+
+_log = logging.getLogger(__name__)
+
+_USER_KEY = messages.USER_KEY_HEADER.encode()
+_TIMEOUT = messages.TIMEOUT_HEADER.encode()
+_REQUEST_ID = messages.REQUEST_ID_HEADER.encode()
+_TRACE_PARENT = messages.TRACE_PARENT_HEADER.encode()
+_CLIENT_GONE = 499
+_MAX_BATCH_ROWS = 1024
+"""Rows of one batch, so that a request never waits for a run that is much longer than its own."""
+_MAX_LOG_RECORDS = 65_536
+_LOG_PAUSE_S = 0.1
+_MAX_LOG_TEXT = 256
+
+LogRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
+Respond = Callable[[RawResponse], None]
+Result = RawResponse | OnnxOpsError
+
+
+class AccessLog:
+    """One JSON line per inference. A thread writes a bounded buffer ten times a second.
+
+    Overflow is dropped and counted. Whole lines are appended with one write, so that several workers can share a file.
+
+    Args:
+        path: the file; `-` is standard output.
+        row: where drops are counted.
+    """
+
+    def __init__(self, path: str, row: MetricsRow) -> None:
+        self._file = 1 if path == "-" else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        self._row = row
+        self._records: deque[LogRecord] = deque()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="access-log", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        head: RequestHead,
+        route: InferenceRoute,
+        deployment: str,
+        status: int,
+        queue_seconds: float,
+        seconds: float,
+    ) -> None:
+        """Add a line. `seconds` is the whole time until the response was ready."""
+        if len(self._records) >= _MAX_LOG_RECORDS:
+            self._row[LOG_DROPPED] += 1
+            return
+        now = time.time()  # noqa: TID251 (the time of a response, for people)
+        ids = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
+        self._records.append((now, *ids, route, deployment, status, queue_seconds, seconds))
+
+    def close(self) -> None:
+        """Write the rest of the buffer."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stopped.wait(_LOG_PAUSE_S):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        count = len(self._records)
+        if not count:
+            return
+        data = b"".join(_format_line(self._records.popleft()) for _ in range(count))
+        try:
+            os.write(self._file, data)
+        except OSError as error:
+            _log.warning("%d lines of the access log are lost: %s", count, error)
+
+
+def _format_line(record: LogRecord) -> bytes:
+    at, request_id, trace_parent, route, deployment, status, queue_seconds, seconds = record
+    document = {
+        "at": f"{_format_second(int(at))}.{int(at * 1e3) % 1000:03d}Z",
+        "request_id": _format_id(request_id),
+        "traceparent": _format_id(trace_parent),
+        "protocol": "invocations" if route.invocation else "infer",
+        "model": route.model,
+        "version": route.version,
+        "deployment": deployment,
+        "status": status,
+        "waited_ms": round(queue_seconds * 1e3, 3),
+        "duration_ms": round(seconds * 1e3, 3),
+    }
+    return orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE)
+
+
+@functools.lru_cache(maxsize=2)
+def _format_second(at: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+
+
+def _format_id(value: bytes | None) -> str | None:
+    return None if value is None else value[:_MAX_LOG_TEXT].decode("latin-1")
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """An inference request that was received completely.
+
+    Attributes:
+        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
+        queue_seconds: time in the queue.
+        service_seconds: run time, if the request ran alone.
+        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
+        abandoned: the client is gone.
+    """
+
+    route: InferenceRoute
+    head: RequestHead
+    body: bytes
+    respond: Respond
+    started_at: float
+    snapshot: TableSnapshot | None = None
+    loaded: LoadedDeployment | None = None
+    deadline: float = 0.0
+    queue_seconds: float = 0.0
+    service_seconds: float = 0.0
+    comparable: bool = True
+    abandoned: bool = False
+
+    @property
+    def header_lines(self) -> bytes:
+        """Header lines that name the deployment, if one is chosen."""
+        return b"" if self.loaded is None else self.loaded.header_lines
+
+
+class InferenceService:
+    """Answers inference requests. All methods but `run_batch` belong to the event loop on which it is made.
+
+    Args:
+        deployments: what is served.
+        unrouted: counters of requests that reach no deployment.
+        deadline_s: longest time in a queue.
+        shadow: queue of mirrored requests.
+        outcomes: remembers which deployment answered a request id.
+        users: counts by user.
+        access_log: gets one record per request.
+    """
+
+    def __init__(
+        self,
+        deployments: LoadedDeployments,
+        unrouted: MetricsRow,
+        *,
+        deadline_s: float,
+        shadow: ShadowQueue,
+        outcomes: OutcomeCounter,
+        users: UserCounts,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        self.deployments = deployments
+        self._unrouted = unrouted
+        self._deadline_s = deadline_s
+        self._shadow = shadow
+        self._outcomes = outcomes
+        self._users = users
+        self._access_log = access_log
+        self._draw = random.Random().random  # noqa: S311 (traffic is split, nothing is kept secret)
+        self._loop = asyncio.get_running_loop()
+
+    def handle(self, request: PendingRequest) -> RawResponse | None:
+        """Return the response to a request; None if it is queued: `request.respond` will get the response.
+
+        The deployment is chosen only here, so a request never uses a table that was replaced while it was received.
+        """
+        try:
+            request.snapshot = snapshot = self.deployments.get_current()
+            request.loaded = loaded = self._choose(snapshot, request.route, request.head)
+            if (control := snapshot.control) is not None and loaded is control.loaded:
+                request.comparable = self._draw() < control.share
+                if request.comparable:
+                    request.loaded = loaded = control.replica
+            if not loaded.should_run_inline(self.deployments.leader, request.head, request.body):
+                request.deadline = request.started_at + _get_timeout_s(request.head, self._deadline_s)
+                loaded.queue.put(request)
+                return None
+            response = loaded.answer(loaded.decode(request.route.invocation, request.head, request.body))
+            loaded.row[RUNS] += 1
+        except OnnxOpsError as error:
+            response = responses.build_error_from(error, request.header_lines, invocation=request.route.invocation)
+        except Exception:
+            _log.exception("a request failed unexpectedly")
+            response = responses.build_internal_error(request.header_lines)
+        self._finish(request, response)
+        return response
+
+    def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
+        """Return the deployment that would answer a request about a model.
+
+        Raises:
+            NotFoundError: there is no such model, version or deployment.
+            ServiceUnavailableError: nothing is published, or the deployment is not loaded.
+        """
+        return self._choose(self.deployments.get_current(), InferenceRoute(model=model, version=version), head)
+
+    def count_rejected(self, status: int) -> None:
+        """Count a request that was rejected before it could reach a deployment."""
+        self._unrouted[get_column(status)] += 1
+
+    def run_batch(self, requests: Sequence[PendingRequest]) -> None:
+        """Run requests of one deployment, on a thread."""
+        started_at = time.perf_counter()
+        for request in requests:
+            request.queue_seconds = started_at - request.started_at
+        due = [r for r in requests if not r.abandoned and started_at < r.deadline]
+        results: list[tuple[PendingRequest, Result]] = [
+            (r, DeadlineExceededError("the request was queued past its deadline")) for r in requests if r not in due
+        ]
+        runs: Sequence[tuple[float, int]] = ()
+        try:
+            if due and (loaded := due[0].loaded) is not None:
+                batch, runs = run_requests(loaded, [RawRequest(r.route.invocation, r.head, r.body) for r in due])
+                results += zip(due, batch, strict=True)
+                if len(requests) == 1:
+                    due[0].service_seconds = time.perf_counter() - started_at
+        except Exception:
+            _log.exception("requests failed unexpectedly")
+            results += [(r, responses.build_internal_error(r.header_lines)) for r in due]
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, results, runs)
+        except RuntimeError:  # the loop is closed: the drain was too short for these
+            _log.warning("%d responses were too late to be sent", len(results))
+
+    def _deliver(self, results: Sequence[tuple[PendingRequest, Result]], runs: Sequence[tuple[float, int]]) -> None:
+        loaded = results[0][0].loaded
+        if loaded is not None:
+            for seconds, count in runs:
+                loaded.row[RUNS] += 1
+                loaded.row[RUN_NANOSECONDS] += int(seconds * 1e9)
+                loaded.row[BATCHED] += count if count > 1 else 0
+        for request, result in results:
+            if isinstance(result, RawResponse):
+                response = result
+            else:
+                invocation = request.route.invocation
+                response = responses.build_error_from(result, request.header_lines, invocation=invocation)
+            self._finish(request, response)
+            request.respond(response)
+
+    def _finish(self, request: PendingRequest, response: RawResponse) -> None:
+        """Count a request whose response is ready, and mirror it.
+
+        It is counted before it is sent: what a client has seen is counted, even if this process is killed then.
+        """
+        loaded, snapshot = request.loaded, request.snapshot
+        seconds = time.perf_counter() - request.started_at
+        status = _CLIENT_GONE if request.abandoned else response.status
+        if loaded is None or snapshot is None:
+            count_request(self._unrouted, status, seconds)
+        else:
+            comparable = request.comparable
+            if loaded.warm_up:
+                loaded.warm_up -= 1
+                comparable = False
+            inline = comparable and not request.deadline
+            service_seconds = seconds if inline else request.service_seconds if comparable else 0.0
+            if inline:
+                count_request(loaded.row, status, seconds)
+            else:
+                count_queued_request(loaded.row, status, seconds, service_seconds)
+            request_id = request.head.get(_REQUEST_ID)
+            if request_id is not None or self._users.is_watching:
+                bucket = snapshot.router.get_bucket(request.head.get(_USER_KEY))
+                self._users.count_request(loaded.slot, bucket, status, service_seconds)
+                if request_id is not None:
+                    self._outcomes.remember(request_id, loaded.slot, bucket)
+            if snapshot.shadow and status == 200:
+                self._mirror(request, loaded, snapshot, response)
+        if self._access_log is not None:
+            name = "" if loaded is None else loaded.deployment.name
+            self._access_log.put(request.head, request.route, name, status, request.queue_seconds, seconds)
+
+    def _mirror(
+        self, request: PendingRequest, loaded: LoadedDeployment, snapshot: TableSnapshot, response: RawResponse
+    ) -> None:
+        for shadow, percent in snapshot.shadow:
+            if shadow is not loaded and self._draw() * 100 < percent:
+                raw = RawRequest(request.route.invocation, request.head, request.body)
+                self._shadow.put(shadow, raw, response, snapshot.table.state.split.shadow_tolerance)
+
+    def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
+        if route.model is not None and route.model != snapshot.model:
+            raise NotFoundError(f"no model is named {route.model!r}; this endpoint serves {snapshot.model!r}")
+        if route.version is not None:
+            return snapshot.get_version(route.version)
+        router = snapshot.router
+        name = router.get_pinned(head)
+        if name is None:
+            key = head.get(_USER_KEY)
+            name = router.route_draw(self._draw()) if key is None else router.route_key(key)
+        return snapshot.deployments.get(name) or snapshot.get_deployment(name)
+
+
+def _get_timeout_s(head: RequestHead, default_s: float) -> float:
+    """Return the longest time in the queue that a request asks for, at most the server's own."""
+    value = head.get(_TIMEOUT)
+    if value is None:
+        return default_s
+    if not value.isdigit() or len(value) > 9:
+        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+    return min(int(value) / 1e3, default_s)
+
+
+def run_requests(
+    loaded: LoadedDeployment, requests: Sequence[RawRequest]
+) -> tuple[list[Result], list[tuple[float, int]]]:
+    """Run requests, in batches where the rows of the model are independent of each other.
+
+    Returns:
+        The result of each request, and of each run of the model its seconds and the number of its requests.
+    """
+    results: dict[int, Result] = {}
+    decoded: dict[int, InferenceRequest] = {}
+    for position, raw in enumerate(requests):
+        try:
+            decoded[position] = loaded.decode(raw.invocation, raw.head, raw.body)
+        except OnnxOpsError as error:
+            results[position] = error
+    runs: list[tuple[float, int]] = []
+    for group in group_requests(decoded, batchable=loaded.deployment.batchable):
+        batch = [decoded[position] for position in group]
+        outputs = _run_together(loaded, batch, runs) if len(batch) > 1 else None
+        if outputs is None:
+            results.update((position, _run_alone(loaded, decoded[position], runs)) for position in group)
+            continue
+        for position, request, arrays in zip(group, batch, outputs, strict=True):
+            try:
+                results[position] = loaded.encode(request, arrays)
+            except OnnxOpsError as error:
+                results[position] = error
+    return [results[position] for position in range(len(requests))], runs
+
+
+def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
+    """Return keys of requests that can be batched: same outputs and types, and same shapes except for axis 0."""
+    if not batchable:
+        return [[position] for position in requests]
+    groups: list[list[int]] = []
+    open_groups: dict[object, tuple[list[int], int]] = {}
+    for position, request in requests.items():
+        tensors = tuple(sorted((name, a.dtype.str, a.shape[1:]) for name, a in request.feed.items()))
+        kind = (request.outputs, tensors) if request.rows else None
+        group, rows = open_groups.get(kind, ([], 0))
+        if not group or kind is None or rows + request.rows > _MAX_BATCH_ROWS:
+            group, rows = [], 0
+            groups.append(group)
+        group.append(position)
+        open_groups[kind] = (group, rows + request.rows)
+    return groups
+
+
+def _run_together(
+    loaded: LoadedDeployment, requests: Sequence[InferenceRequest], runs: list[tuple[float, int]]
+) -> list[tuple[Array, ...]] | None:
+    """Return each request's part of the outputs; None if the run fails or an output does not have one entry per row."""
+    feed = {name: np.concatenate([request.feed[name] for request in requests]) for name in requests[0].feed}
+    started_at = time.perf_counter()
+    try:
+        arrays = loaded.run(requests[0].outputs, feed)
+    except OnnxOpsError:
+        return None
+    seconds = time.perf_counter() - started_at
+    rows = [request.rows for request in requests]
+    if any(array.ndim == 0 or array.shape[0] != sum(rows) for array in arrays):
+        return None
+    loaded.latency.observe(seconds / len(requests))
+    runs.append((seconds, len(requests)))
+    ends = np.cumsum(rows)[:-1]
+    return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
+
+
+def _run_alone(loaded: LoadedDeployment, request: InferenceRequest, runs: list[tuple[float, int]]) -> Result:
+    started_at = time.perf_counter()
+    try:
+        response = loaded.answer(request)
+    except OnnxOpsError as error:
+        return error
+    runs.append((time.perf_counter() - started_at, 1))
+    return response

@@ -1,0 +1,303 @@
+"""A model as its clients see it, and one decoded request to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import orjson
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.errors import UserError
+from onnx_ops.ports.data import Array
+from onnx_ops.serving.inference.tensors import (
+    DATATYPE_OF,
+    LARGE_BODY_BYTES,
+    TensorReader,
+    join_text,
+    may_contain_literals,
+    shorten,
+)
+
+_NUMPY = orjson.OPT_SERIALIZE_NUMPY
+_MAX_MISSES = 17
+"""Requests in a row that differ from the template before another one is learned, as learning costs more than it may
+save. An odd number, so that each of two alternating clients gets its turn."""
+_DATA_KEY = re.compile(rb'"data"\s*:\s*(?=\[)')
+_BRACKET = re.compile(rb"[\[\]]")
+_PLACEHOLDER = "\0"
+
+
+class ResponseFormat(Enum):
+    """Format of a response: Open Inference v2, or MLflow's predictions by output name or as one record per row."""
+
+    INFER = 1
+    NAMED = 2
+    RECORDS = 3
+
+
+class InferenceRequest:
+    """One decoded request.
+
+    Attributes:
+        feed: one array per input; bfloat16 as its bits in uint16, text as an array of objects.
+        outputs: the requested outputs, in the order of the response.
+        rows: length of axis 0, if that axis is free in every input of the feed and in every output, and the same in
+            all inputs. Else 0: such a request cannot be batched. Requests of one batch must also agree in the names
+            of their feed and in all other dimensions.
+        response_format: format of the response.
+        request_id: the client's id of the request, copied to the response.
+        binary: for each output whether its data is written in the binary form; empty if for none.
+        is_sagemaker: the content type carries the length of the JSON, since SageMaker passes no other header.
+    """
+
+    __slots__ = ("binary", "feed", "is_sagemaker", "outputs", "request_id", "response_format", "rows")
+
+    def __init__(
+        self,
+        feed: dict[str, Array],
+        outputs: tuple[str, ...],
+        rows: int,
+        response_format: ResponseFormat = ResponseFormat.INFER,
+        request_id: str | None = None,
+        binary: tuple[bool, ...] = (),
+    ) -> None:
+        self.feed = feed
+        self.outputs = outputs
+        self.rows = rows
+        self.response_format = response_format
+        self.request_id = request_id
+        self.binary = binary
+        self.is_sagemaker = False
+
+    def with_feed(self, feed: dict[str, Array]) -> InferenceRequest:
+        """Return the same request with another feed."""
+        return InferenceRequest(feed, self.outputs, self.rows, self.response_format, self.request_id, self.binary)
+
+
+class TensorWriter:
+    """Writes one output of a model as JSON or as bytes."""
+
+    __slots__ = ("_is_text", "_last", "_prefix")
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._is_text = spec.dtype == "string"
+        self._prefix = orjson.dumps({"name": spec.name, "datatype": DATATYPE_OF[spec.dtype]})[:-1] + b',"shape":'
+        self._last: tuple[tuple[int, ...], bytes] = (), b""
+
+    def write_json(self, array: Array) -> bytes:
+        """Return the tensor with flat data: float32 as the shortest text that reads back as the same float32."""
+        flat = array.ravel()
+        data = orjson.dumps(flat.tolist()) if self._is_text else orjson.dumps(flat, None, _NUMPY)
+        shape, prefix = self._last
+        if array.shape != shape or not prefix:
+            shape = array.shape
+            prefix = b'%b%b,"data":' % (self._prefix, orjson.dumps(shape))
+            self._last = shape, prefix  # in one step: other threads read it
+        return b"".join((prefix, data, b"}"))
+
+    def write_binary(self, array: Array) -> tuple[bytes, bytes]:
+        """Return the tensor without its data, and its data: little-endian, row-major; text with its length."""
+        data = join_text(text.encode() for text in array.reshape(-1).tolist()) if self._is_text else array.tobytes()
+        shape = orjson.dumps(array.shape)
+        return b'%b%b,"parameters":{"binary_data_size":%d}}' % (self._prefix, shape, len(data)), data
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    start: bytes
+    end: bytes
+    reader: TensorReader
+    shape: tuple[int, ...]
+    count: int
+    request: InferenceRequest
+
+
+class RequestTemplate:
+    """The JSON of the last request without its data, to read requests that differ in nothing but their data.
+
+    A client of a model with one input writes the same text around its data each time. That text is compared, and only
+    the data is parsed. Threads may share a template: it is replaced as a whole.
+    """
+
+    __slots__ = ("_misses", "_template")
+
+    def __init__(self) -> None:
+        self._template: _Template | None = None
+        self._misses = 0
+
+    def read(self, body: bytes) -> InferenceRequest | None:
+        """Return the request of a body that differs from the template in its data alone; None for any other.
+
+        Raises:
+            UserError: the data does not fit the model; the message is the same as for any other body.
+        """
+        template = self._template
+        if (
+            template is None
+            or len(body) >= LARGE_BODY_BYTES
+            or not (body.startswith(template.start) and body.endswith(template.end))
+        ):
+            return None
+        data = body[len(template.start) : len(body) - len(template.end)]
+        try:
+            values = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            return None
+        reader = template.reader
+        array = reader.read_json(template.shape, template.count, values, literals=may_contain_literals(data))
+        self._misses = _MAX_MISSES
+        return template.request.with_feed({reader.name: array})
+
+    def learn(self, body: bytes, document: dict[str, Any], request: InferenceRequest, reader: TensorReader) -> None:
+        """Take a request as the template, unless the present one is still in use.
+
+        Args:
+            body: of a request with one tensor.
+            document, request: the parsed and the decoded body.
+            reader: of the only tensor in it.
+        """
+        if len(body) >= LARGE_BODY_BYTES:
+            return
+        self._misses -= 1
+        if self._misses > 0 or (parts := _split_around_data(body)) is None:
+            return
+        self._misses = _MAX_MISSES
+        start, end = parts
+        (array,) = request.feed.values()
+        expected = {**document, "inputs": [{**document["inputs"][0], "data": _PLACEHOLDER}]}
+        try:
+            if orjson.loads(start + orjson.dumps(_PLACEHOLDER) + end) != expected:
+                return
+        except orjson.JSONDecodeError:
+            return
+        self._template = _Template(start, end, reader, array.shape, array.size, request.with_feed({}))
+
+
+def _split_around_data(body: bytes) -> tuple[bytes, bytes] | None:
+    """Return the text before and after what looks like the data of the only tensor."""
+    key = _DATA_KEY.search(body)
+    if key is None:
+        return None
+    depth = 0
+    for bracket in _BRACKET.finditer(body, key.end()):
+        depth += 1 if bracket[0] == b"[" else -1
+        if not depth:
+            return body[: key.end()], body[bracket.end() :]
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSignature:
+    """Inputs and outputs of a model, with everything that requests need of them, computed once at load.
+
+    Args:
+        model, version: named in every response.
+        inputs, outputs: by name, in the model's order.
+        optional: inputs that a request may omit.
+        refuses_nan: the source of the model refuses NaN, so the model's outputs for NaN are meaningless.
+    """
+
+    model: str
+    version: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    optional: frozenset[str] = frozenset()
+    refuses_nan: bool = False
+    readers: Mapping[str, TensorReader] = field(init=False, repr=False, compare=False)
+    required: frozenset[str] = field(init=False, repr=False, compare=False)
+    output_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    shared_dims: Mapping[str, tuple[tuple[str, int], ...]] = field(init=False, repr=False, compare=False)
+    """Symbolic dimensions that occur more than once: input and axis of each place."""
+    binary_only: frozenset[str] = field(init=False, repr=False, compare=False)
+    """Outputs that JSON cannot represent."""
+    has_bfloat16: bool = field(init=False, repr=False, compare=False)
+    has_text_input: bool = field(init=False, repr=False, compare=False)
+    """Elements of text are read one by one in every form."""
+    has_fixed_rows: bool = field(init=False, repr=False, compare=False)
+    """Axis 0 of an output is fixed, so the rows of several requests could not be separated."""
+    response_prefix: bytes = field(init=False, repr=False, compare=False)
+    """The start of every v2 response."""
+    writers: Mapping[str, TensorWriter] = field(init=False, repr=False, compare=False)
+    template: RequestTemplate = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        head = orjson.dumps({"model_name": self.model, "model_version": self.version})
+        derived = {
+            "readers": {name: TensorReader(spec) for name, spec in self.inputs.items()},
+            "required": frozenset(self.inputs) - self.optional,
+            "output_names": tuple(self.outputs),
+            "shared_dims": _find_shared_dims(self.inputs.values()),
+            "binary_only": frozenset(name for name, spec in self.outputs.items() if spec.dtype == "bfloat16"),
+            "has_bfloat16": any(s.dtype == "bfloat16" for s in (*self.inputs.values(), *self.outputs.values())),
+            "has_text_input": any(spec.dtype == "string" for spec in self.inputs.values()),
+            "has_fixed_rows": any(not spec.shape or isinstance(spec.shape[0], int) for spec in self.outputs.values()),
+            "response_prefix": head[:-1],
+            "writers": {name: TensorWriter(spec) for name, spec in self.outputs.items()},
+            "template": RequestTemplate(),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def check_feed(self, feed: dict[str, Array]) -> int:
+        """Check that a feed is complete; return its rows (see `InferenceRequest`).
+
+        Raises:
+            UserError: an input is missing, or holds NaN that is refused, or a symbolic dimension has two sizes.
+        """
+        if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
+            name = next(name for name in self.inputs if name in missing)
+            raise UserError(f"input {name!r} is missing")
+        if self.refuses_nan:
+            for name, array in feed.items():
+                if array.dtype.kind == "f" and np.isnan(array).any():
+                    raise UserError(f"input {name!r} holds NaN, which the model does not support")
+        if self.shared_dims:
+            for symbol, places in self.shared_dims.items():
+                _check_symbol(symbol, places, feed)
+        rows = 0
+        for name, array in feed.items():
+            length = len(array) if self.readers[name].has_free_rows else 0
+            if not length or self.has_fixed_rows or (rows and length != rows):
+                return 0
+            rows = length
+        return rows
+
+    def get_reader(self, name: object) -> TensorReader:
+        """Return the reader of an input. Raises UserError if the model has no such input."""
+        reader = self.readers.get(name) if isinstance(name, str) else None
+        if reader is None:
+            raise UserError(f"the model has no input {shorten(name)}; its inputs are {', '.join(self.inputs)}")
+        return reader
+
+    def get_only_input(self, form: str) -> str:
+        """Return the input of a request that names none. Raises UserError if there are several."""
+        names = [name for name in self.inputs if name in self.required] or list(self.inputs)
+        if len(names) != 1:
+            raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")
+        return names[0]
+
+
+def _find_shared_dims(specs: Iterable[TensorSpec]) -> dict[str, tuple[tuple[str, int], ...]]:
+    places: dict[str, tuple[tuple[str, int], ...]] = {}
+    for spec in specs:
+        for axis, symbol in enumerate(spec.shape):
+            if isinstance(symbol, str) and symbol != "?":  # `?` is a dimension without a name
+                places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
+    return {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
+
+
+def _check_symbol(symbol: str, places: tuple[tuple[str, int], ...], feed: Mapping[str, Array]) -> None:
+    first: tuple[int, str] | None = None
+    for name, axis in places:
+        if name not in feed:
+            continue
+        size = feed[name].shape[axis]
+        if first is None:
+            first = size, name
+        elif first[0] != size:
+            raise UserError(f"dimension {symbol!r} is {first[0]} in tensor {first[1]!r} but {size} in {name!r}")

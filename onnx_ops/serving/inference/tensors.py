@@ -1,0 +1,477 @@
+"""Elements of a request: JSON documents and bytes to arrays of exactly the type that the model declares.
+
+Numpy is never asked to guess a type: it would turn text into numbers, null into NaN, and a boolean into 1. Small JSON
+bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed until their type is known, so that
+they never become Python objects.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import simdjson
+
+from onnx_ops.domain.artifact import TensorSpec
+from onnx_ops.errors import TooLargeError, UserError
+from onnx_ops.ports.data import Array
+
+DATATYPE_OF: Mapping[str, str] = {
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind}{bits}".upper() for kind in ("uint", "int") for bits in (8, 16, 32, 64)},
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "string": "BYTES",
+}
+"""Open Inference datatype by `TensorSpec.dtype`
+(https://github.com/kserve/open-inference-protocol, specification/protocol/inference_rest.md)."""
+
+DTYPE_OF_ONNX: Mapping[str, str] = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    **{f"tensor({dtype})": dtype for dtype in DATATYPE_OF if dtype not in ("float32", "float64")},
+}
+"""`TensorSpec.dtype` by the runtime's name of the type."""
+
+MAX_VALUES = 1 << 22
+"""Values in a JSON body. A value of two bytes can take over a hundred bytes of memory."""
+MAX_CONTAINERS = 1 << 20
+"""Lists and objects in a JSON body."""
+LARGE_BODY_BYTES = 8192
+"""Bytes from which simdjson is faster (benchmarks/wire.py)."""
+_UNCHECKED_BYTES = 1 << 20
+"""A smaller body cannot hold enough values to exceed the limits."""
+_CACHED_PARSER_BYTES = 2 << 20
+_R, _L = b"rl"
+_threads = threading.local()
+_SMALL_LISTS = ("shape", "columns", "index", "parameters", "outputs")
+"""Keys whose lists are always small."""
+_EMPTY_LIMIT = 1 << 16
+"""Largest product of the other dimensions of an empty tensor: a model may return arrays of that size."""
+_MAX_RANK = 32
+
+_LAZY_TYPES: dict[str, tuple[Literal["d", "i", "u"], type[np.generic]]] = {
+    "f": ("d", np.float64),
+    "i": ("i", np.int64),
+    "u": ("u", np.uint64),
+}
+_STRUCT_CODES = {
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "int8": "b",
+    "uint8": "B",
+    "int16": "h",
+    "uint16": "H",
+    "int32": "i",
+    "uint32": "I",
+    "int64": "q",
+    "uint64": "Q",
+}
+"""Codes of the struct module, which packs numbers strictly and faster than numpy converts a list."""
+_TEXT_LENGTH = struct.Struct("<I")
+
+_JSON_NAMES = {
+    str: "text",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a fraction",
+    type(None): "null",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def get_numpy_dtype(dtype: str) -> str:
+    """Return the numpy type of such elements. Numpy has no bfloat16: its bits are held in uint16."""
+    return {"string": "object", "bfloat16": "uint16"}.get(dtype, dtype)
+
+
+def shorten(value: object) -> str:
+    """Return a value of the client, short enough for an error message."""
+    return reprlib.repr(value)
+
+
+class LazyArray:
+    """A rectangular JSON array of scalars that is not parsed into Python objects. `shape` is its nesting."""
+
+    __slots__ = ("_array", "shape")
+
+    def __init__(self, array: simdjson.Array, shape: tuple[int, ...]) -> None:
+        self._array = array
+        self.shape = shape
+
+    def to_numbers(self, kind: str) -> Array | None:
+        """Return all elements, flat, as the widest type of numpy's `kind` (f, i or u); None if one does not fit."""
+        code, dtype = _LAZY_TYPES[kind]
+        try:
+            return np.frombuffer(self._array.as_buffer(of_type=code), dtype)
+        except (TypeError, ValueError):
+            return None
+
+    def to_lists(self) -> list[Any]:
+        """Return nested Python lists."""
+        return self._array.as_list()
+
+
+def parse_document(body: bytes) -> tuple[Any, bool]:
+    """Parse a JSON body, with large arrays of numbers as `LazyArray`.
+
+    Returns:
+        The document, and whether it may contain booleans.
+
+    Raises:
+        UserError: the body is not strict JSON (NaN and infinities are not).
+        TooLargeError: it holds more values than the limits allow.
+    """
+    literals = may_contain_literals(body)
+    if len(body) >= LARGE_BODY_BYTES:
+        if len(body) > _UNCHECKED_BYTES:
+            _check_limits(body)
+        document = _parse_lazily(body)
+        if document is not None:
+            return document, literals
+    try:
+        return orjson.loads(body), literals
+    except orjson.JSONDecodeError as error:
+        raise UserError("the body is not JSON", why=str(error)) from error
+
+
+def may_contain_literals(text: bytes) -> bool:
+    """Return whether JSON may contain booleans: their letters do not occur in numbers, nor in most bodies."""
+    # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and catches an exception.
+    return _R in text or _L in text
+
+
+def to_plain(data: Any) -> Any:
+    """Return lists in place of a lazy array."""
+    return data.to_lists() if isinstance(data, LazyArray) else data
+
+
+def _check_limits(body: bytes) -> None:
+    letters = np.frombuffer(body, np.uint8)
+    values = np.count_nonzero(letters == ord(","))
+    containers = np.count_nonzero(letters == ord("[")) + np.count_nonzero(letters == ord("{"))
+    if values > MAX_VALUES or containers > MAX_CONTAINERS:
+        raise TooLargeError(
+            f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
+            remedy="Send large tensors in the binary form.",
+        )
+
+
+def _parse_lazily(body: bytes) -> Any:
+    """Return None for a body that orjson must parse: it is not JSON, or not all of its arrays are rectangular."""
+    try:
+        walk = _LazyWalk()
+        document = walk.convert(_get_parser(len(body)).parse(body), "")
+    except (ValueError, TypeError, LookupError, RuntimeError):
+        return None
+    # A list among the elements of a lazy array would be missed. Counting the brackets reveals it.
+    return document if walk.brackets == np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")) else None
+
+
+def _get_parser(size: int) -> simdjson.Parser:
+    """Return the parser of this thread, whose memory is warm.
+
+    It keeps about 14 times the bytes of the largest body, so very large bodies get a new one. It refuses to parse
+    while a lazy array of the last body lives; orjson then takes over.
+    """
+    if size > _CACHED_PARSER_BYTES:
+        return simdjson.Parser()
+    if not hasattr(_threads, "parser"):
+        _threads.parser = simdjson.Parser()
+    return _threads.parser  # type: ignore[no-any-return]
+
+
+class _LazyWalk:
+    """Converts a document of simdjson. `brackets` counts the lists on the way."""
+
+    def __init__(self) -> None:
+        self.brackets = 0
+
+    def convert(self, value: Any, key: str) -> Any:
+        if type(value) is simdjson.Object:
+            keys = list(value)
+            if len(set(keys)) != len(keys) or any("\0" in name for name in keys):
+                raise ValueError("simdjson takes the first of a repeated key, orjson the last; its keys end at NUL")
+            return {name: self.convert(value[name], name) for name in keys}
+        if type(value) is not simdjson.Array:
+            return value
+        if key not in _SMALL_LISTS and _leads_to_number(value):
+            shape = self._measure(value)
+            return LazyArray(value, shape)
+        self.brackets += 1
+        return [self._convert_item(item) for item in value]
+
+    def _convert_item(self, item: Any) -> Any:
+        """Convert an item of a list. Only values of objects become lazy arrays."""
+        if type(item) is simdjson.Array:
+            lists = item.as_list()
+            self.brackets += _count_lists(lists)
+            return lists
+        return self.convert(item, "")
+
+    def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
+        """Return the shape. Raises ValueError unless all lists of a level have the same length."""
+        self.brackets += 1
+        shape = [len(array)]
+        level = [array]
+        while type(first := level[0][0]) is simdjson.Array:
+            size = len(first)
+            level = [row for parent in level for row in parent]  # type: ignore[misc]
+            if not size or any(type(row) is not simdjson.Array or len(row) != size for row in level):
+                raise ValueError("not rectangular")
+            self.brackets += len(level)
+            shape.append(size)
+        return tuple(shape)
+
+
+def _leads_to_number(value: Any) -> bool:
+    while type(value) is simdjson.Array:
+        if not len(value):
+            return False
+        value = value[0]
+    return type(value) in (int, float)
+
+
+def _count_lists(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_count_lists, value.values()))
+    return 1 + sum(map(_count_lists, value)) if isinstance(value, list) else 0
+
+
+class TensorReader:
+    """Makes arrays for one input of a model. Every method raises UserError with the tensor's name."""
+
+    __slots__ = ("_pack", "code", "datatype", "dims", "dtype", "elements", "has_free_rows", "name", "spec")
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.datatype = DATATYPE_OF[spec.dtype]
+        self.dtype = np.dtype(get_numpy_dtype(spec.dtype))
+        self.dims = tuple(d if isinstance(d, int) else None for d in spec.shape)
+        self.has_free_rows = bool(self.dims) and self.dims[0] is None
+        self.code = _STRUCT_CODES.get(spec.dtype, "")
+        self.elements = frozenset(
+            {int, float} if spec.dtype.startswith("float") else {{"bool": bool, "string": str}.get(spec.dtype, int)}
+        )
+        self._pack: tuple[int, Callable[..., bytes]] = 0, struct.Struct("").pack
+
+    def error(self, what: str, remedy: str = "") -> UserError:
+        """Return an error that names the tensor."""
+        return UserError(f"tensor {self.name!r}{what}", remedy=remedy)
+
+    def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
+        """Return a shape that the input accepts, and the number of its elements."""
+        if type(given) is not list or len(given) != len(self.dims):
+            raise self._shape_error(given)
+        count, axis = 1, 0
+        for expected in self.dims:
+            size = given[axis]
+            if type(size) is not int or size < 0 or (size != expected and expected is not None):
+                raise self._shape_error(given)
+            count *= size
+            axis += 1  # noqa: SIM113 (this is the hottest loop of a request)
+        shape = tuple(given)
+        if not count and math.prod(size for size in shape if size) > _EMPTY_LIMIT:
+            raise self.error(f": shape {list(shape)} is too large for an empty tensor")
+        return shape, count
+
+    def _shape_error(self, given: object) -> UserError:
+        if type(given) is not list or len(given) > _MAX_RANK or not all(type(d) is int and d >= 0 for d in given):
+            return self.error(f": shape must be a list of at most {_MAX_RANK} integers from 0")
+        return self.error(f" must have shape [{', '.join(map(str, self.spec.shape))}], not {given}")
+
+    def read_json(self, shape: tuple[int, ...], count: int, data: object, *, literals: bool) -> Array:
+        """Return an array from flat or nested lists.
+
+        Args:
+            shape, count: from `check_shape`.
+            data: parsed JSON.
+            literals: whether booleans may be in it.
+        """
+        flat = data
+        if type(data) is list and len(data) != count and len(shape) == 2:
+            flat = _join_rows(data, shape[1])
+        if type(flat) is list and len(flat) == count and self.code:
+            last, pack = self._pack
+            if last != count:
+                pack = struct.Struct(f"<{count}{self.code}").pack
+                self._pack = count, pack  # in one step: other threads read it
+            try:
+                packed = pack(*flat)
+            except (struct.error, OverflowError):
+                pass  # nested, of other types, or out of range: distinguished below
+            else:
+                if not literals or bool not in set(map(type, flat)):
+                    return np.ndarray(shape, self.dtype, packed)
+        if isinstance(data, LazyArray):
+            if self.code and data.shape in (shape, (math.prod(shape),)):
+                numbers = data.to_numbers(self.dtype.kind)
+                if numbers is not None and _is_in_range(numbers, self.dtype):
+                    return numbers.astype(self.dtype).reshape(shape)
+            data = data.to_lists()
+        return self._read_lists(shape, data)
+
+    def _read_lists(self, shape: tuple[int, ...], data: object) -> Array:
+        if self.spec.dtype == "bfloat16":
+            raise self.error(" of BF16 is not supported in JSON", "Send it in the binary form.")
+        flat = self._flatten(shape, data)
+        if unexpected := set(map(type, flat)) - self.elements:
+            names = ", ".join(sorted(_JSON_NAMES.get(t, t.__name__) for t in unexpected))
+            raise self.error(f" of {self.datatype} holds {names}")
+        if self.spec.dtype == "string":
+            return _build_text_array(flat, shape)
+        try:
+            with np.errstate(over="raise"):
+                return np.array(flat, dtype=self.dtype).reshape(shape)
+        except (OverflowError, FloatingPointError) as error:
+            raise self.error(f" holds a number that is too large for {self.datatype}") from error
+
+    def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
+        if shape == () and not isinstance(data, list):
+            return [data]
+        if not isinstance(data, list):
+            raise self.error(": data must be a list")
+        level: list[Any] = data
+        if any(isinstance(item, list) for item in level):
+            level = [level]
+            for size in shape:
+                if not all(isinstance(item, list) and len(item) == size for item in level):
+                    raise self.error(f": the nesting of data does not fit shape {list(shape)}")
+                level = list(chain.from_iterable(level))
+        count = math.prod(shape)
+        if len(level) != count:
+            raise self.error(f": shape {list(shape)} needs {count} elements, not {len(level)}")
+        return level
+
+    def read_binary(self, shape: tuple[int, ...], body: bytes, start: int, size: int) -> Array:
+        """Return an array from `size` bytes at `start`: little-endian, row-major; text with its length before it."""
+        count = math.prod(shape)
+        if self.spec.dtype == "string":
+            return _build_text_array(self._split_text(body, start, size, count), shape)
+        if size != count * self.dtype.itemsize:
+            raise self.error(
+                f": shape {list(shape)} of {self.datatype} needs {count * self.dtype.itemsize} bytes, not {size}"
+            )
+        if self.dtype.kind == "b" and count and np.frombuffer(body, np.uint8, count, start).max() > 1:
+            raise self.error(": a byte of BOOL must be 0 or 1")
+        array: Array = np.ndarray(shape, self.dtype, body, start)
+        return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
+
+    def _split_text(self, body: bytes, start: int, size: int, count: int) -> list[str]:
+        """Return `count` elements of BYTES: each is its length, four bytes little-endian, and its UTF-8."""
+        if count * _TEXT_LENGTH.size > size:
+            raise self.error(f": {count} elements of BYTES need more than {size} bytes")
+        end = start + size
+        elements: list[str] = []
+        for _ in range(count):
+            if end - start < _TEXT_LENGTH.size:
+                raise self.error(f": its bytes end after {len(elements)} of {count} elements")
+            (length,) = _TEXT_LENGTH.unpack_from(body, start)
+            start += _TEXT_LENGTH.size
+            if length > end - start:
+                raise self.error(f": element {len(elements)} announces {length} bytes, but {end - start} follow")
+            try:
+                elements.append(body[start : start + length].decode())
+            except UnicodeDecodeError as error:
+                raise self.error(f": element {len(elements)} is not UTF-8") from error
+            start += length
+        if start != end:
+            raise self.error(f": {end - start} bytes follow after its {count} elements")
+        return elements
+
+    def read_raw(self, body: bytes) -> Array:
+        """Return an array from a body without a header: its shape follows from the model and the length."""
+        if self.spec.dtype == "string":
+            shape, _ = self.check_shape([1 if d is None else d for d in self.dims])
+            body = join_text([body])
+            return self.read_binary(shape, body, 0, len(body))
+        known = math.prod(d for d in self.dims if d is not None) * self.dtype.itemsize
+        free = self.dims.count(None)
+        if free > 1 or not known:
+            raise self.error(" has several free dimensions, so the shape of a raw body is unknown")
+        size = len(body) // known if free else 0
+        shape, _ = self.check_shape([size if d is None else d for d in self.dims])
+        return self.read_binary(shape, body, 0, len(body))
+
+    def convert_cells(self, data: Any) -> Any:
+        """Convert cells of a text table, a list of them or a list of rows, to elements of this input."""
+        if self.spec.dtype == "string":
+            return data
+        convert = self._convert_cell
+        return [
+            [convert(cell, row) for cell in item] if isinstance(item, list) else convert(item, row)
+            for row, item in enumerate(data, start=1)
+        ]
+
+    def _convert_cell(self, text: str, row: int) -> float | int | bool:
+        try:
+            if not text and self.dtype.kind == "f":
+                return math.nan
+            if self.dtype.kind == "b":
+                return {"true": True, "false": False}[text.strip().lower()]
+            if "_" in text:
+                raise ValueError(text)
+            if self.dtype.kind != "f":
+                return int(text)
+            if math.isfinite(value := float(text)):
+                return value
+            raise ValueError(text)
+        except (ValueError, KeyError) as error:
+            raise self.error(f" of {self.datatype} holds {shorten(text)} in row {row}") from error
+
+    def fill_missing(self, data: Any) -> Any:
+        """Replace null in a table by NaN, where the input takes fractions."""
+        if self.dtype.kind != "f" or type(data) is not list:
+            return data
+        return [math.nan if item is None else self.fill_missing(item) if type(item) is list else item for item in data]
+
+    def check_column(self, data: Any) -> None:
+        """Raise UserError with the row of the first value of a wrong type."""
+        if type(data) is not list:
+            return
+        for row, item in enumerate(data, start=1):
+            value = item[0] if type(item) is list and len(item) == 1 else item
+            if type(value) is not list and type(value) not in self.elements:
+                name = _JSON_NAMES.get(type(value), "another type")
+                raise self.error(f" of {self.datatype} holds {name} in row {row}")
+
+
+def join_text(values: Iterable[bytes]) -> bytes:
+    """Return elements of BYTES, each with its length before it."""
+    parts: list[bytes] = []
+    for value in values:
+        parts += (_TEXT_LENGTH.pack(len(value)), value)
+    return b"".join(parts)
+
+
+def _join_rows(rows: list[Any], columns: int) -> list[Any]:
+    """Return the elements of the rows, or the rows unchanged unless each has that many columns."""
+    for row in rows:
+        if type(row) is not list or len(row) != columns:
+            return rows
+    return rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
+
+
+def _is_in_range(flat: Array, dtype: np.dtype[Any]) -> bool:
+    if not flat.size or flat.dtype == dtype:
+        return True
+    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return bool(limits.min <= flat.min() and flat.max() <= limits.max)
+
+
+def _build_text_array(values: list[Any], shape: tuple[int, ...]) -> Array:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array.reshape(shape)

@@ -1,0 +1,1 @@
+"""Processes of the server: the supervisor, its workers, and trial loads."""

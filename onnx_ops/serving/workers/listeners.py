@@ -1,0 +1,123 @@
+"""The listening sockets, and how they survive the supervisor that made them.
+
+Workers accept from one shared socket, so that a worker that dies takes no waiting connection with it. If the supervisor
+dies, its workers continue. The next supervisor connects to the folder's handover socket, gets the listening socket from
+one of them, and continues with it, so that no connection is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx_ops.errors import ServiceUnavailableError
+from onnx_ops.protocol.server_process import HANDOVER_SOCKET
+
+_log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 2048
+_HANDOVER_S = 5.0
+"""A worker hands over between two requests; no request on the event loop takes this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerSockets:
+    """The public socket, and the one over which workers hand over both."""
+
+    public: socket.socket
+    handover: socket.socket
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket.
+
+    Raises:
+        ServiceUnavailableError: the port is in use, or this machine does not have the address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)  # without it, a second server could bind the same port and fail only later
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ServiceUnavailableError(
+            "the port cannot be used", where=f"{host}:{port}", why=str(error), remedy="Choose another port."
+        ) from error
+    return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Return a listening Unix socket that only its owner can connect to. A file at the path is replaced.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _shorten(path) as address:
+            before = os.umask(0o177)
+            try:
+                listener.bind(address)
+            finally:
+                os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
+    """Return the sockets of workers whose supervisor died; None if there are none, or they listen elsewhere."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(_HANDOVER_S)
+            with _shorten(folder / HANDOVER_SOCKET) as address:
+                client.connect(address)
+            _, descriptors, _, _ = socket.recv_fds(client, 1, 2)
+    except (FileNotFoundError, ConnectionError):
+        return None
+    except TimeoutError:
+        _log.warning("the previous workers do not hand over their socket")
+        return None
+    if len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    public, handover = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    public_host, public_port = public.getsockname()[:2]
+    if public_host != host or port not in (0, public_port):
+        public.close()
+        handover.close()
+        return None
+    return ListenerSockets(public=public, handover=handover)
+
+
+def send_sockets(listeners: ListenerSockets) -> None:
+    """Send both sockets to the client of the handover socket. Its file lets only its owner connect."""
+    try:
+        client, _ = listeners.handover.accept()
+    except OSError:  # another worker was faster
+        return
+    with client, contextlib.suppress(OSError):
+        client.settimeout(_HANDOVER_S)
+        socket.send_fds(client, [b"."], [listeners.public.fileno(), listeners.handover.fileno()])
+
+
+@contextlib.contextmanager
+def _shorten(path: Path) -> Iterator[str]:
+    """Yield an address of the path that is short enough for a Unix socket (unix(7): 108 bytes)."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

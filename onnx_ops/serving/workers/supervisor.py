@@ -1,0 +1,420 @@
+"""The supervisor: owns folder, sockets and table, keeps the workers alive, and publishes.
+
+It has imported everything, but loads no model and has no thread, so that it can fork a new worker at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from onnx_ops import codec
+from onnx_ops.domain.endpoint import Deployment, EndpointState
+from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
+from onnx_ops.errors import (
+    ConflictError,
+    InfrastructureError,
+    OnnxOpsError,
+    ServiceUnavailableError,
+    UserError,
+)
+from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
+from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table, write_durably
+from onnx_ops.protocol.server_process import (
+    HANDOVER_SOCKET,
+    LOCK_FILE,
+    SERVER_FILE,
+    ServerOptions,
+    ServerRecord,
+    list_workers,
+    signal_worker,
+)
+from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
+from onnx_ops.serving.inference.integrity import TrustPolicy
+from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
+from onnx_ops.serving.rollout_counts import collect_counts
+from onnx_ops.serving.workers.listeners import (
+    LOOPBACK,
+    ListenerSockets,
+    listen_tcp,
+    listen_unix,
+    receive_sockets,
+)
+from onnx_ops.serving.workers.trial_load import run_trial_load
+from onnx_ops.serving.workers.worker import (
+    SignalFreeServer,
+    TableRevision,
+    WorkerSetup,
+    build_uvicorn_config,
+)
+from onnx_ops.serving.workers.worker_pool import WorkerPool
+
+_log = logging.getLogger(__name__)
+
+_LOCK_ATTEMPTS = 40
+_LOCK_PAUSE_S = 0.05
+_ORPHAN_PAUSE_S = 0.02
+_KILL_MARGIN_S = 2
+_PREPARE_S = 280
+"""Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
+
+Prepare = Callable[[TableRevision], Awaitable[None]]
+"""Lets every worker load what a revision needs; raises if one of them cannot."""
+
+
+class TablePublisher:
+    """The published revision. A change is prepared by all workers, written, and then published by setting one number.
+
+    Args:
+        tables: where the table is stored.
+        shared: holds the number of the published revision.
+    """
+
+    def __init__(self, tables: TableFile, shared: SharedMetrics) -> None:
+        self._tables = tables
+        self._shared = shared
+        self._slots = SlotAllocator(shared)
+        self._last = 0
+        self.current: TableRevision | None = None
+
+    @property
+    def state(self) -> EndpointState | None:
+        """The published state."""
+        return None if self.current is None else self.current.table.state
+
+    def restore(self) -> None:
+        """Publish the stored table, before there are workers."""
+        table = self._tables.read()
+        if table is not None:
+            self._set_current(self._build_revision(table))
+
+    def is_published(self, state: EndpointState) -> bool:
+        """Return whether exactly this state is published.
+
+        Raises:
+            ConflictError: the generation is older than the current one, or is the current one with another content.
+            UserError: the state names no deployment, or more than one model.
+        """
+        if len({d.model for d in state.deployments}) != 1:
+            raise UserError("an endpoint serves deployments of exactly one model")
+        current = self.state
+        if current is None or state.generation > current.generation:
+            return False
+        remedy = "Observe the endpoint again and decide again."
+        if state.generation < current.generation:
+            raise ConflictError(
+                f"generation {state.generation} is older than the published generation {current.generation}",
+                remedy=remedy,
+            )
+        if not state.is_equivalent(current):
+            raise ConflictError(
+                f"generation {state.generation} is already published with another content", remedy=remedy
+            )
+        return current == state
+
+    async def publish(self, state: EndpointState, prepare: Prepare) -> TableRevision:
+        """Prepare a state everywhere, write it durably, then publish it. On any error nothing is changed.
+
+        Call it only if `is_published` is false, and never concurrently.
+
+        Raises:
+            ServiceUnavailableError: the table could not be written.
+            OnnxOpsError: a worker could not prepare it.
+        """
+        revision = self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
+        await prepare(revision)
+        # Nothing may be awaited from here on: a worker that started meanwhile would not know the revision.
+        try:
+            self._tables.write(revision.table)
+        except OSError as error:
+            raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
+        self._set_current(revision)
+        _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
+        return revision
+
+    def _build_revision(self, table: RoutingTable) -> TableRevision:
+        self._last += 1
+        slots = self._slots.assign(table, None if self.current is None else self.current.table)
+        return TableRevision(number=self._last, table=table, slots=slots)
+
+    def _set_current(self, revision: TableRevision) -> None:
+        self.current = revision
+        self._shared.revision = revision.number
+
+
+class Supervisor:
+    """Publishes one endpoint to a pool of workers.
+
+    Args:
+        folder: of the server.
+        options: of the server.
+        listeners: sockets that the workers inherit.
+        publisher: the published table.
+        shared: counters of all workers.
+        must_load: stop if a deployment of the stored table cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: ServerOptions,
+        listeners: ListenerSockets,
+        publisher: TablePublisher,
+        shared: SharedMetrics,
+        *,
+        must_load: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._options = options
+        self._listeners = listeners
+        self._publisher = publisher
+        self._shared = shared
+        self._audit = AuditTrail(folder)
+        self._pool = WorkerPool(options.workers, self._build_setup)
+        self._publishing = asyncio.Lock()
+        self._orphans_ended = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._must_load = must_load
+        self._previous: EndpointState | None = None
+        self._cold_s: dict[Deployment, list[float]] = {}
+        self._cold_starts: asyncio.Task[None] | None = None
+        self.not_loaded: Mapping[str, str] = {}
+        """Deployments that must be loaded and could not, with the reason."""
+
+    def get_state(self) -> AdminState:
+        """Return the published state, and deployments that could not be loaded."""
+        current = self._publisher.state
+        names = set() if current is None else {d.name for d in current.deployments}
+        failed = {name: why for name, why in self._pool.get_failed().items() if name in names}
+        return AdminState(state=current, failed=failed)
+
+    def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
+        """Return the counts of every published deployment, by user if requested."""
+        current = self._publisher.current
+        if current is None:
+            return collect_counts(self._shared, {}, request)
+        if request is not None and self._watch_cold_starts(current.table.state, request):
+            request = None  # users are counted from the first request on that the candidate may get
+        cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
+        split = current.table.compute_split_digest()
+        return collect_counts(self._shared, current.slots, request, split=split, cold_s=cold_s)
+
+    def _watch_cold_starts(self, state: EndpointState, request: UserCountsRequest) -> bool:
+        """Return whether a watched deployment gets neither traffic nor mirrored requests.
+
+        If so, start to measure cold starts of the watched deployments in the background.
+        """
+        watched = [deployment for deployment in state.deployments if deployment.name in request.limits_s]
+        idle = [d for d in watched if not state.split.weights.get(d.name) and not state.split.shadow.get(d.name)]
+        if not idle or (self._cold_starts is not None and not self._cold_starts.done()):
+            return bool(idle)
+        self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
+        if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
+            self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
+        return True
+
+    async def _measure_cold_starts(self) -> None:
+        """Load the watched deployments in turn, without the cache of packed models."""
+        options = replace(self._options, prepack=0)
+        try:
+            while len(loads_s := min(self._cold_s.values(), key=len)) < COLD_START_SAMPLES:
+                deployment = next(d for d, listed in self._cold_s.items() if listed is loads_s)
+                loads_s.append(await run_trial_load([deployment], self._folder, options, (), limit_s=_PREPARE_S))
+        except (OnnxOpsError, OSError) as error:
+            _log.warning("a cold start could not be measured: %s", error)
+
+    async def publish(self, state: EndpointState, actor: str) -> None:
+        """Serve a state: on return every response of every worker is by it or by a later one.
+
+        Raises:
+            ConflictError, UserError: see `TablePublisher.is_published`.
+            OnnxOpsError: it could not be prepared or written, and nothing is changed.
+        """
+        if self._cold_starts is not None:
+            self._cold_starts.cancel()
+        async with self._publishing:
+            await self._orphans_ended.wait()
+            if self._publisher.is_published(state) and not self.get_state().failed:
+                return
+            self._audit.record_request(actor, state)
+            preparing: list[TableRevision] = []
+
+            async def prepare(revision: TableRevision) -> None:
+                started_at = time.monotonic()
+                if new := self._list_new(state):
+                    await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
+                preparing.append(revision)
+                await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
+
+            before = self._publisher.state
+            try:
+                revision = await self._publisher.publish(state, prepare)
+            except OnnxOpsError as error:
+                for aborted in preparing:
+                    await self._pool.abort(aborted.number)
+                with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
+                    self._audit.record_result(actor, state, str(error))
+                raise
+            self._previous = before
+            if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
+                trust.bind(state)
+            self._pool.clear_load_failures()
+            await self._pool.commit(revision.number)
+            try:
+                self._audit.record_result(actor, state)
+            except OnnxOpsError as error:
+                _log.error("generation %d is published, but %s", state.generation, error)
+
+    def _list_new(self, state: EndpointState) -> list[Deployment]:
+        """Return deployments that no worker has loaded, neither for the published state nor for the one before."""
+        failed = self._pool.get_failed()
+        states = [s for s in (self._publisher.state, self._previous) if s is not None]
+        loaded = {d for s in states for d in s.deployments if d.name not in failed}
+        return [d for d in state.deployments if d not in loaded]
+
+    async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
+        """Serve until SIGTERM or SIGINT."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        # h11 reads the body of a request that offers another protocol; httptools does not.
+        servers = [
+            (SignalFreeServer(build_uvicorn_config(app, protocol="h11", drain_s=1)), listener) for app, listener in apps
+        ]
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(self._start(servers, group))
+            await self._stop.wait()
+            starting.cancel()
+            for server, _ in servers:
+                server.should_exit = True
+            self._listeners.public.close()
+            await self._pool.stop(self._options.drain + _KILL_MARGIN_S)
+
+    async def _start(self, servers: list[tuple[SignalFreeServer, socket.socket]], group: asyncio.TaskGroup) -> None:
+        await self._pool.start()
+        if self._must_load and (failed := self.get_state().failed):
+            self.not_loaded = failed
+            self._stop.set()
+            return
+        for server, listener in servers:
+            group.create_task(server.serve(sockets=[listener]))
+        record = ServerRecord(
+            pid=os.getpid(),
+            port=self._listeners.public.getsockname()[1],
+            admin_port=servers[0][1].getsockname()[1],
+            started=time.time(),  # noqa: TID251 (the start of the process, for people)
+            options=self._options,
+        )
+        write_durably(self._folder / SERVER_FILE, codec.dumps(record))
+        _log.info("serving on port %d with %d workers", record.port, self._options.workers)
+        await self._end_orphans()
+        self._orphans_ended.set()
+
+    async def _end_orphans(self) -> None:
+        """Drain workers of a supervisor that died. Nothing is published until they have ended: they would not notice.
+
+        They continue to answer, by the same table, until the new workers are ready.
+        """
+        if orphans := self._list_orphans():
+            _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
+        for number, limit_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
+            for pid in self._list_orphans():
+                signal_worker(pid, self._folder, number)
+            deadline = time.monotonic() + limit_s
+            while self._list_orphans() and time.monotonic() < deadline:
+                await asyncio.sleep(_ORPHAN_PAUSE_S)
+
+    def _list_orphans(self) -> list[int]:
+        return [pid for pid in list_workers(self._folder) if pid not in self._pool.pids]
+
+    def _build_setup(self, number: int, control: socket.socket, refusal: str) -> WorkerSetup:
+        return WorkerSetup(
+            number=number,
+            folder=self._folder,
+            options=self._options,
+            shared=self._shared,
+            listeners=self._listeners,
+            control=control,
+            revision=self._publisher.current,
+            refusal=refusal,
+        )
+
+
+def serve(
+    folder: Path, host: str, port: int, admin_port: int, options: ServerOptions, *, must_load: bool = False
+) -> None:
+    """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
+
+    Args:
+        folder: of table, token and server record; created if missing.
+        host, port: of the public listener; port 0: any free port.
+        admin_port: of the admin listener on loopback; 0: any free port.
+        options: all other settings.
+        must_load: fail if a deployment of the table cannot be loaded. For servers to which nothing is published.
+
+    Raises:
+        ConflictError: another server runs on the folder.
+        ServiceUnavailableError: a port is in use.
+        RefusedError: other users can read the token's file.
+        InfrastructureError: the folder cannot be read or written, or what must be loaded cannot be.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(_lock_folder(folder))
+            token = read_token(folder)
+            listeners = receive_sockets(folder, host, port) if list_workers(folder) else None
+            if listeners is None:
+                handover = folder / HANDOVER_SOCKET
+                listeners = ListenerSockets(public=listen_tcp(host, port), handover=listen_unix(handover))
+            admin: list[tuple[socket.socket, str | None, str]] = [(listen_tcp(LOOPBACK, admin_port), token, "token")]
+            if options.admin_socket:
+                admin.append((listen_unix(Path(options.admin_socket)), None, f"uid:{os.getuid()}"))
+            publisher = TablePublisher(TableFile(folder), shared := SharedMetrics(options.workers))
+            publisher.restore()
+        except OSError as error:
+            why = str(error)
+            raise InfrastructureError("the server's folder cannot be used", where=str(folder), why=why) from error
+        gc.collect()
+        gc.freeze()  # else every worker's first collection would copy the memory that all of them share
+        supervisor = Supervisor(folder, options, listeners, publisher, shared, must_load=must_load)
+        asyncio.run(supervisor.run([(AdminApp(supervisor, t, actor).build(), s) for s, t, actor in admin]))
+        with contextlib.suppress(OSError):
+            (folder / SERVER_FILE).unlink(missing_ok=True)
+            (folder / HANDOVER_SOCKET).unlink(missing_ok=True)
+            if options.admin_socket:
+                Path(options.admin_socket).unlink(missing_ok=True)
+        for name, why in supervisor.not_loaded.items():
+            raise InfrastructureError("the model cannot be loaded", where=name, why=why)
+
+
+@contextlib.contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. The system releases it when the process ends in any way."""
+    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:  # a client that checks whether the server runs holds it for a moment
+                if attempt == _LOCK_ATTEMPTS - 1:
+                    raise ConflictError("another server runs on this folder", where=str(folder)) from error
+                time.sleep(_LOCK_PAUSE_S)
+        stream.truncate(0)
+        (folder / SERVER_FILE).unlink(missing_ok=True)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield

@@ -1,0 +1,181 @@
+"""The trial load: what is new to the workers is first loaded and run in a process that ends afterwards.
+
+A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has requests to answer, so it
+loads only what such a process has loaded before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import resource
+import shlex
+import signal
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from onnx_ops.domain.artifact import MODEL_FILE
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
+from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
+from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.serving.workers.worker import load_deployment
+from onnx_ops.serving.workers.worker_pool import describe_exit, fork_child
+
+_log = logging.getLogger(__name__)
+
+_FIRST_VICTIM = "1000"
+"""The highest `oom_score_adj` (proc_pid_oom_score_adj(5)): out of memory, the kernel kills the trial, not a worker."""
+_LIMITS = ((resource.RLIMIT_AS, "VmSize", "address space"), (resource.RLIMIT_DATA, "VmData", "data segment"))
+_MAX_OUTPUT_BYTES = 1 << 16
+_SHOWN_LINES = 3
+_RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller variant of the model: see docs/variants.md."
+
+
+async def run_trial_load(
+    deployments: Sequence[Deployment], folder: Path, options: ServerOptions, workers: Collection[int], *, limit_s: int
+) -> float:
+    """Load deployments as a worker does, and run each on generated inputs, in a separate process.
+
+    Args:
+        deployments: what no worker has loaded yet.
+        folder: of the server.
+        workers: process ids of the workers that will load the deployments next.
+        limit_s: seconds after which the process is killed.
+
+    Returns:
+        Seconds until the models were verified, loaded and warm.
+
+    Raises:
+        OnnxOpsError: see `load_model`.
+        InfrastructureError: the process crashed, or ran out of memory or time.
+    """
+    with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
+        trial = partial(_run_trial, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
+        status = await _wait_for_exit(fork_child(trial, keep=(report.fileno(), output.fileno())))
+        message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
+    if message.startswith(b"{"):
+        raise error_from_bytes(message)
+    if status:
+        _log.error("a trial load ended with %s; its last output:\n%s", describe_exit(status), text)
+        raise _build_crash_error(status, text, deployments, limit_s)
+    return float(message)
+
+
+def _read_tail(file: BinaryIO) -> bytes:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
+    return file.read()
+
+
+async def _wait_for_exit(pid: int) -> int:
+    """Return the wait status of a child when it ends. If this is cancelled, the child is killed."""
+    loop = asyncio.get_running_loop()
+    handle = os.pidfd_open(pid)
+    exited = asyncio.Event()
+    loop.add_reader(handle, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+        os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
+        _, status = os.waitpid(pid, 0)
+    return status
+
+
+def _run_trial(
+    deployments: Sequence[Deployment],
+    folder: Path,
+    options: ServerOptions,
+    workers: Collection[int],
+    report: int,
+    output: int,
+    limit_s: int,
+) -> None:
+    """Run the trial process. It writes its duration or an error into `report`, and all output into `output`."""
+    signal.alarm(limit_s)  # the kernel enforces this limit even if the model hangs or the supervisor is gone
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
+    limits = _adopt_limits(workers)
+    try:
+        before = _measure_private_bytes()
+        started_at = time.perf_counter()
+        models = [load_deployment(deployment, folder, options) for deployment in deployments]
+        seconds = time.perf_counter() - started_at
+        for model in models:
+            model.run_random()
+        _allocate((len(workers) - 1) * (_measure_private_bytes() - before))
+        os.write(report, f"{seconds:.6f}".encode())
+    except MemoryError as error:
+        os.write(report, error_to_bytes(_build_memory_error(str(error), limits, deployments)))
+    except OnnxOpsError as error:
+        reported = _build_memory_error(error.why, limits, deployments) if "alloc" in error.why else error
+        os.write(report, error_to_bytes(reported))
+
+
+def _adopt_limits(workers: Collection[int]) -> str:
+    """Leave this process as much memory below its limits as the largest worker has left; return the limits."""
+    limits = []
+    for number, field, name in _LIMITS:
+        soft, hard = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY:
+            largest = max((_read_status_bytes(pid, field) for pid in workers), default=0)
+            used = largest - _read_status_bytes(os.getpid(), field)
+            resource.setrlimit(number, (max(0, soft - max(0, used)), hard))
+            limits.append(f"the {name} of a worker is limited to {soft >> 20} MiB")
+    return " and ".join(limits)
+
+
+def _read_status_bytes(pid: int, field: str) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _measure_private_bytes() -> int:
+    """Return the bytes of memory that no other process shares."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def _allocate(size: int) -> None:
+    """Allocate memory for the other workers too: a control group or machine has one limit for all of them."""
+    if size > 0:
+        with suppress(OSError):  # beyond the limit of one process, which is no limit for several
+            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+
+
+def _build_crash_error(status: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:
+    why = f"the process that loaded it before the workers ended with {describe_exit(status)}"
+    path = Path(deployments[0].location) / MODEL_FILE
+    program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
+    remedy = f"Reproduce it, and publish a version that loads: python -c {shlex.quote(program)}"
+    if status == signal.SIGKILL:
+        why += ", which the kernel sends when a memory limit is exceeded"
+        remedy = _RAISE_LIMIT
+    elif status == signal.SIGALRM:
+        why += f", as it took longer than {limit_s} s"
+    if lines := text.splitlines()[-_SHOWN_LINES:]:
+        why += f"; its last output: {' | '.join(lines)}"
+    return _build_load_error(deployments, why, remedy)
+
+
+def _build_memory_error(text: str, limits: str, deployments: Sequence[Deployment]) -> InfrastructureError:
+    why = f"it exceeds the memory limit: {limits}" if limits else "the system has no memory for it"
+    return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
+
+
+def _build_load_error(deployments: Sequence[Deployment], why: str, remedy: str) -> InfrastructureError:
+    names = ", ".join(d.name for d in deployments)
+    where = deployments[0].location
+    return InfrastructureError(f"deployment {names} could not be loaded", where=where, why=why, remedy=remedy)

@@ -1,0 +1,329 @@
+"""One worker process: loads models, accepts connections and answers until it drains; and its messages with the
+supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from onnx_ops import codec
+from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.errors import InfrastructureError, OnnxOpsError
+from onnx_ops.protocol.messages import error_to_bytes
+from onnx_ops.protocol.routing_table import RoutingTable
+from onnx_ops.protocol.server_process import ServerOptions, register_worker
+from onnx_ops.serving.http.app import PublicApp
+from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
+from onnx_ops.serving.http.protocol import build_protocol
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.integrity import TrustPolicy
+from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
+from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
+from onnx_ops.serving.inference.service import AccessLog, InferenceService
+from onnx_ops.serving.inference.shadow import ShadowQueue
+from onnx_ops.serving.metrics import (
+    MIN_WARM_UP_REQUESTS,
+    WARM_UP_REQUESTS,
+    MetricsPage,
+    MetricsRow,
+    SharedMetrics,
+)
+from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
+from onnx_ops.serving.workers.listeners import ListenerSockets, send_sockets
+
+_log = logging.getLogger(__name__)
+
+PACKED_FOLDER = "prepacked"
+CONTROL_PACKED_FOLDER = "control-prepacked"
+"""Processes that map a file share its pages: those of a control replica must not be warmed by the first copy."""
+
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRevision:
+    """A table that is being prepared or published. `slots` are those of its deployments in the metrics."""
+
+    number: int
+    table: RoutingTable
+    slots: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRevision:
+    """To a worker: load what this revision needs, so that it can be published."""
+
+    revision: TableRevision
+    kind: Literal["prepare"] = "prepare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRevision:
+    """To a worker: a revision was published. Models that it does not need may be freed."""
+
+    number: int
+    kind: Literal["commit"] = "commit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRevision:
+    """To a worker: a revision will not be published."""
+
+    number: int
+    kind: Literal["abort"] = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """From a worker: it accepts connections. `failed` are deployments that it could not load, with the reason."""
+
+    failed: Mapping[str, str] = field(default_factory=dict)
+    kind: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevisionPrepared:
+    """From a worker: the response to `PrepareRevision`. `error` is empty, or an error as `error_to_bytes` writes it."""
+
+    number: int
+    error: str = ""
+    kind: Literal["prepared"] = "prepared"
+
+
+ControlMessage = PrepareRevision | CommitRevision | AbortRevision | WorkerReady | RevisionPrepared
+
+
+class ControlChannel:
+    """One end of the socket between the supervisor and a worker. Messages arrive whole and in order."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> ControlChannel:
+        """Open a channel over one end of a socket pair."""
+        return cls(*await asyncio.open_connection(sock=end))
+
+    async def send(self, message: ControlMessage) -> None:
+        """Send a message. Raises ConnectionError if the other process has ended."""
+        data = codec.dumps(message)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+        await self._writer.drain()
+
+    async def receive(self) -> ControlMessage | None:
+        """Return the next message; None once the other process has ended."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return codec.loads(await self._reader.readexactly(length), ControlMessage, where="control socket")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def close(self) -> None:
+        """Close this end."""
+        self._writer.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a worker inherits.
+
+    Attributes:
+        number: its place among the workers.
+        revision: what was published when it was forked.
+        refusal: why it must not load that revision; empty if it may.
+    """
+
+    number: int
+    folder: Path
+    options: ServerOptions
+    shared: SharedMetrics
+    listeners: ListenerSockets
+    control: socket.socket
+    revision: TableRevision | None
+    refusal: str = ""
+
+
+def run_worker(setup: WorkerSetup) -> None:
+    """Run a worker process until it has drained."""
+    record = register_worker(setup.folder)
+    setup.shared.reset_gauges(setup.number)
+    gc.freeze()  # inherited objects live as long as the process
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_Worker(setup).run())
+    finally:
+        record.unlink(missing_ok=True)
+
+
+def load_deployment(
+    deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
+) -> LoadedModel:
+    """Load a deployment as a worker of the server on the folder does. Raises OnnxOpsError (see `load_model`)."""
+    entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
+    cache = PackedModelCache(entries, options.prepack or sys.maxsize)
+    return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
+
+
+class SignalFreeServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to its process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+
+def build_uvicorn_config(app: Starlette, *, protocol: type | str, drain_s: int) -> uvicorn.Config:
+    """Return uvicorn's configuration without its own logs, signals and WebSockets."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_s,
+    )
+
+
+class _Worker:
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._options = setup.options
+        self._unrouted = setup.shared.get_row(setup.number, 0)
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._thread_count = setup.options.threads or max(1, len(os.sched_getaffinity(0)) // setup.options.workers)
+        self._threads = WorkerThreads(self._thread_count)
+        self._deployments = LoadedDeployments(
+            setup.shared, setup.number, self._load, endpoint=setup.options.endpoint or setup.folder.name
+        )
+
+    async def run(self) -> None:
+        setup, options, deployments = self._setup, self._options, self._deployments
+        loop = asyncio.get_running_loop()
+        channel = await ControlChannel.open(setup.control)
+        access_log = AccessLog(options.access_log, self._unrouted) if options.access_log else None
+        users = UserCounts(setup.shared, setup.number)
+        outcomes = OutcomeCounter(
+            setup.shared, setup.number, find_slot=deployments.find_slot, find_user=deployments.find_user, users=users
+        )
+        self._service = InferenceService(
+            deployments,
+            self._unrouted,
+            deadline_s=options.deadline,
+            shadow=ShadowQueue(),
+            outcomes=outcomes,
+            users=users,
+            access_log=access_log,
+        )
+        limits = ConnectionLimits(
+            max_connections=max(1, options.max_connections // options.workers),
+            max_body=options.max_body,
+            read_timeout_s=options.read_timeout,
+            keep_alive_s=options.keep_alive,
+            row=self._unrouted,
+        )
+        metrics = MetricsPage(setup.shared, deployments.endpoint)
+        app = PublicApp(self._service, metrics, outcomes, max_body=options.max_body).build()
+        address, port, *_ = setup.listeners.public.getsockname()
+        protocol = build_protocol(self._service, limits, HostPolicy.from_options(address, port, options))
+        server = SignalFreeServer(build_uvicorn_config(app, protocol=protocol, drain_s=int(options.drain)))
+
+        def drain() -> None:
+            limits.draining = True
+            server.should_exit = True
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        failed: Mapping[str, str] = {}
+        if (revision := setup.revision) is not None:
+            arguments = (revision.number, revision.table, revision.slots, setup.refusal)
+            failed = await loop.run_in_executor(self._loader, deployments.restore, *arguments)
+        watch = loop.create_task(limits.watch())
+        control = loop.create_task(self._follow(channel, failed))
+        await server.serve(sockets=[setup.listeners.public])
+        watch.cancel()
+        control.cancel()
+        if access_log is not None:
+            access_log.close()
+
+    async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
+        """Follow the supervisor. If it dies, continue with the published table, and offer the sockets to the next."""
+        try:
+            await channel.send(WorkerReady(failed=failed))
+            while (message := await channel.receive()) is not None:
+                if isinstance(message, PrepareRevision):
+                    await channel.send(await self._prepare(message.revision))
+                elif isinstance(message, CommitRevision | AbortRevision):
+                    if isinstance(message, AbortRevision):
+                        self._deployments.discard(message.number)
+                    await self._release()
+        except ConnectionError:
+            pass
+        except Exception:
+            _log.exception("worker %d cannot follow its supervisor and ends", os.getpid())
+            os._exit(1)
+        _log.warning("the supervisor is gone; worker %d continues with what is published", os.getpid())
+        self._setup.listeners.handover.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._setup.listeners.handover, send_sockets, self._setup.listeners)
+
+    async def _prepare(self, revision: TableRevision) -> RevisionPrepared:
+        loop = asyncio.get_running_loop()
+        await self._release()
+        arguments = (revision.number, revision.table, revision.slots)
+        try:
+            await loop.run_in_executor(self._loader, self._deployments.prepare, *arguments)
+        except OnnxOpsError as error:
+            return RevisionPrepared(number=revision.number, error=error_to_bytes(error).decode())
+        except Exception as error:
+            _log.exception("a deployment could not be loaded")
+            failure = InfrastructureError("a deployment could not be loaded", why=f"{type(error).__name__}: {error}")
+            return RevisionPrepared(number=revision.number, error=error_to_bytes(failure).decode())
+        return RevisionPrepared(number=revision.number)
+
+    async def _release(self) -> None:
+        """Switch to the published revision, and free unneeded models outside the event loop."""
+        with contextlib.suppress(OnnxOpsError):
+            self._deployments.get_current()
+        if released := self._deployments.release():
+            await asyncio.get_running_loop().run_in_executor(self._loader, released.clear)
+
+    def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
+        model = load_deployment(deployment, self._setup.folder, self._options, control=control)
+        latency = LatencyEstimator(model.seconds)
+        intra_op_threads = deployment.execution.session.intra_op_threads or self._thread_count
+        queue = RequestQueue(
+            threads=self._threads,
+            run=self._service.run_batch,
+            limit=self._options.queue,
+            max_batch=MAX_BATCH if deployment.batchable else 1,
+            max_batches=max(1, self._thread_count // intra_op_threads),
+            row=row,
+            latency=latency,
+        )
+        return LoadedDeployment(
+            deployment=deployment,
+            signature=model.signature,
+            run=model.run,
+            row=row,
+            queue=queue,
+            latency=latency,
+            warm_up=max(MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS // self._options.workers),
+        )

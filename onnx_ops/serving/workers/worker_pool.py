@@ -1,0 +1,299 @@
+"""The worker processes: forked by the supervisor, and replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.protocol.messages import error_from_bytes
+from onnx_ops.serving.workers.worker import (
+    AbortRevision,
+    CommitRevision,
+    ControlChannel,
+    ControlMessage,
+    PrepareRevision,
+    RevisionPrepared,
+    TableRevision,
+    WorkerReady,
+    WorkerSetup,
+    run_worker,
+)
+
+_log = logging.getLogger(__name__)
+
+_MAX_PAUSE_S = 5.0
+_FIRST_PAUSE_S = 0.1
+_ATTEMPTS_PER_REVISION = 2
+
+_MAX_LOAD_FAILURES = 5
+"""A worker that died so often before it was ready is replaced by one that does not load the published table. It answers
+503, but another table can be published to it."""
+
+BuildSetup = Callable[[int, socket.socket, str], WorkerSetup]
+"""Builds what a worker inherits: from its number, its end of the control socket, and why it must not load the table."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """One worker process, as the supervisor sees it.
+
+    Attributes:
+        ready: done once the worker accepts connections.
+        exited: done once it has ended.
+        responses: to `PrepareRevision`, by number of the revision.
+    """
+
+    number: int
+    pid: int
+    control: socket.socket
+    ready: asyncio.Future[None]
+    exited: asyncio.Future[None]
+    channel: ControlChannel | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+    responses: dict[int, asyncio.Future[OnnxOpsError | None]] = field(default_factory=dict)
+
+
+class WorkerPool:
+    """All workers of one server. Belongs to the supervisor's event loop, whose process has no other thread.
+
+    Args:
+        size: number of workers.
+        build_setup: builds what a new worker inherits.
+    """
+
+    def __init__(self, size: int, build_setup: BuildSetup) -> None:
+        self._build_setup = build_setup
+        self._numbers = range(size)
+        self._workers: dict[int, WorkerProcess] = {}
+        self._load_failures = dict.fromkeys(self._numbers, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._changed = asyncio.Condition()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of all workers."""
+        return frozenset(worker.pid for worker in self._workers.values())
+
+    def get_failed(self) -> Mapping[str, str]:
+        """Return deployments that a worker could not load when it started, with the reason."""
+        return {name: why for worker in self._workers.values() for name, why in worker.failed.items()}
+
+    def clear_load_failures(self) -> None:
+        """Note that all workers have loaded everything: a revision was published."""
+        for worker in self._workers.values():
+            worker.failed = {}
+
+    async def start(self) -> None:
+        """Fork all workers and wait until each accepts connections."""
+        for number in self._numbers:
+            self._fork(number)
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: len(self._workers) == len(self._numbers) and all(w.ready.done() for w in self._workers.values())
+            )
+
+    async def prepare(self, revision: TableRevision, limit_s: float) -> None:
+        """Let every worker prepare a revision. A worker that dies meanwhile is replaced, and retries once.
+
+        Args:
+            revision: to be published.
+            limit_s: workers that take longer are killed.
+
+        Raises:
+            OnnxOpsError: of the first worker that cannot prepare it.
+            InfrastructureError: loading it kills workers, or takes too long.
+        """
+        attempts = dict.fromkeys(self._numbers, _ATTEMPTS_PER_REVISION)
+        prepared: set[int] = set()
+        try:
+            async with asyncio.timeout(limit_s):
+                while waiting := [n for n in self._numbers if self._get_pid(n) not in prepared]:
+                    pids = await asyncio.gather(*(self._prepare_worker(n, revision) for n in waiting))
+                    for number, pid in zip(waiting, pids, strict=True):
+                        if pid is None:
+                            attempts[number] -= 1
+                        else:
+                            prepared.add(pid)
+                    if not all(attempts.values()):
+                        raise InfrastructureError(
+                            "a worker process ended whenever it loaded the state",
+                            why="a trial process had loaded it before, so it conflicts with what else a worker holds",
+                            remedy="See the server's log for how it ended, and publish the previous state again.",
+                        )
+        except TimeoutError as error:
+            for worker in tuple(self._workers.values()):
+                if worker.pid not in prepared:
+                    _kill(worker.pid, signal.SIGKILL)  # a load that hangs cannot be cancelled
+            raise ServiceUnavailableError(
+                f"the workers did not load the state within {limit_s:.0f} s",
+                why="the machine is too busy, or a model takes too long",
+                remedy="Publish it again when the machine is less busy.",
+            ) from error
+
+    async def commit(self, number: int) -> None:
+        """Notify every worker that a revision was published."""
+        await self._send_all(CommitRevision(number=number))
+
+    async def abort(self, number: int) -> None:
+        """Notify every worker that a revision will not be published."""
+        await self._send_all(AbortRevision(number=number))
+
+    async def _send_all(self, message: ControlMessage) -> None:
+        for worker in tuple(self._workers.values()):
+            if worker.channel is not None:
+                with contextlib.suppress(ConnectionError):
+                    await worker.channel.send(message)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Drain all workers, and kill those that do not end in time."""
+        self._stopping = True
+        for worker in self._workers.values():
+            _kill(worker.pid, signal.SIGTERM)
+        if exits := [worker.exited for worker in self._workers.values()]:
+            await asyncio.wait(exits, timeout=timeout_s)
+        for worker in tuple(self._workers.values()):
+            _log.warning("worker %d did not drain in time and is killed", worker.pid)
+            _kill(worker.pid, signal.SIGKILL)
+        if exits := [worker.exited for worker in self._workers.values()]:
+            await asyncio.wait(exits)
+
+    async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
+        """Return the process that has prepared the revision; None if it died meanwhile."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: number in self._workers)
+        worker = self._workers[number]
+        await _wait_first(worker.ready, worker.exited)
+        if worker.exited.done() or worker.channel is None:
+            return None
+        response = worker.responses.setdefault(revision.number, asyncio.get_running_loop().create_future())
+        with contextlib.suppress(ConnectionError):
+            await worker.channel.send(PrepareRevision(revision=revision))
+        await _wait_first(response, worker.exited)
+        if not response.done():
+            return None
+        error = response.result()
+        if error is not None:
+            raise error
+        return worker.pid
+
+    def _get_pid(self, number: int) -> int:
+        worker = self._workers.get(number)
+        return 0 if worker is None else worker.pid
+
+    def _fork(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        must_not_load = self._load_failures[number] >= _MAX_LOAD_FAILURES
+        setup = self._build_setup(number, theirs, "workers died repeatedly while loading it" if must_not_load else "")
+        listeners = (setup.listeners.public, setup.listeners.handover)
+        pid = fork_child(lambda: run_worker(setup), keep=[end.fileno() for end in (theirs, *listeners)])
+        theirs.close()
+        worker = WorkerProcess(number, pid, ours, loop.create_future(), loop.create_future())
+        self._workers[number] = worker
+        task = loop.create_task(self._listen(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, worker: WorkerProcess) -> None:
+        worker.channel = await ControlChannel.open(worker.control)
+        while (message := await worker.channel.receive()) is not None:
+            if isinstance(message, WorkerReady):
+                worker.failed = message.failed
+                worker.ready.set_result(None)
+                async with self._changed:
+                    self._changed.notify_all()
+            elif isinstance(message, RevisionPrepared):
+                response = worker.responses.pop(message.number, None)
+                if response is not None and not response.done():
+                    response.set_result(error_from_bytes(message.error.encode()) if message.error else None)
+        await self._on_exit(worker)
+
+    async def _on_exit(self, worker: WorkerProcess) -> None:
+        """Replace a worker. It has closed its socket, which it does only by ending."""
+        _kill(worker.pid, signal.SIGKILL)
+        _, status = os.waitpid(worker.pid, 0)
+        if worker.channel is not None:
+            worker.channel.close()
+        del self._workers[worker.number]
+        was_ready = worker.ready.done()
+        worker.ready.cancel()
+        worker.exited.set_result(None)
+        if self._stopping:
+            return
+        _log.error("worker %d ended (%s) and is replaced", worker.pid, describe_exit(status))
+        failures = self._load_failures[worker.number] = 0 if was_ready else self._load_failures[worker.number] + 1
+        if failures > 1:
+            await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**failures))
+        if not self._stopping:
+            self._fork(worker.number)
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
+    """Fork a child of this process, which has no other thread, and let it run a function and exit.
+
+    Args:
+        run: what the child does; it ends with exit code 1 if this raises.
+        keep: open files that the child inherits, besides the standard ones.
+
+    Returns:
+        The child's process id.
+    """
+    # Handlers of this process would take a signal that arrives before the child has its own.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = os.fork()
+    if pid == 0:
+        _become_child(run, keep)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    return pid
+
+
+def _become_child(run: Callable[[], None], keep: Collection[int]) -> NoReturn:
+    """Run the child's side of a fork.
+
+    All other inherited files are closed by number, and their objects are never used again: the parent's event loop
+    shares its selector with the child, and a clean-up here would unregister the parent.
+    """
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all processes; the supervisor decides
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in {0, 1, 2, *keep}:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        run()
+        code = 0
+    except BaseException:
+        _log.exception("process %d failed", os.getpid())
+    finally:
+        logging.shutdown()
+        os._exit(code)
+
+
+async def _wait_first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def describe_exit(status: int) -> str:
+    """Return how a process ended, from its wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({names.get(-code, 'no name')})"
