@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from onnx_ops.orchestration.surroundings import project_of
 from prefect import State, flow
 
+from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import actor, aggregate_state, ends_as_failed, reconcile_as_task
 from onnx_ops.release.journal import list_bound_endpoints
 from onnx_ops.release.notify import send_pending_each
@@ -23,7 +23,7 @@ def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
     with project_of(blocks) as project:
         ports = project.ports
         names = endpoints or list_bound_endpoints(ports)
-        glance = DryRun(ports, lambda: read_registry(ports))
-        states = {name: reconcile_as_task(glance, name, actor(ports)) for name in names}
+        dry_run = DryRun(ports, lambda: read_registry(ports))
+        states = {name: reconcile_as_task(dry_run, name, actor(ports)) for name in names}
         send_pending_each(ports, names)
         return aggregate_state(states)

@@ -18,16 +18,13 @@ from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish_tables
 from onnx_ops.orchestration.events import tell_run
-from onnx_ops.orchestration.tasks import PrefectExecutor, failed, run_as_task
+from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed, run_as_task
 from onnx_ops.ports import Ports
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import DryRun, write_aliases
 from onnx_ops.release.rollback import RollbackResult, roll_back_each
 
 P = ParamSpec("P")
-
-FAILED_STATES = {1: "GateFailed", 2: "WrongInput", 3: "Inconclusive", 4: "EnvironmentFailed", 5: "Refused"}
-"""Names of the Failed states in which a pipeline ends, by the exit code that `onnx-ops run` would have."""
 
 
 def ends_as_failed(flow: Callable[P, State[Any]]) -> Callable[P, State[Any]]:

@@ -60,9 +60,12 @@ def _without_repetition(record: logging.LogRecord) -> bool:
 
 
 def failed(error: OnnxOpsError) -> State[Any]:
-    """Return the final state of a run that raised this error: its message, named by its type, no traceback."""
-    return Failed(name=type(error).__name__, message=str(error))
+    """Return the final state of a run that raised this error: its message, without a traceback."""
+    return Failed(name=FAILED_STATES[error.exit_code], message=str(error))
 
+
+FAILED_STATES = {1: "GateFailed", 2: "WrongInput", 3: "Inconclusive", 4: "EnvironmentFailed", 5: "Refused"}
+"""Names of Failed states, by the exit code of the command that does the same."""
 
 Decide = Callable[[Manifest], Decision | None]
 

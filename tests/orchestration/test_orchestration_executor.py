@@ -161,7 +161,7 @@ def test_task_runs_say_kind_variant_and_target(seen: Seen) -> None:
     [
         ("data train", "COMPLETED", "Completed", "data train: done in "),
         ("export fp32", "COMPLETED", "Cached", "export fp32: unchanged"),
-        ("quantize int8", "FAILED", "UserError", "quantize/int8: no node is called 'fc9'"),
+        ("quantize int8", "FAILED", "WrongInput", "quantize/int8: no node is called 'fc9'"),
         (
             "benchmark int8 @ cpu-1t",
             "COMPLETED",

@@ -140,7 +140,7 @@ def test_every_problem_of_a_wrong_file_ends_the_run(prefect_server: None, empty_
 
     (empty_project / "wrong.yaml").write_text(WRONG)
     state = end("pipeline", file="wrong.yaml")
-    assert (state.type, state.name) == (StateType.FAILED, "ConfigError")
+    assert (state.type, state.name) == (StateType.FAILED, "WrongInput")
     assert state.message is not None
     assert "exprot" in state.message
     assert "nowhere" in state.message
@@ -236,7 +236,7 @@ def test_progress_that_no_server_takes_fails_no_run() -> None:
 
 def test_a_commit_that_git_does_not_know_is_told(prefect_server: None, repository: Path) -> None:
     unknown = end("model_commit", since="no-such-branch")
-    assert unknown.name == "UserError"
+    assert unknown.name == "WrongInput"
     assert "git knows no commit 'no-such-branch'" in str(unknown.message)
 
 
@@ -244,7 +244,7 @@ def test_a_rollback_of_nothing_says_what_there_is(prefect_server: None, empty_pr
     from prefect.client.schemas.objects import StateType
 
     state = end("rollback", endpoints=["nowhere"])
-    assert (state.type, state.name) == (StateType.FAILED, "NotFoundError")
+    assert (state.type, state.name) == (StateType.FAILED, "WrongInput")
     assert "Known endpoints: none" in (state.message or "")
 
 
@@ -258,7 +258,7 @@ def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None,
     from prefect.client.schemas.objects import StateType
 
     state = end("reconcile", endpoints=["nowhere"])
-    assert (state.type, state.name) == (StateType.FAILED, "NotFoundError")
+    assert (state.type, state.name) == (StateType.FAILED, "WrongInput")
 
 
 @pytest.mark.parametrize("down", [False, True])

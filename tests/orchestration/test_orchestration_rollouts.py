@@ -178,7 +178,7 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
         return aggregate_state(states)
 
     state = story(return_state=True)
-    assert state.name == "NotFoundError"
+    assert state.name == "WrongInput"
     assert "digits: v2 -> v1, 100 % of traffic. Reason: slow" in (state.message or "")
     assert set(task_runs(state, "rollback digits", "rollback nowhere")) == {"rollback digits", "rollback nowhere"}
     assert scene.traffic() == {"v1": 100}
