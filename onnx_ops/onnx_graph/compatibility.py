@@ -41,7 +41,7 @@ _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 
 
 def full_check(path: Path) -> None:
-    """The checker of the ONNX project, shape inference included.
+    """Run the checker of the ONNX project, with shape inference.
 
     It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
     there is nothing to check but whether it loads.
@@ -186,7 +186,7 @@ def newer(found: ModelInfo, section: Export) -> str:
 
 
 def remedy(found: ModelInfo) -> str:
-    """What to set for a file that is newer than asked for."""
+    """Return the settings that accept a file that is too new."""
     opset = found.opsets.get("", 0)
     return (
         f"Set export.opset: {opset} and export.ir_version: {found.ir_version}, "
@@ -217,7 +217,7 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """The nodes that make maps of outputs, by output."""
+    """Return the ZipMap nodes that produce outputs, by output."""
     outputs = {value.name for value in model.graph.output}
     return {n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs}
 

@@ -132,7 +132,7 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
 def _with_constants(
     node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
 ) -> onnx.NodeProto:
-    """A copy of a node of the original that reads constants of its own, which `tensors` gets."""
+    """Copy a node of the original; its constants get new names and are added to `tensors`."""
     made = type(node)()
     made.CopyFrom(node)
     for place, name in enumerate(node.input):
@@ -191,7 +191,7 @@ def _rewrite(
 
 
 def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> onnx.NodeProto:
-    """A product of integers as one of the same numbers in float32; its scales are multiplied in afterwards."""
+    """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
     from onnx import helper, numpy_helper
 
     stored = tensors.get(node.input[1])

@@ -45,7 +45,7 @@ _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """The model without its external weights, whose places have been checked.
+    """Read a model without its external weights, whose places are checked.
 
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
@@ -60,7 +60,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The constant tensors of the main graph by name: initializers, and values of Constant nodes."""
+    """Return the constant tensors of the main graph by name: initializers and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -70,7 +70,7 @@ def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
 
 
 def model_file(path: Path) -> Path:
-    """The file itself, or the one `.onnx` file of a folder.
+    """Return the file itself, or the one `.onnx` file of a folder.
 
     Raises:
         NotFoundError: there is none, or more than one.
@@ -109,7 +109,7 @@ def model_digest(path: Path) -> Digest:
 
 
 def parse(path: Path) -> onnx.ModelProto:
-    """What stands in the file itself; of one in ORT format its structure.
+    """Parse the file itself, without external weights; of a file in ORT format its structure.
 
     Raises:
         NotFoundError: there is no such file.
@@ -134,7 +134,7 @@ def parse(path: Path) -> onnx.ModelProto:
 
 
 def _kind_of(path: Path) -> str:
-    """What to do with a file by what it begins with."""
+    """Return what to do with a file, by its first bytes."""
     with path.open("rb") as file:
         head = file.read(8)
     if not head:
@@ -146,13 +146,17 @@ def _kind_of(path: Path) -> str:
 
 
 def refuse_ort(path: Path) -> None:
-    """Raises UserError for a file in ORT format, of which nothing but its structure is read."""
+    """Refuse a file in ORT format, of which only the structure is read.
+
+    Raises:
+        UserError: it is in ORT format.
+    """
     if is_ort(path):
         raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The whole model, weights included; raises as `read_structure` does."""
+    """Read a whole model with its weights; raises as `read_structure` does."""
     from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
 
@@ -198,7 +202,7 @@ def copy_model(source: Path, path: Path) -> None:
 
 
 def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """The files beside the model that hold its weights; raises as `external.checked_files` does."""
+    """Return the files beside the model that hold its weights; raises as `checked_files` does."""
     return checked_files(tensors(model), folder)
 
 
@@ -220,7 +224,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """The model's graph, those of training, and all their subgraphs and those of functions."""
+    """Yield the model's graph, its training graphs, and all subgraphs of nodes and functions."""
     yield model.graph
     for training in model.training_info:
         yield from (training.initialization, training.algorithm)
@@ -278,7 +282,7 @@ def locations(tensors: Iterable[onnx.TensorProto]) -> tuple[str, ...]:
 
 
 def checked_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Path, ...]:
-    """The files that hold the tensors, in order of appearance.
+    """Return the files that hold the tensors, in order of appearance.
 
     Raises:
         RefusedError: a name is absolute, climbs out of the folder or links out of it; a place is missing,
@@ -356,7 +360,7 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
-    """What its shape and type take; None for a type without a fixed size."""
+    """Return the bytes that the tensor's shape and type take; None for a type without a fixed size."""
     if any(size < 0 for size in tensor.dims):
         raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
     bits = bits_of(tensor.data_type)

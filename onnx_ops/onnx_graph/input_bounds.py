@@ -60,7 +60,7 @@ class InputBounds:
 
 
 def input_bounds(path: Path) -> dict[str, InputBounds]:
-    """What the graph tells of each input. An input that is computed with before it becomes an index is none.
+    """Derive the bounds of each input; an input that is computed with before it becomes an index has none.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -86,12 +86,12 @@ def input_bounds(path: Path) -> dict[str, InputBounds]:
 
 
 def index_bounds(path: Path) -> dict[str, tuple[int, int]]:
-    """The least and the largest index of each input that is one; raises as `input_bounds`."""
+    """Return the smallest and largest valid index of each index input; raises as `input_bounds` does."""
     return {name: found.index for name, found in input_bounds(path).items() if found.index is not None}
 
 
 def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """The nodes that read a value or what is made of it, and at which place; `copies` only of the same values."""
+    """Yield the nodes that read a value or anything made of it, with the input place; `copies`: same values only."""
     waiting, seen = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):

@@ -40,7 +40,7 @@ class ComputedValue:
 
 
 def computed_values(path: Path) -> tuple[ComputedValue, ...]:
-    """The values that nodes of the main graph compute, in the order of the graph, which is topological.
+    """List the values that nodes of the main graph compute, in topological order.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -138,7 +138,7 @@ def _is_table(tensor: onnx.TensorProto) -> bool:
 
 
 def activations(path: Path) -> dict[str, tuple[str, ...]]:
-    """The activations that each matrix product and convolution reads, by the node's name."""
+    """Return the activations that each matrix product and convolution reads, by node name."""
     model = read_structure(path)
     stored = set(constants(model))
     return {

@@ -46,6 +46,7 @@ class CandidateKind:
         return self.baseline.precision == "float32" != self.candidate.precision
 
     def describe(self) -> str:
+        """Return the precision, the evidence for it, and the other changes as one line."""
         return "; ".join((f"{self.candidate.precision} ({self.candidate.why})", *self.changes))
 
 

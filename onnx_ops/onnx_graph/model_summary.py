@@ -146,6 +146,7 @@ class Cost:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations: two for each multiply-accumulate."""
         return 2 * sum(self.macs.values())
 
 
@@ -251,7 +252,7 @@ def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
 
 
 def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]) -> tuple[int, int]:
-    """The most bytes alive at once, and how many values are of unknown size."""
+    """Return the most bytes alive at once, and the number of values of unknown size."""
     constants = {tensor.name for tensor in graph.initializer}
     last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
     for value in graph.output:

@@ -28,7 +28,7 @@ def is_ort(path: Path) -> bool:
 
 
 def read_ort(path: Path) -> onnx.ModelProto:
-    """The structure: versions, inputs, outputs, operators, and shapes of weights; no attributes, no weights.
+    """Read the structure: versions, inputs, outputs, operators and weight shapes; no attributes, no weights.
 
     Raises:
         UserError: the file is damaged.

@@ -102,7 +102,7 @@ def as_python(path: Path, source: Path) -> tuple[Path, ...]:
 
 
 def _built(source: Path) -> bytes:
-    """What a source builds, in this process: it was written a moment ago, from data rendered as literals only."""
+    """Run a source that was just written from literals, and return the bytes of the model that it builds."""
     names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
     exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), names)  # noqa: S102
     data: bytes = names["build"]().SerializeToString(deterministic=True)

@@ -70,7 +70,7 @@ class _Rewriting:
     names: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
-        """The name, with a number behind it where it is taken."""
+        """Return the name, with a number appended if it is taken."""
         found, number = name, 0
         while found in self.names:
             number += 1
@@ -79,7 +79,7 @@ class _Rewriting:
         return found
 
     def read(self, value: str, scale: tuple[str, ...], axis: int) -> str:
-        """The numbers that an integer value stands for."""
+        """Dequantize an integer value and return the name of the result."""
         from onnx import helper
 
         after = self.fresh(f"{value}.read")
@@ -91,7 +91,7 @@ class _Rewriting:
         return after
 
     def write(self, value: str, scale: tuple[str, ...]) -> str:
-        """The name of the number that becomes an integer value, as `WRITTEN` has it."""
+        """Quantize into an integer value and return the name of the float value before it, as `WRITTEN` has it."""
         from onnx import helper
 
         before = value.removesuffix(SUFFIX) + WRITTEN
@@ -101,7 +101,7 @@ class _Rewriting:
 
 
 def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """The model with every integer operator between DequantizeLinear and QuantizeLinear; itself, if it has none.
+    """Return the model with each integer operator between DequantizeLinear and QuantizeLinear; itself without any.
 
     What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
     that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
@@ -181,7 +181,7 @@ def _axis(node: onnx.NodeProto) -> int:
 
 
 def _bias(work: _Rewriting, node: onnx.NodeProto, name: str) -> str:
-    """A bias in steps of the product of its two scales."""
+    """Dequantize a bias, whose step is the product of the scales of input and weight."""
     from onnx import numpy_helper
 
     product = [numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4)]
@@ -205,7 +205,7 @@ def _concat(work: _Rewriting, node: onnx.NodeProto) -> None:
 
 
 def _move(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """An operator that leaves integers as they are."""
+    """Rewrite an operator that moves integers without changing them."""
     scale = work.scales[node.input[0]]
     inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
     place = len(work.nodes)
@@ -278,7 +278,7 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 
 def cut_off(path: Path) -> dict[str, str]:
-    """What a ReLU or Clip makes of values that nothing else uses: a range can stand for those operators.
+    """Return the outputs of a ReLU or Clip by its input, where nothing else reads that input.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -306,7 +306,7 @@ def bounded_values(path: Path) -> frozenset[str]:
 
 
 def levels_of(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
-    """The step of a QuantizeLinear with constants, and what its least and largest level stand for; None without."""
+    """Return step, lowest and highest value of a QuantizeLinear with constant parameters; else None."""
     from onnx import numpy_helper
 
     if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):

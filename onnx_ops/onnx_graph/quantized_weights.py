@@ -85,7 +85,7 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
 
 
 def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """What `quantized_weights` leaves out: float constants that both files have.
+    """Return the float constants that both files have, which `quantized_weights` leaves out.
 
     Here a dropped bias of a dynamically quantized model shows itself.
 
@@ -241,7 +241,7 @@ def _kept(
 
 
 def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
-    """The original's name. A bias that several nodes share is copied for each, under its name with a number behind."""
+    """Return the original's name. Quantizers copy a bias that several nodes share, with a number appended."""
     digits = len(name) - len(name.rstrip("0123456789"))
     return next((name[:end] for end in range(len(name), len(name) - digits - 1, -1) if name[:end] in originals), name)
 

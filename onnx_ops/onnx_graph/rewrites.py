@@ -147,7 +147,7 @@ _CAST_OPSET = 13
 
 
 def read_types(model: Path) -> dict[str, int]:
-    """The element types of inputs and outputs, by name; float32 for bfloat16, which NumPy lacks.
+    """Return the element types of inputs and outputs by name; float32 for bfloat16, which NumPy lacks.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.

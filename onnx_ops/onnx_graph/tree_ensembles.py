@@ -41,7 +41,7 @@ def has_trees(path: Path) -> bool:
 
 
 def read_trees(path: Path) -> tuple[Tree, ...]:
-    """The trees of all ensembles of the main graph, in the order of the file; none where it has none.
+    """Read the trees of all ensembles of the main graph, in the order of the file.
 
     A split that asks `x < t` is told by the next smaller threshold, which for float32 is the same question.
 
@@ -61,7 +61,7 @@ def preorder(
     leaves: dict[int, dict[int, float]],
     width: int,
 ) -> Tree:
-    """The one tree that begins at the only root.
+    """Return the nodes of the one tree in preorder.
 
     Args:
         roots: nodes that no split leads to.
@@ -206,7 +206,7 @@ def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
-    """The value that holds all inputs side by side, and their order in it; no order where there is none."""
+    """Return the value that joins all inputs, and their order in it; no order where there is none."""
     if len(names) == 1:
         return names[0], names
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -254,7 +254,7 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
 
 
 def _trees(ensemble: onnx.NodeProto, features: int) -> list[dict[int, _Split]]:
-    """Splits by node number, a tree each; nothing where a split asks another question than 'is it below?'."""
+    """Return the splits of each tree by node number; nothing if a split is not a `<=` or `<` comparison."""
     from onnx import helper
 
     values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in ensemble.attribute}

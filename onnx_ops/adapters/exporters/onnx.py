@@ -45,6 +45,7 @@ class OnnxExporter:
         self._custom_ops = custom_ops
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> OnnxExporter:
+        """Return an exporter whose reference sessions register these libraries."""
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
@@ -63,6 +64,7 @@ class OnnxExporter:
         copy_model(source, folder / FILE)
 
     def load(self, folder: Path) -> object:
+        """Return the path of the saved file."""
         return model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -116,7 +118,7 @@ class OnnxExporter:
 
 
 def _is_conversion(section: Export, samples: Tensors) -> bool:
-    """Raises UserError for an option that does not exist."""
+    """Return option `convert`; refuse other options."""
     others = {name: value for name, value in section.options.items() if name != CONVERT}
     if others:
         check_section(replace(section, options=others), samples)
@@ -127,7 +129,11 @@ def _is_conversion(section: Export, samples: Tensors) -> bool:
 
 
 def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
-    """Raises ValueError if the model refuses the inputs."""
+    """Run the file in ONNX's reference evaluator.
+
+    Raises:
+        ValueError: the model refuses the inputs.
+    """
     from onnx.reference import ReferenceEvaluator
 
     try:

@@ -42,6 +42,7 @@ class PaddleExporter:
     )
 
     def save(self, model: object, folder: Path) -> None:
+        """Save a static layer with `paddle.jit.save`."""
         paddle: Any = importlib.import_module("paddle")
         static = isinstance(model, paddle.nn.Layer) and isinstance(
             getattr(model, "forward", None),
@@ -57,6 +58,7 @@ class PaddleExporter:
         paddle.jit.save(model, str(folder / STEM))
 
     def load(self, folder: Path) -> object:
+        """Load the one program of a folder that `paddle.jit.save` wrote."""
         files = sorted(folder.glob("*.json"))
         if len(files) != 1:
             raise NotFoundError(
@@ -70,6 +72,7 @@ class PaddleExporter:
         return layer
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the saved program with paddle2onnx."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "paddle2onnx")

@@ -18,6 +18,7 @@ OUTPUT = "output"
 
 
 def free_axes(section: Export, name: str) -> Mapping[int, str]:
+    """Return the free axes of an input: those of `export.dynamic`, else the batch."""
     return section.dynamic.get(name, FREE_BATCH)
 
 
@@ -30,6 +31,7 @@ def output_names(answer: object) -> list[str]:
 
 
 def output_values(answer: object) -> tuple[Any, ...]:
+    """Return the values of a framework's outputs, in the order of `output_names`."""
     if isinstance(answer, Mapping):
         return tuple(answer.values())
     return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
@@ -62,7 +64,11 @@ def rename_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Raises UserError for an opset that the converter does not write; some end the process instead of saying so."""
+    """Refuse an opset that the converter does not write; some converters end the process instead.
+
+    Raises:
+        UserError: the opset is out of range.
+    """
     if not lowest <= section.opset <= highest:
         raise UserError(
             f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",

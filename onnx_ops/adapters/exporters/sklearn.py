@@ -59,6 +59,7 @@ class SklearnExporter:
     converters: tuple[str, ...] = ("skl2onnx", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the estimator with joblib."""
         _joblib().dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
@@ -76,6 +77,7 @@ class SklearnExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
         check_runnable(model)
         samples = request.samples
@@ -101,7 +103,7 @@ class SklearnExporter:
         write_model(converted, request.path)
 
     def _convertible(self, model: object) -> object:
-        """The model as the converters take it."""
+        """Return the model in the form that the converters take."""
         return model
 
     def reference(
@@ -204,7 +206,7 @@ def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
 
 @contextmanager
 def _whole_numbers() -> Iterator[None]:
-    """Some converters write truth values where the file holds integers, which protobuf 7 refuses."""
+    """Write booleans as integers while converters run: some pass booleans, which protobuf 7 refuses."""
     container: Any = importlib.import_module("skl2onnx.common._container")
     make_node = container.make_node
 
@@ -256,7 +258,7 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """The export cuts texts into words as the default pattern does.
+    """Refuse vectorizers that split texts other than by the default pattern, which the export uses.
 
     Raises:
         UserError: another pattern, or a function of the user, decides what a word is.
@@ -278,7 +280,7 @@ def _check_analyzer(part: Any) -> None:
 
 
 def parts_of(model: object) -> list[object]:
-    """The estimator and all steps and estimators within it."""
+    """Return the estimator and all steps and estimators within it."""
     found = [model]
     for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
         listed = getattr(model, attribute, None)
@@ -291,7 +293,7 @@ def parts_of(model: object) -> list[object]:
 
 
 def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
-    """Converters of ensembles declare one target, however many there are."""
+    """Write the number of targets into the file: converters of ensembles always declare one."""
     for value in model.graph.output:
         dimensions = value.type.tensor_type.shape.dim
         if value.name == VARIABLE and len(dimensions) == 2:
@@ -314,7 +316,7 @@ def _name_dimensions(model: Any, batch: str) -> None:
 
 
 def _rounded(model: object) -> object:
-    """A copy whose float64 arrays are float32, wherever they hang."""
+    """Return a copy whose float64 arrays, wherever they are stored, are float32."""
     copied = copy.deepcopy(model)
     _round_in_place(copied, set())
     return copied

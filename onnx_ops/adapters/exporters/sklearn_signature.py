@@ -71,7 +71,7 @@ def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
 
 
 def rows_of(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
-    """What `predict` is asked with: a data frame where the estimator was fitted on one."""
+    """Build the argument of `predict`: a data frame where the estimator was fitted on one."""
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
@@ -188,7 +188,7 @@ def _kind(array: Any) -> str:
 
 
 def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
-    """The inputs in the order of the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
+    """Order the inputs like the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
     if names is None:
         return samples
     plain = {name.replace(" ", "_"): name for name in samples}
@@ -235,7 +235,11 @@ _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
 
 
 def check_runnable(model: object) -> None:
-    """Raises UserError for an estimator whose conversion does not run."""
+    """Refuse an estimator whose conversion does not run.
+
+    Raises:
+        UserError: ONNX Runtime refuses to run its conversion.
+    """
     name = type(_last(model)).__name__
     if name in _NOT_RUN:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])

@@ -15,7 +15,7 @@ _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
 def source_trees(model: object) -> tuple[Tree, ...] | None:
-    """The trees of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None.
+    """Return the trees of a decision tree, a forest or gradient boosting, alone or last in a pipeline; else None.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
     classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
@@ -33,12 +33,12 @@ def source_trees(model: object) -> tuple[Tree, ...] | None:
 
 
 def _last(model: object) -> Any:
-    """The model, or the last step of a pipeline."""
+    """Return the model, or the last step of a pipeline."""
     return model[-1] if isinstance(model, importlib.import_module("sklearn.pipeline").Pipeline) else model
 
 
 def _estimators(model: object) -> list[Any]:
-    """The trees that a model ends in, in the order of the export; none for other models."""
+    """Return the trees that a model ends in, in the order of the export; none for other models."""
     last = _last(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
         return [last]
@@ -76,7 +76,7 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
 
 
 def _limits(thresholds: Any) -> Any:
-    """The estimator compares float32 features with float64 thresholds: the largest float32 that is still at most so."""
+    """Round thresholds down to float32: the estimator compares float32 features with float64 thresholds."""
     nearest = thresholds.astype(np.float32)
     below = np.nextafter(nearest, np.float32(-np.inf))
     return np.where(nearest.astype(np.float64) > thresholds, below, nearest)

@@ -47,6 +47,7 @@ class TensorflowExporter:
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:
+        """Save a Keras model as `.keras`, or a `tf.Module` as a SavedModel."""
         tf, module = tensorflow(), importlib.import_module("keras")
         if isinstance(model, module.Model):
             model.save(folder / KERAS_FILE)
@@ -60,7 +61,7 @@ class TensorflowExporter:
             )
 
     def load(self, folder: Path) -> object:
-        """A `.keras` file, or a SavedModel.
+        """Load a `.keras` file or a SavedModel.
 
         Raises:
             NotFoundError: the folder holds neither.
@@ -79,6 +80,7 @@ class TensorflowExporter:
             raise UserError(f"cannot load the model: {error}", where=folder.name) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Trace the model for the inputs of the data and convert it with tf2onnx."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
@@ -133,13 +135,14 @@ class TfliteExporter:
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:
-        """The bytes that a TFLiteConverter gives, or the path of a file."""
+        """Write the bytes that a TFLiteConverter returned, or copy a file."""
         if isinstance(model, bytes):
             (folder / "model.tflite").write_bytes(model)
         else:
             shutil.copyfile(Path(str(model)), folder / "model.tflite")
 
     def load(self, folder: Path) -> object:
+        """Return the path of the one `.tflite` file."""
         files = sorted(folder.glob("*.tflite"))
         if len(files) != 1:
             raise NotFoundError(
@@ -148,7 +151,7 @@ class TfliteExporter:
         return files[0]
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """The file's own input names are replaced, in their order, by those of the data set."""
+        """Convert the file with tf2onnx; its inputs get the names of the data's inputs, in order."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
@@ -163,7 +166,7 @@ class TfliteExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """The interpreter's answers without its accelerated kernels.
+        """Run the interpreter without its accelerated kernels.
 
         Raises:
             ValueError: the model refuses the inputs, or some are not finite: its kernels promise nothing of those.
@@ -193,7 +196,7 @@ class TfliteExporter:
 
 
 def tensorflow() -> Any:
-    """The package, told to keep its remarks to itself."""
+    """Import TensorFlow with its log messages switched off."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return importlib.import_module("tensorflow")
 
@@ -211,6 +214,7 @@ def finish(converted: Any, names: list[str], request: ExportRequest) -> None:
 
 
 def conversion_failure(tool: str, error: Exception) -> UserError:
+    """Return the error of a converter that failed, with the converter's own message."""
     return UserError(
         f"{tool} cannot convert the model",
         where="export",

@@ -51,6 +51,7 @@ class TorchExporter:
     converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the whole module with `torch.save`."""
         torch = importlib.import_module("torch")
         torch.save(model, folder / FILE)
 
@@ -70,6 +71,7 @@ class TorchExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the module and remove from the file what depends on this machine."""
         section = request.section
         program = _export(importlib.import_module("torch"), model, request)
         proto = program.model_proto
@@ -212,7 +214,7 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 
 
 def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
-    """The module's answer to the samples, which must be tensors."""
+    """Call the module with the samples; its outputs must be tensors."""
     try:
         answer = _forward(torch, module, rows)
     except Exception as error:  # forward is the user's own code
@@ -279,7 +281,7 @@ def _check_opset(proto: Any, wanted: int) -> None:
 
 
 def _check_free_axes(proto: Any, section: Export) -> None:
-    """The exporter fixes a size that code makes a plain number of, and says nothing."""
+    """Refuse a file in which the exporter fixed a free axis, which it does without a warning."""
     for value in proto.graph.input:
         sizes = value.type.tensor_type.shape.dim
         for axis, symbol in free_axes(section, value.name).items():
@@ -294,7 +296,7 @@ def _check_free_axes(proto: Any, section: Export) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints its progress, warns of its own internals, and logs which packages it does without."""
+    """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
     # Others, and those made meanwhile, inherit the level of their root. Setting one empties the caches of all loggers.
     loggers = [logger for name in {*_NOISY, *known} if (logger := logging.getLogger(name)).level or name in _NOISY]
@@ -339,6 +341,7 @@ class KerasExporter(TorchExporter):
     tools = ("keras", *TorchExporter.tools)
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the model as `.keras`."""
         keras = _keras()
         if not isinstance(model, keras.Model):
             raise UserError(
@@ -347,6 +350,7 @@ class KerasExporter(TorchExporter):
         model.save(folder / KERAS_FILE)
 
     def load(self, folder: Path) -> object:
+        """Load the one `.keras` file of a folder as a PyTorch module."""
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1:
             raise NotFoundError(
@@ -405,6 +409,7 @@ class HuggingfaceExporter(TorchExporter):
     tools = ("transformers", *TorchExporter.tools)
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             raise UserError(
                 f"{type(model).__name__} is no model of transformers",
@@ -421,7 +426,7 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """A folder that `save_pretrained` wrote. Nothing is asked of a hub, and no code of the folder runs."""
+        """Load a folder that `save_pretrained` wrote, without network access and without running code of the folder."""
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(
@@ -439,19 +444,22 @@ class HuggingfaceExporter(TorchExporter):
         return found.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the model with its inputs in the order of the data."""
         super().export(_named(model, tuple(request.samples)), request)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        """Return a tracer of the model with its inputs in the order of the data."""
         return super().tracer(_named(model, tuple(request.samples)), request)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
+        """Run the model with inputs by name; raises as for PyTorch modules."""
         return super().reference(_named(model, tuple(inputs)), inputs, precision)
 
 
 def _named(model: Any, names: tuple[str, ...]) -> object:
-    """The model as a module that takes its inputs in order and answers tensors only."""
+    """Wrap the model as a module that takes its inputs in order and returns tensors only."""
     torch: Any = importlib.import_module("torch")
 
     class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]

@@ -40,7 +40,7 @@ class Fallen(Exception):
 
 
 def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIENCE_S, memory: int | None = None) -> T:
-    """What `work` returns for the arguments, all of which can be pickled.
+    """Call a function in a forked process and return its result. Everything passed must be picklable.
 
     Args:
         work: a function of a module.
@@ -80,7 +80,7 @@ def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIEN
 
 
 def _end(process: Any) -> None:
-    """It has answered and ends by itself, or it never will."""
+    """Wait for the process to end, and kill it if it does not."""
     process.join(_GRACE_S)
     if process.exitcode is None:
         process.kill()

@@ -40,7 +40,8 @@ class Environments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """The interpreter of the environment, which is made if it is not there. Asks no network if it is.
+        """Return the interpreter of the environment; make the environment if it is missing. An existing one needs no
+        network.
 
         Raises:
             UserError: a requirement is none.
@@ -81,7 +82,7 @@ class Environments:
 
 
 def find_uv() -> str | None:
-    """The uv on the path, or beside this interpreter."""
+    """Return the uv on the path, or beside this interpreter."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
@@ -113,7 +114,7 @@ class NpmPackages:
     folder: Path
 
     def installed(self, requirements: Sequence[str]) -> Path:
-        """The folder whose `node_modules` holds the packages, which is made if it is not there.
+        """Return the folder whose `node_modules` holds the packages; make it if it is missing.
 
         No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
 
@@ -181,7 +182,7 @@ def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """What it prints.
+    """Run an installer and return its output.
 
     Raises:
         StageError: it failed.

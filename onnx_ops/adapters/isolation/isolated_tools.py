@@ -53,6 +53,7 @@ class IsolatedExporter:
     """None of this installation."""
 
     def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+        """Run the training function in the environment and save its model."""
         process = self._start("train")
         try:
             files = {
@@ -70,7 +71,7 @@ class IsolatedExporter:
             process.stop()
 
     def save(self, model: object, folder: Path) -> None:
-        """What was loaded, or a model that was brought as a file or folder."""
+        """Copy a loaded model, or a model that the user supplied as a file or folder."""
         source = model.folder if isinstance(model, Remote) else Path(str(model))
         if source.is_dir():
             shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -80,11 +81,13 @@ class IsolatedExporter:
             raise NotFoundError("no such model", where=str(source))
 
     def load(self, folder: Path) -> object:
+        """Load the model in a new process of the environment."""
         process = self._start("export")
         process.ask("load", timeout=self._timeout, folder=str(folder.resolve()))
         return Remote(folder=folder, process=process)
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the loaded model in its process."""
         remote = _remote(model)
         with _scratch(remote.process) as folder:
             remote.process.ask(
@@ -98,6 +101,7 @@ class IsolatedExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
+        """Run the loaded model in its process; None where the precision is not available."""
         remote = _remote(model)
         with _scratch(remote.process) as folder:
             given, answers = put_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
@@ -130,7 +134,7 @@ def _with_label(rows: Dataset) -> dict[str, Any]:
 
 @contextmanager
 def _scratch(process: Process) -> Iterator[Path]:
-    """A folder that both sides see, gone after the answer: arrays may be large."""
+    """Make a folder that both processes see; it is removed after the request."""
     with tempfile.TemporaryDirectory(dir=process.folder) as folder:
         yield Path(folder)
 
@@ -163,15 +167,19 @@ class IsolatedOptimizer:
         self.quantized, self.needs_calibration = self.here.quantized, self.here.needs_calibration
 
     def files(self, section: Quantize) -> tuple[str, ...]:
+        """Return the files that the section names."""
         return self.here.files(section) if isinstance(self.here, ConfiguredOptimizer) else ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
+        """Return the section with the content of its files in place of their names."""
         return self.here.settle(section, root) if isinstance(self.here, ConfiguredOptimizer) else section
 
     def quantizes(self, section: Quantize) -> bool:
+        """Return whether the section changes what is computed."""
         return self.here.quantizes(section) if isinstance(self.here, ConfiguredOptimizer) else self.quantized
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Run the optimizer in a process of the environment."""
         package = self.place.partition(".")[0].partition(":")[0]
         process = Process(
             interpreter(self.python(), _OPTIMIZER_WORKER, (package,)), self.limits, f"variant {request.section.name}"

@@ -92,7 +92,7 @@ class Process:
         return self._scratch.path
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
-        """The answer to one request.
+        """Send one request and return the answer.
 
         Raises:
             ValueError: what was asked refuses its inputs.
@@ -218,7 +218,7 @@ def interpreter(python: Path, entry: str, packages: Collection[str] = ()) -> Com
 
 
 def _place(name: str) -> Path:
-    """The folder or file of a top-level package or module of this installation."""
+    """Return the folder or file of a top-level package or module of this installation."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise NotFoundError(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
@@ -291,7 +291,7 @@ class Tail:
 
 
 def last_lines(output: bytes) -> str:
-    """The last lines of an output, each cut where it is too long for a person."""
+    """Return the last lines of an output, each cut to a readable length."""
     lines = output[-KEPT_BYTES:].decode("utf-8", errors="replace").splitlines()
     return "\n".join(line[:_LONGEST_LINE] for line in lines[-LAST_LINES:])
 
@@ -308,7 +308,7 @@ class Held:
     _kept: tuple[str, Process] | None = None
 
     def get(self, key: str, start: Callable[[], Process]) -> Process:
-        """The one that was started under the key, if it lives; else a new one, after the old one has ended."""
+        """Return the process that was started under the key if it is alive; else stop it and start a new one."""
         if self._kept is not None:
             kept, process = self._kept
             if kept == key and process.alive:
@@ -326,5 +326,5 @@ class Held:
 
 
 def clean_environ() -> dict[str, str]:
-    """This process's variables without those that would let one Python see into another, or choose for it."""
+    """Return the environment variables without those that select another Python or expose its packages."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

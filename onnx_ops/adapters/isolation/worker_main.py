@@ -111,7 +111,7 @@ def put_arrays(tensors: Tensors, path: Path) -> Path:
 
 
 def get_arrays(path: Path) -> Mapping[str, Array]:
-    """What `put_arrays` wrote; texts are objects again."""
+    """Read a file of `put_arrays`; texts become objects again."""
     import numpy as np
 
     with np.load(path, allow_pickle=False) as archive:
@@ -139,25 +139,30 @@ class ExporterWorker:
         self._model: object = None
 
     def start(self, exporter: str, root: str) -> None:
+        """Import the project's exporter."""
         module, _, name = exporter.partition(":")
         sys.path.insert(0, root)
         made: Exporter = getattr(importlib.import_module(module), name)()
         self._exporter = made
 
     def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
+        """Call the training function and save its model."""
         sets = {name: _dataset(path) for name, path in data.items()}
         self._exporter.save(call_training(run, sets, parameters), Path(folder))
 
     def load(self, folder: str) -> None:
+        """Load the model."""
         self._model = self._exporter.load(Path(folder))
 
     def export(self, section: Any, samples: str, path: str) -> None:
+        """Export the loaded model."""
         asked = codec.from_json(section, Export, where="export")
         self._exporter.export(
             self._model, ExportRequest(section=asked, samples=get_arrays(Path(samples)), path=Path(path))
         )
 
     def answer(self, inputs: str, precision: str, outputs: str) -> bool:
+        """Write the reference outputs of the loaded model; return whether there are any."""
         answers = self._exporter.reference(self._model, get_arrays(Path(inputs)), precision)
         if answers is not None:
             put_arrays(answers, Path(outputs))
@@ -165,6 +170,7 @@ class ExporterWorker:
 
 
 def run_exporter() -> None:
+    """Serve one exporter."""
     serve(ExporterWorker())
 
 
@@ -183,6 +189,7 @@ class OptimizerWorker:
     def optimize(
         self, optimizer: str, section: Any, source: str, path: str, calibration: str | None, machines: Any
     ) -> list[str]:
+        """Run the optimizer and return its notes."""
         module, _, name = optimizer.partition(":")
         request = OptimizeRequest(
             section=codec.from_json(section, Quantize, where=self.where),
@@ -195,4 +202,5 @@ class OptimizerWorker:
 
 
 def run_optimizer() -> None:
+    """Serve one optimizer."""
     serve(OptimizerWorker())

@@ -63,6 +63,7 @@ class GraphOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Save the graph as ONNX Runtime optimizes it."""
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
         if level == "all" and len({(one.family, one.wide) for one in request.machines}) > 1:
@@ -94,6 +95,7 @@ class FusionOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Fuse transformer patterns into single operators."""
         options = read_options(request.section, self.options)
         family = str(options.get("family", "bert"))
         source = _checked(request, read_structure(request.source))
@@ -132,6 +134,7 @@ class ShapeOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Replace symbolic dimensions by fixed sizes."""
         where = f"variant {request.section.name}, options"
         dims = read_options(request.section, self.options).get("dims", {})
         model = _checked(request, read_model(request.source))
@@ -295,7 +298,11 @@ class PassOptimizer(_Passes):
 
 
 def _library(name: str) -> Any:
-    """Raises MissingPackageError if the tool is not installed."""
+    """Import a tool.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -70,7 +70,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """A failure of the library is one of the stage.
+    """Raise whatever the library raises as a failure of the stage.
 
     Raises:
         StageError: whatever the library raised, in one line.
@@ -195,10 +195,11 @@ class BatchReader:
         return iter(self.get_next, None)
 
     def set_range(self, start_index: int, end_index: int) -> None:
+        """Read batches from `start_index` up to `end_index` (exclusive) next."""
         self._queue = iter(range(start_index, min(end_index, self._batches)))
 
     def get_next(self) -> dict[str, Array] | None:
-        """The next batch of the range; None after the last."""
+        """Return the next batch of the range; None after the last."""
         index = next(self._queue, None)
         if index is None:
             return None

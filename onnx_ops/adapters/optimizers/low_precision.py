@@ -48,6 +48,7 @@ class WeightQuantizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Store constant matrices in blocks of 4 or 8 bits."""
         options = read_options(request.section, self.options)
         algorithm = str(options.get("algorithm", "rtn"))
         _check(request, options, algorithm)
@@ -165,6 +166,7 @@ class HalfOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Convert weights and arithmetic to float16."""
         options = read_options(request.section, self.options)
         if info(request.source).size_bytes > PROTOBUF_LIMIT:
             raise TooLargeError(

@@ -88,6 +88,7 @@ class DynamicQuantizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Quantize weights; activations are quantized in each run."""
         options = read_options(request.section, self.options)
         source = read_structure(request.source)
         types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
@@ -111,6 +112,7 @@ class StaticQuantizer:
     needs_calibration = True
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Quantize weights and activations with ranges from calibration rows."""
         if request.section.calibrate is None or not request.calibration:
             raise UserError(
                 f"variant {request.section.name} needs calibration rows",
@@ -180,7 +182,7 @@ def _static(job: _Job) -> None:
 
 
 def _type(library: Any, name: str) -> Any:
-    """The library's own name of a type of numbers."""
+    """Return the library's constant for a type name."""
     return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
 
 

@@ -101,6 +101,7 @@ UNKNOWN = -1
 
 def main() -> None:
     # Whatever libraries print belongs with the errors: the answer is alone on standard output.
+    """Serve one request of `start` in the fresh process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
@@ -161,7 +162,7 @@ def _status() -> dict[str, int]:
 
 
 def _highest() -> int:
-    """The peak that getrusage tells: kB, but bytes on macOS. On Linux it may be the parent's, hence only a fallback."""
+    """Return the peak of getrusage in bytes. On Linux it may be that of the parent, hence only a fallback."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

@@ -55,19 +55,24 @@ class IsolatedRuntime:
     _held: Held = field(default_factory=Held)
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         name, version = build_of(target)
         return fingerprint(target.runtime, f"{version} ({name})")
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         return codec.from_json(self._ask("facts", target, model=str(model.resolve())), RuntimeFacts)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._ask("rewritten", target, model=str(model.resolve()), copy=str(copy.resolve()))
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._ask("package", target, model=str(model.resolve()), folder=str(folder.resolve()))
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
             feeds = [put_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
             answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
@@ -76,22 +81,26 @@ class IsolatedRuntime:
             return tuple(get_arrays(path) for path in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         found = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
         return RunSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"])
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         found = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return PairedBenchmarkSamples(
             nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe")
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         found = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return LoadSamples(nanoseconds=found["nanoseconds"], requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         found = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return StartSamples(load_ns=found["load"], first_ns=found["first"], peak_bytes=found["peak"])
 
@@ -157,37 +166,45 @@ class RuntimeWorker:
         self._runtime = OnnxRuntime()
 
     def facts(self, model: str, target: Any) -> Any:
+        """Build a session and report its providers and which nodes they run."""
         return codec.to_json(self._runtime.facts(Path(model), _target(target)))
 
     def rewritten(self, model: str, target: Any, copy: str) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._runtime.rewritten(Path(model), _target(target), Path(copy))
 
     def package(self, model: str, target: Any, folder: str) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._runtime.package(Path(model), _target(target), Path(folder))
 
     def run(self, model: str, target: Any, feeds: list[str], answers: list[str]) -> None:
+        """Run each batch and return its outputs by name."""
         batches = tuple(get_arrays(Path(feed)) for feed in feeds)
         found = self._runtime.run(Path(model), _target(target), batches)
         for answer, path in zip(found, answers, strict=True):
             put_arrays(answer, Path(path))
 
     def sample(self, model: str, target: Any, feed: str, answers: str, runs: int, warmup: int) -> None:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         found = self._runtime.sample(Path(model), _target(target), get_arrays(Path(feed)), runs=runs, warmup=warmup)
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted})
 
     def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
+        """Time several models in alternating order, as the schedule says."""
         asked = codec.from_json(schedule, PairedBenchmarkSchedule)
         found = self._runtime.race(_paths(models), _target(target), get_arrays(Path(feed)), asked)
         probe = {} if found.probe is None else {"probe": found.probe}
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted, **probe})
 
     def under_load(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
+        """Time windows of concurrent requests to each model."""
         asked = codec.from_json(schedule, LoadSchedule)
         found = self._runtime.under_load(_paths(models), _target(target), get_arrays(Path(feed)), asked)
         _save(answers, {"nanoseconds": found.nanoseconds})
 
     def starts(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
+        """Measure cold starts of each model in fresh processes."""
         os.environ["PYTHONPATH"] = sys.argv[1]
         asked = codec.from_json(schedule, StartSchedule)
         found = self._runtime.starts(_paths(models), _target(target), get_arrays(Path(feed)), asked)
@@ -195,6 +212,7 @@ class RuntimeWorker:
 
 
 def run_runtime() -> None:
+    """Serve the runtime of the environment."""
     serve(RuntimeWorker())
 
 

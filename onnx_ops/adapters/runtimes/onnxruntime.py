@@ -46,9 +46,11 @@ class OnnxRuntime:
     """Fulfils `RewritingRuntime` and `PackagingRuntime` of the ports. Every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         return machine(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         ort = importlib.import_module("onnxruntime")
         session = new_session(model, target, record_assignment=True)
         nodes: Counter[str] = Counter()
@@ -69,9 +71,11 @@ class OnnxRuntime:
         new_session(model, target, write_to=copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         session = new_session(model, target)
         names = [output.name for output in session.get_outputs()]
         answers = []
@@ -81,6 +85,7 @@ class OnnxRuntime:
         return tuple(answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
         timed = _timed(new_session(model, target), feed)
@@ -96,6 +101,7 @@ class OnnxRuntime:
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -118,6 +124,7 @@ class OnnxRuntime:
         return PairedBenchmarkSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -140,6 +147,7 @@ class OnnxRuntime:
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -152,7 +160,7 @@ class OnnxRuntime:
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
-    """A session of each model, built and warmed up in random order: memory layout is part of a session's latency."""
+    """Build and warm up a session of each model in random order: memory layout is part of a session's latency."""
     built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
     return [built[turn] for turn in range(len(models))]
 
@@ -178,7 +186,7 @@ def _probe() -> int:
 
 
 def _clock_step() -> float:
-    """The shortest step of the clock, in nanoseconds, of a thousand."""
+    """Return the shortest step of the clock in nanoseconds, of a thousand readings."""
     clock = time.perf_counter_ns
     steps = (second - first for first, second in ((clock(), clock()) for _ in range(1000)))
     return float(min(step for step in steps if step > 0))

@@ -50,7 +50,7 @@ _QUIET = 4
 
 
 def machine(target: Target) -> HardwareFingerprint:
-    """What figures of the target are bound to here."""
+    """Return the hardware and runtime that measurements on the target are bound to."""
     return fingerprint(target.runtime, runtime_version(target, plugins.version(DISTRIBUTION)))
 
 
@@ -82,7 +82,7 @@ def check_machine(target: Target) -> None:
 
 
 def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
-    """A session as the target says.
+    """Build a session as the target describes it.
 
     Where the target has an `ort_format`, what is made of the model is loaded, unless more is asked for than to run it.
 
@@ -131,7 +131,7 @@ def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
 
 @contextmanager
 def failures(model: Path) -> Iterator[None]:
-    """The runtime's own exceptions share no base class; each is told in one line."""
+    """Raise the runtime's exceptions, which share no base class, as measurement errors."""
     try:
         yield
     except Exception as error:
@@ -172,7 +172,7 @@ _PLUGGED: dict[str, Path] = {}
 
 
 def available_providers() -> tuple[str, ...]:
-    """Execution providers of the installed build."""
+    """Return the execution providers of the installed build."""
     return tuple(name for name in _ort().get_available_providers() if name not in _PLUGGED)
 
 
@@ -240,12 +240,12 @@ def check_devices(provider: Provider, target: Target) -> None:
 
 
 def runtime_version(target: Target, own: str) -> str:
-    """The runtime's version, with those of the plug-ins that the target names."""
+    """Return the runtime's version with the versions of the target's plug-ins."""
     return ", ".join([own, *(f"{p.package} {_version(p.package)}" for p in target.providers if p.package)])
 
 
 def provider_values(provider: Provider, model: Path, machine: Callable[[], HardwareFingerprint]) -> Mapping[str, str]:
-    """A provider's options, with the folder that `{cache}` stands for.
+    """Return a provider's options with `{cache}` replaced by a folder.
 
     What a provider compiles holds for one model, one device, one driver and one version of the runtime. TensorRT's own
     file names do not hold the weights, so that a model trained anew would be answered by its predecessor's engine.

@@ -32,7 +32,7 @@ _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all
 
 
 def loaded_file(model: Path, target: Target) -> Path:
-    """The file that runs on the target: the model itself, or what is made of it, which this process makes once.
+    """Return the file that runs on the target: the model, or its `.ort` file, made once per process.
 
     Raises:
         MeasurementError: it cannot be made.
@@ -90,7 +90,7 @@ def _scratch() -> Scratch:
 
 
 def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:
-    """Runs in a process of its own: the converter prints, and is told its level by an environment variable."""
+    """Convert in a forked process: the converter prints, and reads its level from an environment variable."""
     tool = importlib.import_module("onnxruntime.tools.convert_onnx_models_to_ort")
     os.environ["ORT_CONVERT_ONNX_MODELS_TO_ORT_OPTIMIZATION_LEVEL"] = level
     style = tool.OptimizationStyle[form.style.capitalize()]
@@ -112,7 +112,7 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
 
 
 def _usability(model: Path) -> str:
-    """The checker's own words. What it cannot check is told in its place: the file is no worse for it."""
+    """Return the report of the usability checker, or the error that kept it from reporting."""
     lines: list[str] = []
     logger = logging.Logger("usability")
     handler = logging.Handler()

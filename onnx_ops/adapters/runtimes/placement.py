@@ -42,38 +42,49 @@ class TargetedRuntime:
     _elsewhere: IsolatedRuntime | None = None
 
     def housed(self, folder: Path) -> TargetedRuntime:
+        """Return the same runtime with its environments below `folder`."""
         return TargetedRuntime(here=self.here, folder=folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
+        """Report nothing: ONNX Runtime is part of the installation."""
         return ()
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         return self._of(target).fingerprint(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         return self._of(target).facts(model, target)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._of(target).rewritten(model, target, copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._of(target).package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         return self._of(target).run(model, target, batches)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         return self._of(target).race(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         return self._of(target).under_load(models, target, feed, schedule)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         return self._of(target).starts(models, target, feed, schedule)
 
     def _of(self, target: Target) -> OnnxRuntime | IsolatedRuntime:
@@ -116,6 +127,7 @@ class ShieldedRuntime(OnnxRuntime):
         self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
+        """Run each batch in a forked process and return its outputs by name."""
         loaded = loaded_file(model, target)  # a shielded process starts no other
         try:
             return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
@@ -128,7 +140,7 @@ class ShieldedRuntime(OnnxRuntime):
 
 
 def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """The same runtime, shielded where it runs models in this process; `timeout` in seconds of one call."""
+    """Return the runtime with a crash guard around runs in this process; `timeout` is in seconds per call."""
     shield = ShieldedRuntime(timeout or PATIENCE_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=shield)

@@ -66,27 +66,34 @@ class NodeRuntime:
     _temporary: Scratch | None = None
 
     def housed(self, folder: Path) -> NodeRuntime:
+        """Return the same runtime with its packages below `folder`."""
         return type(self)(folder=folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
+        """Report whether its programs are installed."""
         return diagnosed("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         name = self._library(target)
         return fingerprint(target.runtime, f"{pinned(self._requirements(target))[name]} ({name}, {self._engine()})")
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         document = self._ask("facts", target, model=_model(model))
         asked = [provider.name for provider in target.providers]
         return codec.from_json({"runtime": target.runtime, "asked": asked, **document}, RuntimeFacts)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._ask("rewritten", target, model=_model(model), copy=str(copy.resolve()))
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
             asked = [
                 {"feed": put_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
@@ -96,6 +103,7 @@ class NodeRuntime:
             return tuple(get_tensors(answer) for answer in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
         found = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
@@ -107,6 +115,7 @@ class NodeRuntime:
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
@@ -122,6 +131,7 @@ class NodeRuntime:
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.windows + 1)
@@ -132,6 +142,7 @@ class NodeRuntime:
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -215,7 +226,7 @@ class NodeRuntime:
         return next(iter(pinned(self._defaults(target))))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
-        """The library first."""
+        """Return the default packages, the library first."""
         return (WEB,) if target.providers[0].name == "wasm" else (NATIVE,)
 
     def _engine(self) -> str:
@@ -233,6 +244,7 @@ class BrowserRuntime(NodeRuntime):
     kind: ClassVar[str] = "browser"
 
     def diagnose(self) -> Iterable[Diagnosis]:
+        """Report whether its programs are installed."""
         return diagnosed("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
@@ -271,7 +283,7 @@ def _loaded(model: Path, target: Target) -> dict[str, Any]:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """A model and the files of its weights, which WebAssembly must be given; none outside the model's folder."""
+    """Describe a model and its weight files, which WebAssembly must be given; none outside the model's folder."""
     place = path.resolve()
     names: tuple[str, ...] = ()
     with contextlib.suppress(UserError):  # `.ort`, or a broken file, of which the runtime tells
@@ -292,12 +304,12 @@ _REMEDIES = {
 
 
 def find(names: Sequence[str]) -> str | None:
-    """The first of the programs that is on the path."""
+    """Return the first of the programs that is on the path."""
     return next((place for name in names if (place := shutil.which(name))), None)
 
 
 def needed(names: Sequence[str], target: str) -> str:
-    """The program's place.
+    """Return the path of the program.
 
     Raises:
         MeasurementError: it is not on the path.
@@ -311,7 +323,7 @@ def needed(names: Sequence[str], target: str) -> str:
 
 
 def version_of(names: Sequence[str]) -> str:
-    """What the program says of its version, without its name; `not installed` if there is none."""
+    """Return the version that the program reports; `not installed` if it is missing."""
     place = find(names)
     return _said(place) if place else "not installed"
 
@@ -374,7 +386,7 @@ def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
 
 
 def get_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """What a worker wrote."""
+    """Read the tensors that a worker wrote."""
     import numpy as np
 
     found: dict[str, Any] = {}
