@@ -25,7 +25,7 @@ class RegisteredModels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BroughtModels:
+class UserSuppliedModels:
     """`root` is the project's folder; `registered` opens the registry when it is first asked for."""
 
     root: Path

@@ -17,7 +17,7 @@ import numpy as np
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import constants, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -70,7 +70,7 @@ class _Graph:
         return name in self.types
 
 
-def int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
+def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
     """Which operators of a quantized variant run in int8.
 
     Args:
@@ -309,7 +309,7 @@ def _casts(run: onnx.ModelProto) -> Iterator[Advice]:
 def _types(model: onnx.ModelProto) -> _Types:
     from onnx import numpy_helper
 
-    stored = constants(model)
+    stored = collect_constants(model)
     activations: set[int] = set()
     weights: dict[str, int] = {}
     for node in model.graph.node:

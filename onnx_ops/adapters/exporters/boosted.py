@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.sklearn import SklearnExporter, parts_of
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter, list_estimators
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
@@ -89,7 +89,7 @@ class XgboostExporter(_BoostedExporter):
     def _convertible(self, model: object) -> object:
         """Return a copy whose boosters lack column names, which the converter parses as numbers (`f0`, `f1` …)."""
         copied = copy.deepcopy(model)
-        for part in parts_of(copied):
+        for part in list_estimators(copied):
             if type(part).__module__.startswith("xgboost"):
                 booster: Any = part.get_booster()  # type: ignore[attr-defined]
                 booster.feature_names = booster.feature_types = None

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
+    list_output_values,
     name_axes,
-    output_names,
-    output_values,
+    name_outputs,
     rename_outputs,
 )
 from onnx_ops.errors import NotFoundError, UserError, quoted
@@ -92,7 +92,7 @@ class PaddleExporter:
                     why=f"{type(error).__name__}: {quoted(error)}",
                     remedy="Look for the operator that it names; another opset may be convertible.",
                 ) from error
-        rename_outputs(converted, output_names(answer))
+        rename_outputs(converted, name_outputs(answer))
         name_axes(converted, section)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
@@ -113,7 +113,9 @@ class PaddleExporter:
             answer = _call(model, inputs)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
-        return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
+        return {
+            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
+        }
 
 
 def _call(model: Any, inputs: Tensors) -> Any:

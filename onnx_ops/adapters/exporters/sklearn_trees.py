@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, preorder
+from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, order_nodes
 from onnx_ops.ports.export import Tree
 
 _FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")
 _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
-def source_trees(model: object) -> tuple[Tree, ...] | None:
+def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     """Return the trees of a decision tree, a forest or gradient boosting, alone or last in a pipeline; else None.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
@@ -72,7 +72,7 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
         for node in np.flatnonzero(inner)
     }
     leaves = {int(node): dict(enumerate(values[node].tolist())) for node in np.flatnonzero(~inner)}
-    return preorder([0], splits, leaves, values.shape[1])
+    return order_nodes([0], splits, leaves, values.shape[1])
 
 
 def _limits(thresholds: Any) -> Any:
@@ -92,7 +92,7 @@ def _weights(estimator: Any, value: Any) -> Any:
     return shares[:, 1:] if shares.shape[1] == 2 else shares
 
 
-def send_missing(converted: Any, model: object) -> None:
+def route_missing_values(converted: Any, model: object) -> None:
     """Let NaN take the way in the export that it takes in the source, which the converter does not tell.
 
     A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.

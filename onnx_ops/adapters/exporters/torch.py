@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.signature import check_section, free_axes, output_names, output_values
+from onnx_ops.adapters.exporters.signature import check_section, get_free_axes, list_output_values, name_outputs
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_functions import load_function
-from onnx_ops.onnx_graph.files import graphs, nodes, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, write_model
 from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
@@ -127,7 +127,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     table = _translations(section)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = output_names(_try_out(torch, module, rows))
+    outputs = name_outputs(_try_out(torch, module, rows))
     try:
         with _quiet():
             return torch.onnx.export(
@@ -179,7 +179,7 @@ def _translations(section: Export) -> Mapping[Any, Any] | None:
 def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) -> Any:
     """Free axes as `forward` takes its inputs: one by one, or all of them in one `*argument`."""
     axes = tuple(
-        {axis: torch.export.Dim(symbol) for axis, symbol in free_axes(section, name).items()} for name in names
+        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in names
     )
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return (axes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else axes
@@ -204,7 +204,7 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     except (RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise ValueError(f"the program refuses these inputs: {error}") from error
-    pairs = zip(output_names(answer), output_values(answer), strict=True)
+    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
     return kept | {name: value.detach().numpy() for name, value in pairs if name in names}
 
 
@@ -224,7 +224,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             why=f"{type(error).__name__}: {quoted(error)}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
-    values = dict(zip(output_names(answer), output_values(answer), strict=True))
+    values = dict(zip(name_outputs(answer), list_output_values(answer), strict=True))
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
@@ -259,7 +259,7 @@ def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Arra
         answer = _forward(torch, module.eval(), rows)
     except (RuntimeError, IndexError, TypeError) as error:
         raise ValueError(f"the module refuses these inputs: {error}") from error
-    pairs = zip(output_names(answer), output_values(answer), strict=True)
+    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
     return {name: value.detach().numpy() for name, value in pairs}
 
 
@@ -284,7 +284,7 @@ def _check_free_axes(proto: Any, section: Export) -> None:
     """Refuse a file in which the exporter fixed a free axis, which it does without a warning."""
     for value in proto.graph.input:
         sizes = value.type.tensor_type.shape.dim
-        for axis, symbol in free_axes(section, value.name).items():
+        for axis, symbol in get_free_axes(section, value.name).items():
             if sizes[axis].HasField("dim_value"):
                 raise UserError(
                     f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
@@ -319,13 +319,13 @@ def _quiet() -> Iterator[None]:
 def _strip(proto: Any) -> None:
     """Leave nothing in the file that depends on where it was made."""
     proto.producer_version = ""
-    for node in nodes(proto):
+    for node in iterate_nodes(proto):
         kept = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
         del node.metadata_props[:]
         node.doc_string = ""
         for key, value in kept:
             node.metadata_props.add(key=key, value=value)
-    for graph in graphs(proto):
+    for graph in iterate_graphs(proto):
         for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del value.metadata_props[:]
 

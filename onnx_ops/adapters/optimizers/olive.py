@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.rewrites import follow, like_source, still_quantized
+from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, restore_metadata, trace_nodes
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -102,7 +102,7 @@ class OliveOptimizer:
         """Run the configured passes in order and check what they made."""
         section = request.section
         source = read_model(request.source)
-        follow(section.exclude, source, source)
+        trace_nodes(section.exclude, source, source)
         config: Any = section.options[CONFIG]
         if any(_names_data(one) for one in _passes(config["passes"])) and request.calibration is None:
             raise UserError(
@@ -113,7 +113,7 @@ class OliveOptimizer:
         with Scratch() as folder:
             made = _run(_workflow(request, config, folder), section.name)
             derived = read_model(made)
-            like_source(derived, source)
+            restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, "Olive", f"variant {section.name}")
         _check_excluded(section, derived)
@@ -289,7 +289,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _check_excluded(section: Quantize, derived: Any) -> None:
-    if kept := still_quantized(section.exclude, derived, _GEMM_SUFFIX):
+    if kept := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
         raise UserError(
             f"Olive quantized {', '.join(kept)}, which `exclude` names",
             where=f"variant {section.name}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
-def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
+def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
     """Return the hardware and runtime that measurements are bound to."""
     model, flags = _cpu()
     accelerators, driver = _accelerators()
@@ -29,7 +29,7 @@ def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
     )
 
 
-def conditions() -> Mapping[str, str]:
+def read_conditions() -> Mapping[str, str]:
     """Return what may have disturbed a measurement: load, steal time, frequency governor, cgroup limits."""
     files = {
         "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",

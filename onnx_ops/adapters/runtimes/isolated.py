@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import Held, Limits, Process, interpreter
-from onnx_ops.adapters.isolation.worker_main import get_arrays, put_arrays, serve
-from onnx_ops.adapters.runtimes.hardware import fingerprint
+from onnx_ops.adapters.isolation.process import ProcessLimits, RetainedProcess, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays, serve
+from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
@@ -36,7 +36,7 @@ from onnx_ops.ports.runtime import (
 
 _WORKER = "onnx_ops.adapters.runtimes.isolated:run_runtime"
 
-PATIENCE_S = 1800.0
+DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an answer where `env.timeout` says nothing."""
 
 _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
@@ -52,12 +52,12 @@ class IsolatedRuntime:
     python: Callable[[Environment], Path]
     """The interpreter of an environment, which is made if it is not there."""
 
-    _held: Held = field(default_factory=Held)
+    _held: RetainedProcess = field(default_factory=RetainedProcess)
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the hardware and runtime that measurements on the target are bound to."""
-        name, version = build_of(target)
-        return fingerprint(target.runtime, f"{version} ({name})")
+        name, version = read_runtime_build(target)
+        return read_hardware(target.runtime, f"{version} ({name})")
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Build a session and report its providers and which nodes they run."""
@@ -74,11 +74,11 @@ class IsolatedRuntime:
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
-            feeds = [put_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
+            feeds = [save_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
             answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
             files = {"feeds": [str(path) for path in feeds], "answers": [str(path) for path in answers]}
             self._ask("run", target, model=str(model.resolve()), **files)
-            return tuple(get_arrays(path) for path in answers)
+            return tuple(load_arrays(path) for path in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
@@ -108,7 +108,7 @@ class IsolatedRuntime:
         import numpy as np
 
         with self._scratch(target) as folder:
-            stored, answers = put_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
+            stored, answers = save_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
             self._ask(do, target, feed=str(stored), answers=str(answers), **arguments)
             with np.load(answers, allow_pickle=False) as archive:
                 return {name: archive[name] for name in archive.files}
@@ -122,16 +122,16 @@ class IsolatedRuntime:
         with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
             yield Path(folder)
 
-    def _process(self, target: Target) -> Process:
+    def _process(self, target: Target) -> WorkerProcess:
         return self._held.get(target.digest(), lambda: self._started(target))
 
-    def _started(self, target: Target) -> Process:
-        build_of(target)
+    def _started(self, target: Target) -> WorkerProcess:
+        read_runtime_build(target)
         python = self.python(target.env or Environment())
-        return Process(interpreter(python, _WORKER), _limits(target), f"target {target.name}")
+        return WorkerProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
 
 
-def build_of(target: Target) -> tuple[str, str]:
+def read_runtime_build(target: Target) -> tuple[str, str]:
     """Name and version of the build of ONNX Runtime that a target's environment holds.
 
     Raises:
@@ -147,9 +147,9 @@ def build_of(target: Target) -> tuple[str, str]:
     )
 
 
-def _limits(target: Target) -> Limits:
+def _limits(target: Target) -> ProcessLimits:
     env = target.env or Environment()
-    return Limits(memory=env.memory, timeout=env.timeout or PATIENCE_S)
+    return ProcessLimits(memory=env.memory, timeout=env.timeout or DEFAULT_TIMEOUT_S)
 
 
 def _names(models: Sequence[Path]) -> list[str]:
@@ -179,27 +179,27 @@ class RuntimeWorker:
 
     def run(self, model: str, target: Any, feeds: list[str], answers: list[str]) -> None:
         """Run each batch and return its outputs by name."""
-        batches = tuple(get_arrays(Path(feed)) for feed in feeds)
+        batches = tuple(load_arrays(Path(feed)) for feed in feeds)
         found = self._runtime.run(Path(model), _target(target), batches)
         for answer, path in zip(found, answers, strict=True):
-            put_arrays(answer, Path(path))
+            save_arrays(answer, Path(path))
 
     def sample(self, model: str, target: Any, feed: str, answers: str, runs: int, warmup: int) -> None:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        found = self._runtime.sample(Path(model), _target(target), get_arrays(Path(feed)), runs=runs, warmup=warmup)
+        found = self._runtime.sample(Path(model), _target(target), load_arrays(Path(feed)), runs=runs, warmup=warmup)
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted})
 
     def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         """Time several models in alternating order, as the schedule says."""
         asked = codec.from_json(schedule, PairedBenchmarkSchedule)
-        found = self._runtime.race(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.race(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         probe = {} if found.probe is None else {"probe": found.probe}
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted, **probe})
 
     def under_load(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         """Time windows of concurrent requests to each model."""
         asked = codec.from_json(schedule, LoadSchedule)
-        found = self._runtime.under_load(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.under_load(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         _save(answers, {"nanoseconds": found.nanoseconds})
 
     def starts(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
@@ -207,7 +207,7 @@ class RuntimeWorker:
         """Measure cold starts of each model in fresh processes."""
         os.environ["PYTHONPATH"] = sys.argv[1]
         asked = codec.from_json(schedule, StartSchedule)
-        found = self._runtime.starts(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.starts(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         _save(answers, {"load": found.load_ns, "first": found.first_ns, "peak": found.peak_bytes})
 
 

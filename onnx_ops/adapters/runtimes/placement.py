@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from onnx_ops.adapters.isolation.crash_guard import PATIENCE_S, Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.ort_format import loaded_file
+from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
@@ -102,18 +102,18 @@ class TargetedRuntime:
 
     def _isolated(self, target: Target) -> IsolatedRuntime:
         # Most runs have no such target, and need not import what starts processes.
-        from onnx_ops.adapters.isolation.environments import Environments, find_uv
+        from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
         from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
 
         if self.folder is None:
             raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
-        return IsolatedRuntime(python=Environments(folder=self.folder, uv=find_uv()).python)
+        return IsolatedRuntime(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
 
 
 _Answers = tuple[Mapping[str, Array], ...]
 
 
-class ShieldedRuntime(OnnxRuntime):
+class GuardedRuntime(OnnxRuntime):
     """Runs each call of `run` in a process of its own.
 
     Args:
@@ -121,17 +121,17 @@ class ShieldedRuntime(OnnxRuntime):
         memory: bytes that its process may use, by default what the machine has.
     """
 
-    def __init__(self, timeout: float = PATIENCE_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         super().__init__()
         self._timeout = timeout
         self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
         """Run each batch in a forked process and return its outputs by name."""
-        loaded = loaded_file(model, target)  # a shielded process starts no other
+        loaded = prepare_model_file(model, target)  # a shielded process starts no other
         try:
-            return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
-        except Fallen as fallen:
+            return run_guarded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+        except ProcessCrashError as fallen:
             what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
             remedy = (
                 "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
@@ -139,9 +139,9 @@ class ShieldedRuntime(OnnxRuntime):
             raise MeasurementError(what, where=model.name, why=fallen.how, remedy=remedy) from None
 
 
-def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
+def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
     """Return the runtime with a crash guard around runs in this process; `timeout` is in seconds per call."""
-    shield = ShieldedRuntime(timeout or PATIENCE_S)
+    shield = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=shield)
     return shield if type(runtime) is OnnxRuntime else runtime
