@@ -255,9 +255,9 @@ def test_a_survey_reads_no_weights(tmp_path: Path) -> None:
     with (tmp_path / "w").open("r+b") as stream:
         stream.truncate(3 << 30)
     code = (
-        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import survey;"
+        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import summarize_model;"
         "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = peak(); found = survey(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
+        "before = peak(); found = summarize_model(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     size, kilobytes = map(int, done.stdout.split())
