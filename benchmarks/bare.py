@@ -23,7 +23,7 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
 from onnx_ops.domain.rollout import build_split_state
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.ports import Dataset, ExportRequest, OptimizeRequest, PairedBenchmarkSchedule
 from onnx_ops.statistics.probes import learn_domains, make_batch_inputs, make_range_inputs
 
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     export = folder / "fp32" / "model.onnx"
     export.parent.mkdir()
     exporter.export(model, ExportRequest(section=Export(framework="sklearn"), samples=samples, path=export))
-    full_check(export)
+    check_model(export)
     groups = [samples, make_range_inputs(samples, learn_domains(samples)), *make_batch_inputs(samples).values()]
     for answer, group in zip(runtime.run(export, TARGET, tuple(groups)), groups, strict=True):
         wanted = exporter.reference(model, group, "float64") or {}

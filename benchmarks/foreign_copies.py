@@ -11,9 +11,9 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from onnx_ops.errors import OnnxOpsError
-from onnx_ops.onnx_graph.files import constants, read_model
-from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.files import collect_constants, read_model
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 _LARGEST = 1 << 30
@@ -33,7 +33,7 @@ _SWAPS = {
 def wrong_copies(path: Path) -> Iterator[tuple[str, Path]]:
     """Name and file of each copy that a fault can be made in, and whose answers differ by it."""
     try:
-        if info(path).size_bytes > _LARGEST:
+        if read_model_info(path).size_bytes > _LARGEST:
             return
         if not (right := _answers(path)):
             return
@@ -57,7 +57,7 @@ def _answers(path: Path) -> list[Any]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    samples = generate_samples(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=input_bounds(path))
+    samples = generate_samples(shared_inputs(path), count=_ROWS, dims={}, seed=_SEED, bounds=read_input_bounds(path))
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return [_flat(value) for value in session.run(None, samples.feed(_ROWS))]
@@ -93,7 +93,7 @@ def _differs(a: Any, b: Any) -> bool:
 
 def _largest(model: onnx.ModelProto, rank: int) -> TensorProto | None:
     """The largest weight that is not all zeros, of at least that rank, or of one axis."""
-    tensors = [tensor for tensor in constants(model).values() if tensor.data_type in _TYPES]
+    tensors = [tensor for tensor in collect_constants(model).values() if tensor.data_type in _TYPES]
     tensors = [tensor for tensor in tensors if (len(tensor.dims) > 1 if rank > 1 else len(tensor.dims) == 1)]
     tensors = [tensor for tensor in tensors if numpy_helper.to_array(tensor).any()]
     return max(tensors, key=lambda one: numpy_helper.to_array(one).size, default=None)

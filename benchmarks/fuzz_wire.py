@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.serving.wire.wire_mutations import attack, seeds
+from tests.serving.inference.request_mutations import attack, seeds
 
 _ALLOWED_MB = 64
 

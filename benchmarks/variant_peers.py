@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.adapters.isolation.environments import Environments
-from onnx_ops.adapters.isolation.process import clean_environ
+from onnx_ops.adapters.isolation.environments import PythonEnvironments
+from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
 
 OLIVE, OPTIMUM = "Olive 0.13.0", "Optimum 0.1.0"
@@ -52,7 +52,7 @@ def interpreter(tool: str, folder: Path) -> Path:
     Raises:
         StageError: its packages cannot be installed.
     """
-    return Environments(folder=folder, base=()).python(Environment(requirements=PINS[tool]))
+    return PythonEnvironments(folder=folder, base=()).python(Environment(requirements=PINS[tool]))
 
 
 def _olive(work: Work, *words: str) -> None:
@@ -135,7 +135,7 @@ quantizer.quantize(config, folder, calibration_tensors_range=ranges)
 def _call(work: Work, *words: str) -> None:
     """Run the tool's interpreter; what it said last is the reason if it fails."""
     done = subprocess.run(
-        [str(work.python), *words], cwd=work.folder, env=clean_environ(), capture_output=True, text=True,
+        [str(work.python), *words], cwd=work.folder, env=build_clean_environ(), capture_output=True, text=True,
         timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     if done.returncode != 0:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.adapters.runtimes.onnxruntime_session import machine
+from onnx_ops.adapters.runtimes.onnxruntime_session import fingerprint_target
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
@@ -88,7 +88,7 @@ class SyntheticRuntime:
     tools = ("numpy",)
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        return machine(target)
+        return fingerprint_target(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         asked = tuple(provider.name for provider in target.providers)

@@ -21,7 +21,7 @@ from benchmarks.truth.evidence import evidence
 from benchmarks.truth.sklearn_models import fitted_models
 from benchmarks.truth.torch_nets import cases
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
-from onnx_ops.adapters.exporters.signature import output_names
+from onnx_ops.adapters.exporters.signature import name_outputs
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -166,7 +166,7 @@ def _legacy(case: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         rows = {name: torch.from_numpy(array[:2]) for name, array in case.samples.items()}
         with torch.no_grad():
-            names = output_names(case.module(*rows.values()))
+            names = name_outputs(case.module(*rows.values()))
         torch.onnx.export(
             case.module,
             tuple(rows.values()),

@@ -21,13 +21,13 @@ from benchmarks.truth.latency import LAYERS, WIDTH
 from benchmarks.truth.parity import equivalence, optimise
 from benchmarks.truth.quantization import FAULTS as ROUNDED_FAULTS
 from benchmarks.truth.recipes import make, variants
-from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
 from onnx_ops.tools.judge import JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
@@ -99,7 +99,7 @@ def _judged(
     try:
         inputs = shared_inputs(baseline, candidate)
         if dataset is None:
-            samples = generate_samples(inputs, count=128, dims={}, bounds=input_bounds(baseline))
+            samples = generate_samples(inputs, count=128, dims={}, bounds=read_input_bounds(baseline))
         else:
             samples = check_samples(inputs, dataset.inputs, where="rows", limit=128)
         found = judge_candidate(
@@ -220,8 +220,8 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
     """Float16, and 8 bits in blocks where there are matrix products."""
     made = {}
     for name, optimizer, method, options in (
-        ("float16", HalfOptimizer(), "fp16", {}),
-        ("8 bits in blocks", WeightQuantizer(), "weight-only", {"bits": 8, "block": 16}),
+        ("float16", Fp16Optimizer(), "fp16", {}),
+        ("8 bits in blocks", WeightOnlyQuantizer(), "weight-only", {"bits": 8, "block": 16}),
     ):
         path = folder / f"{source.stem}.{method}.onnx"
         section = Quantize(name="variant", method=method, options=options)

@@ -26,9 +26,9 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.parity import measure_parity
-from onnx_ops.onnx_graph.compatibility import full_check
-from onnx_ops.onnx_graph.input_bounds import index_bounds, input_bounds
-from onnx_ops.onnx_graph.tree_ensembles import read_trees, split_probes
+from onnx_ops.onnx_graph.compatibility import check_model
+from onnx_ops.onnx_graph.input_bounds import read_index_bounds, read_input_bounds
+from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, read_trees
 from onnx_ops.ports import Tensors
 from onnx_ops.statistics.probes import learn_domains, make_range_inputs
 from onnx_ops.statistics.rules.parity import judge_parity
@@ -108,7 +108,7 @@ def prove(*, quick: bool) -> list[Claim]:
 def judged(path: Path, target: Target, export: Exported) -> GateResult:
     """The verdict of the product's parity gate; a file that is no valid model, or does not run, fails."""
     try:
-        full_check(path)
+        check_model(path)
         measured = measure_parity(OnnxRuntime(), path, target, export.groups)
         trees = compare_trees(read_trees(path), export.trees) if export.trees is not None else None
     except (MeasurementError, UserError) as error:
@@ -182,7 +182,7 @@ def _told_apart(right: Path, wrong: Path) -> bool:
     """Whether `judge` refuses the faulty file beside the right one, on rows that it makes up."""
     try:
         samples = generate_samples(
-            shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=input_bounds(right)
+            shared_inputs(right, wrong), count=_MADE_UP_ROWS, dims={}, bounds=read_input_bounds(right)
         )
         return compare(OnnxRuntime(), TARGET, right, wrong, samples).verdict is Verdict.FAIL
     except (MeasurementError, UserError):
@@ -221,11 +221,11 @@ def _distance(right: Any, wrong: Any) -> float:
 def _many(export: Exported) -> tuple[Tensors, ...]:
     ((name, rows),) = export.unseen.items()
     draw = np.random.default_rng(export.seed)
-    domains = learn_domains(export.samples, bounds=index_bounds(export.path))
+    domains = learn_domains(export.samples, bounds=read_index_bounds(export.path))
     low, high = domains[name].low, domains[name].high
     random = low + (high - low) * draw.random((_RANDOM_ROWS, *rows.shape[1:]))
     random = np.where(domains[name].whole, np.round(random), random)
-    splits = split_probes(export.path, export.unseen)
+    splits = build_split_probes(export.path, export.unseen)
     near = () if splits is None else (splits,)
     return export.unseen, {name: random.astype(rows.dtype)}, *near, make_range_inputs(export.unseen, domains)
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from benchmarks.truth.families import CLASSES, TOKENS, Cnn, Mlp, Transformer, trained
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.adapters.optimizers.library import BatchReader, quiet
+from onnx_ops.adapters.optimizers.library import BatchReader, suppress_output
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.instrumentation import expose
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.instrumentation import write_with_outputs
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.ports import ExportRequest
 
@@ -165,7 +165,7 @@ def variants(model: Trained, folder: Path) -> Iterator[tuple[str, Path]]:
     prepared = _prepared(model, folder)
     for name, recipe in RECIPES.items():
         path = folder / f"{model.path.stem}.{name.replace(' ', '-')}.onnx"
-        with quiet():
+        with suppress_output():
             recipe(model, prepared, path)
         if any(tensor.name.endswith("_quantized") for tensor in read_model(path).graph.initializer):
             yield name, path
@@ -199,7 +199,7 @@ def _static(**changes: Any) -> Recipe:
     }
 
     def make_it(model: Trained, prepared: Path, path: Path) -> None:
-        reader = BatchReader(model.calibration, info(prepared))
+        reader = BatchReader(model.calibration, read_model_info(prepared))
         quantize_static(str(prepared), str(path), reader, **settings)
 
     return make_it
@@ -249,7 +249,7 @@ def _inputs(model: Trained, name: str) -> Any:
     if name == model.feed:
         return model.calibration[name]
     copy = model.path.with_name("inside.onnx")
-    expose(model.path, [name], copy)
+    write_with_outputs(model.path, [name], copy)
     answer: Any = OnnxRuntime().run(copy, AS_WRITTEN, (model.calibration,))[0][name]
     return answer
 

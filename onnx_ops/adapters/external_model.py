@@ -25,14 +25,14 @@ class RegisteredModels(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BroughtModels:
+class UserSuppliedModels:
     """`root` is the project's folder; `registered` opens the registry when it is first asked for."""
 
     root: Path
     registered: Callable[[], RegisteredModels]
 
     def digest(self, place: str) -> Digest:
-        """What changes when the model changes; a remote one is asked about, not fetched.
+        """Return a digest that changes with the model; a remote model is queried, not fetched.
 
         Raises:
             NotFoundError: there is no such model.
@@ -50,7 +50,7 @@ class BroughtModels:
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
-        """The model as a local file or folder; a remote one is fetched into `scratch`. Raises as `digest` does."""
+        """Return the model as a local path; a remote one is fetched into `scratch`. Raises as `digest` does."""
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)
             self.registered().fetch(place, scratch)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from onnx_ops import plugins
-from onnx_ops.adapters.external_model import BroughtModels, RegisteredModels
+from onnx_ops.adapters.external_model import RegisteredModels, UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
@@ -52,7 +52,7 @@ def connect(settings: Settings) -> Ports:
         store=ContentStore(open_objects(settings.store), settings.state / "cache"),
         ledger=ObjectLedger(open_objects(settings.ledger)),
         files=ModelFolders(settings.models),
-        models=BroughtModels(root=settings.root, registered=_once(lambda: _registered(settings))),
+        models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
@@ -170,6 +170,6 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
 
 
 def _conditions() -> Mapping[str, str]:
-    from onnx_ops.adapters.runtimes.hardware import conditions
+    from onnx_ops.adapters.runtimes.hardware import read_conditions
 
-    return conditions()
+    return read_conditions()

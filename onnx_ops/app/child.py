@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops import codec, plugins
-from onnx_ops.adapters.isolation.process import Marked, Tail, ending
+from onnx_ops.adapters.isolation.process import LineListener, OutputTail, describe_exit
 from onnx_ops.app.remote import ask, pool_of
 from onnx_ops.app.turns import Quiet, machine_lock
 from onnx_ops.config.settings import Settings, to_environ
@@ -87,7 +87,7 @@ def in_child(
         code, said = _spawn(settings, json.dumps(request), stage, scratch, tell)
         if not result.exists():
             raise StageError(
-                f"its process ended with {ending(code)}",
+                f"its process ended with {describe_exit(code)}",
                 where=stage.id,
                 why=said or "it printed nothing",
                 remedy="Run the stage again; if it crashes again, the lines above are its last words.",
@@ -114,8 +114,8 @@ def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: 
         env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
         start_new_session=True,
     )
-    heard = Marked(PROGRESS, lambda line: tell(stage, line))
-    tail = Tail(process.stdout, heard)  # type: ignore[arg-type]
+    heard = LineListener(PROGRESS, lambda line: tell(stage, line))
+    tail = OutputTail(process.stdout, heard)  # type: ignore[arg-type]
     try:
         if process.stdin is not None:
             process.stdin.write(request.encode("utf-8") + b"\n")

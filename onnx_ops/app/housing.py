@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.isolation.environments import Environments, find_uv
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, IsolatedOptimizer
-from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.adapters.isolation.process import ProcessLimits
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import UserError
@@ -29,7 +29,7 @@ def exporters(settings: Settings) -> Exporters:
             exporter=plugins.find("exporters", name).value,
             python=_maker(settings, wanted),
             root=settings.root,
-            limits=Limits(memory=wanted.memory, timeout=wanted.timeout),
+            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
         )
 
     return exporter
@@ -48,14 +48,14 @@ def optimizers(settings: Settings) -> Optimizers:
             here=found,
             place=plugins.find("optimizers", name).value,
             python=_maker(settings, wanted),
-            limits=Limits(memory=wanted.memory, timeout=wanted.timeout),
+            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
         )
 
     return optimizer
 
 
 def _maker(settings: Settings, wanted: Environment) -> Callable[[], Path]:
-    environments = Environments(folder=settings.environments, uv=find_uv())
+    environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
     return lambda: environments.python(wanted)
 
 

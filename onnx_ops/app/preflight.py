@@ -155,16 +155,16 @@ class Preflight:
 
     def _model(self, place: Path) -> tuple[list[str], ModelInfo | None]:
         """What the ready ONNX file is refused for, and what it says of itself."""
-        from onnx_ops.onnx_graph.compatibility import brought_notes, brought_problems
-        from onnx_ops.onnx_graph.files import model_file
-        from onnx_ops.onnx_graph.model_info import info
+        from onnx_ops.onnx_graph.compatibility import list_user_model_notes, list_user_model_problems
+        from onnx_ops.onnx_graph.files import find_model_file
+        from onnx_ops.onnx_graph.model_info import read_model_info
 
         if self.draft.export is None:
             return [], None
         try:
-            problems = brought_problems(place, self.draft.export, self.targets.values())
-            self.notes += [f"{self.draft.model}: {note}" for note in brought_notes(place)]
-            return problems, info(model_file(place))
+            problems = list_user_model_problems(place, self.draft.export, self.targets.values())
+            self.notes += [f"{self.draft.model}: {note}" for note in list_user_model_notes(place)]
+            return problems, read_model_info(find_model_file(place))
         except OnnxOpsError as error:
             return [error.without_place()], None
 
@@ -196,7 +196,7 @@ class Preflight:
 
     def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Issue]:
         """Free axes of inputs that do not exist, and options that the exporter does not have."""
-        from onnx_ops.adapters.exporters.signature import section_problems
+        from onnx_ops.adapters.exporters.signature import find_section_problems
 
         export = self.draft.export
         plugin = self._plugin("exporters", export.framework) if export else None
@@ -205,7 +205,7 @@ class Preflight:
             return
         if scored is None:
             export = replace(export, dynamic={})
-        for loc, problem in section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
+        for loc, problem in find_section_problems(export, scored.dataset.inputs if scored else {}, plugin.options):
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Issue]:

@@ -122,16 +122,16 @@ def _own(kind: str, name: str) -> Iterable[Diagnosis]:
 
 def _providers(project: Project) -> Iterator[Diagnosis]:
     del project
-    from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, devices
+    from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
 
-    found = available_providers()
+    found = list_providers()
     yield Diagnosis(
         check="execution providers",
         ok="CPUExecutionProvider" in found,
         found=", ".join(found),
         remedy="Install onnxruntime again.",
     )
-    yield Diagnosis(check="devices", ok=True, found="; ".join(devices()))
+    yield Diagnosis(check="devices", ok=True, found="; ".join(list_devices()))
 
 
 def _state(project: Project) -> Iterator[Diagnosis]:

@@ -11,13 +11,13 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.cli.terminal import console, print_table, print_text
 from onnx_ops.domain.artifact import TensorSpec, short_digest
-from onnx_ops.onnx_graph.model_summary import Cost, Survey
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.model_summary import ModelCost, ModelSummary
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.reporting.formatting import format_figure, number
 
 
 def survey_document(
-    path: Path, found: Survey, targets: Mapping[str, str], written: Sequence[Path] = ()
+    path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
     return {
         "tool": "inspect",
@@ -32,7 +32,7 @@ def survey_document(
     }
 
 
-def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
+def survey_report(path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
     out, info = console(), found.info
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
     beside = f", weights in {', '.join(found.external)}" if found.external else ""
@@ -58,14 +58,14 @@ def survey_report(path: Path, found: Survey, targets: Mapping[str, str], written
         out.print(f"wrote {escape(str(file))}", soft_wrap=True)
     if found.problem:
         print_text(out, f"[red]not valid ONNX[/red]: {escape(found.problem)}")
-    elif is_ort(path):
+    elif is_ort_format(path):
         text = "[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime"
         print_text(out, text)
     else:
         out.print("[green]valid ONNX[/green]")
 
 
-def _cost(cost: Cost) -> dict[str, str]:
+def _cost(cost: ModelCost) -> dict[str, str]:
     sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
     at = f"with {sizes}: " if sizes else ""
     if cost.problem:

@@ -51,9 +51,9 @@ def inspect(
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect_report import survey_document, survey_report
     from onnx_ops.config.targets import list_targets
-    from onnx_ops.onnx_graph.compatibility import ceiling, lacking
-    from onnx_ops.onnx_graph.model_summary import survey
-    from onnx_ops.onnx_graph.python_source import as_python
+    from onnx_ops.onnx_graph.compatibility import explain_missing_operators, explain_version_limits
+    from onnx_ops.onnx_graph.model_summary import summarize_model
+    from onnx_ops.onnx_graph.python_source import write_python_source
 
     if bool(set_) != bool(output):
         raise UserError("--set and --output belong together", remedy="For example: --set license=MIT --output new.onnx")
@@ -64,11 +64,14 @@ def inspect(
         if set_ and output:
             _write(path, output, set_)
         looked_at = output if set_ and output else path
-        written += as_python(looked_at, source) if source else ()
-        found = survey(looked_at, batch=batch, dims=sizes_of(dims or []))
+        written += write_python_source(looked_at, source) if source else ()
+        found = summarize_model(looked_at, batch=batch, dims=sizes_of(dims or []))
         files = open_project().targets
         known = {name: files.load(name, where="--target") for name in list_targets(files)}
-        targets = {name: ceiling(found.info, one) or lacking(found.foreign, one) for name, one in known.items()}
+        targets = {
+            name: explain_version_limits(found.info, one) or explain_missing_operators(found.foreign, one)
+            for name, one in known.items()
+        }
         if as_json:
             print_json(survey_document(looked_at, found, targets, written))
         else:
@@ -82,16 +85,16 @@ def inspect(
 @contextmanager
 def local_model(place: str) -> Iterator[Path]:
     """The model as a local file; what is fetched is gone afterwards."""
-    from onnx_ops.onnx_graph.files import model_file
+    from onnx_ops.onnx_graph.files import find_model_file
 
     if "://" not in place and not place.startswith("models:/"):
-        yield model_file(Path(place))
+        yield find_model_file(Path(place))
         return
     from onnx_ops.app import connect
     from onnx_ops.config.settings import load_settings
 
     with Scratch() as folder:
-        yield model_file(connect(load_settings()).models.path(place, folder / "model"))
+        yield find_model_file(connect(load_settings()).models.path(place, folder / "model"))
 
 
 def _write(path: Path, output: Path, entries: list[str]) -> None:

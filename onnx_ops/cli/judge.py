@@ -95,7 +95,7 @@ def judge(
 
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
-    from onnx_ops.adapters.runtimes.placement import shielded_runtime
+    from onnx_ops.adapters.runtimes.placement import guard_runtime
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspecting import local_model
     from onnx_ops.cli.tools import telling
@@ -133,7 +133,7 @@ def judge(
             kind=kind,
             targets=chosen,
             settings=settings,
-            runtime=lambda name: shielded_runtime(project.ports.runtime(name), timeout),
+            runtime=lambda name: guard_runtime(project.ports.runtime(name), timeout),
             inside=project.ports.runtime(REFERENCE.runtime),
             conditions=project.ports.conditions,
             metric=gate,
@@ -170,15 +170,15 @@ def judge(
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
-    from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
+    from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
-    wanted, folder = read_types(baseline), stack.enter_context(Scratch())
+    wanted, folder = read_boundary_types(baseline), stack.enter_context(Scratch())
     files, notes = [], []
     for side, file in (("A", baseline), ("B", candidate)):
         path = folder / side / file.name
         path.parent.mkdir()
-        casts = write_with_casts(file, wanted, path)
+        casts = write_with_boundary_casts(file, wanted, path)
         files.append(path if casts else file)
         notes += [f"{side} has {casts}"] if casts else []
     return files[0], files[1], notes
@@ -187,10 +187,10 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
 def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
     """The same with digests and sizes of the files that were given."""
     from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.onnx_graph.model_info import info
+    from onnx_ops.onnx_graph.model_info import read_model_info
 
     digests = digest_file(given[0]), digest_file(given[1])
-    sizes = info(given[0]).size_bytes, info(given[1]).size_bytes
+    sizes = read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes
     return replace(found, digests=digests, sizes=sizes, notes=(*notes, *found.notes))
 
 
@@ -324,13 +324,13 @@ def _settings(
     where: str,
 ) -> list[SweepPoint]:
     """Every shape with every batch; one that a model insists on is the only one."""
-    from onnx_ops.onnx_graph.input_bounds import input_bounds
+    from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.judge import SweepPoint
     from onnx_ops.tools.probing import check_samples, generate_samples
 
     if dataset is not None and sweep:
         raise UserError("--dim is for made-up rows, and --data brings its own", where="--dim")
-    bounds = input_bounds(baseline) if dataset is None else {}
+    bounds = read_input_bounds(baseline) if dataset is None else {}
     settings: list[SweepPoint] = []
     shapes = list(itertools.product(*sweep.values()))
     for sizes in shapes:

@@ -139,9 +139,9 @@ def _options(texts: list[str]) -> dict[str, Json]:
 
 def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
     from onnx_ops.cli.tools import read_rows
-    from onnx_ops.onnx_graph.model_info import info
+    from onnx_ops.onnx_graph.model_info import read_model_info
 
-    return read_rows(info(model).inputs, ports, data, samples).rows
+    return read_rows(read_model_info(model).inputs, ports, data, samples).rows
 
 
 def _document(found: QuantizedFile, model: Path, out: Path) -> dict[str, Any]:

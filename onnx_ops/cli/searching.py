@@ -109,7 +109,7 @@ def _parts(hint: Any) -> list[Any]:
 
 def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
     from onnx_ops.domain.pipeline import FileData
-    from onnx_ops.onnx_graph.model_info import info
+    from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
     from onnx_ops.tools.probing import check_samples
 
@@ -122,7 +122,7 @@ def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset
         )
     if not path.is_file():
         raise NotFoundError("no such file", where=str(path))
-    inputs = info(model).inputs
+    inputs = read_model_info(model).inputs
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
     arrays = ports.source("file").load(section, path.resolve().parent)
     if needed and tuning.label not in arrays:

@@ -64,7 +64,7 @@ def bench(
     """
     from onnx_ops.cli.tool_reports import alone_document, alone_report
     from onnx_ops.domain.gate import derive_measurement_request
-    from onnx_ops.onnx_graph.rewrites import read_types, write_with_casts
+    from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
     from onnx_ops.tools.bench import benchmark as use_case
     from onnx_ops.tools.bench import build_pair_gates
@@ -73,7 +73,7 @@ def bench(
     ports, chosen = _bench_of(target)
     with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
         held = folder / model.name
-        casts = write_with_casts(model, read_types(model), held)
+        casts = write_with_boundary_casts(model, read_boundary_types(model), held)
         timed = held if casts else model
         feed = _samples(timed, ports, data, dims, rows=batch, seed=seed).feed(batch)
         if casts:
@@ -106,12 +106,12 @@ def _bench_of(name: str) -> tuple[Ports, Target]:
 def _samples(
     model: Path, ports: Ports, data: Path | None, dims: list[str] | None, *, rows: int, seed: int
 ) -> SampleRows:
-    from onnx_ops.onnx_graph.input_bounds import input_bounds
+    from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.probing import generate_samples, shared_inputs
 
     inputs, sizes = shared_inputs(model), sizes_of(dims or [])
     if data is None:
-        return generate_samples(inputs, count=rows, dims=sizes, seed=seed, bounds=input_bounds(model))
+        return generate_samples(inputs, count=rows, dims=sizes, seed=seed, bounds=read_input_bounds(model))
     if sizes:
         raise UserError("--dim is for random rows, and --data brings its own", where="--dim")
     return read_rows(inputs, ports, data, rows)

@@ -11,7 +11,7 @@ import numpy as np
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import slice_rows
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.probes import REAL
 
@@ -61,7 +61,7 @@ def read_answers(
 
 def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
     """Yield feeds that the model accepts, and how many rows of each count."""
-    fixed = info(model).fixed_batch
+    fixed = read_model_info(model).fixed_batch
     total = len(next(iter(inputs.values())))
     row_bytes = sum(array.nbytes for array in inputs.values()) // total
     size = fixed or max(1, _INPUT_BYTES // max(1, row_bytes))

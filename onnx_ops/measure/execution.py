@@ -10,9 +10,9 @@ from onnx_ops.domain.evidence import Advice, Int8Coverage
 from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
+from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.ports import RewritingRuntime, Runtime
 from onnx_ops.scratch import Scratch
 
@@ -58,7 +58,7 @@ def inspect_execution(
         target: where it runs.
         excluded: names of nodes that should stay in float.
     """
-    if not isinstance(runtime, RewritingRuntime) or is_ort(variant):
+    if not isinstance(runtime, RewritingRuntime) or is_ort_format(variant):
         return ExecutionReport()
     with Scratch() as folder:
         copy = folder / "rewritten.onnx"
@@ -66,11 +66,11 @@ def inspect_execution(
             runtime.rewritten(variant, target, copy)
         except MeasurementError:
             return ExecutionReport()
-        coverage = int8_coverage(source, copy, excluded) if is_quantized_model(variant) else None
+        coverage = measure_int8_coverage(source, copy, excluded) if is_quantized_model(variant) else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
 
 
 def is_quantized_model(model: Path) -> bool:
     """Return whether the file contains operators on integers."""
-    return any(node.op_type in _INTEGERS for node in nodes(read_structure(model)))
+    return any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(model)))

@@ -14,8 +14,8 @@ from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
-from onnx_ops.onnx_graph.instrumentation import ComputedValue, computed_values, expose
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.instrumentation import ComputedValue, list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import (
@@ -132,7 +132,7 @@ def measure_invariance(
     Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single row.
     """
     count = min(INVARIANCE_ROWS, *(len(array) for array in samples.values()))
-    if count < 2 or info(model).fixed_batch:
+    if count < 2 or read_model_info(model).fixed_batch:
         return ()
     single_rows = (slice_rows(samples, index, index + 1) for index in range(count))
     try:
@@ -190,7 +190,7 @@ def _locate(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
 
 
 def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
-    values = list(computed_values(failed.model))
+    values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
     if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
@@ -199,7 +199,7 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
         chosen = pick_evenly([value.name for value in values], SHOWN)
         single, double = tracer(inputs, frozenset(chosen))
         exposed = [name for name in chosen if name in single]
-        expose(failed.model, exposed, copy)
+        write_with_outputs(failed.model, exposed, copy)
         (answers,) = failed.runtime.run(copy, plain, (inputs,))
         divergent = find_first_divergence(exposed, _keep_arrays(answers), single, double)
         if divergent is None:
@@ -225,7 +225,7 @@ def _describe_divergence(divergent: DivergentValue, values: list[ComputedValue])
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
     """Select a few rows, so that the values of a large model fit into memory; a fixed batch stays whole."""
-    if any(isinstance(spec.shape[0], int) for spec in info(failed.model).inputs if spec.shape):
+    if any(isinstance(spec.shape[0], int) for spec in read_model_info(failed.model).inputs if spec.shape):
         return group.inputs
     reference = (group.double or group.single or {}).get(failed.worst.output)
     if reference is None or failed.worst.output not in outputs:
@@ -267,7 +267,7 @@ def find_hardware_divergence(
     copy = model.with_name(f"{model.stem}-here.onnx")
 
     def tracer(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, None]:
-        expose(model, sorted(names), copy)
+        write_with_outputs(model, sorted(names), copy)
         (answers,) = ports.runtime(proven.runtime).run(copy, plain, (inputs,))
         return {name: value for name, value in answers.items() if hasattr(value, "dtype")}, None
 

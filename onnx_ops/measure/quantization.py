@@ -15,16 +15,21 @@ from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.instrumentation import computed_values, expose
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.quantized_activations import (
     QuantizedActivation,
-    as_pairs,
-    bounded_values,
-    cut_off,
-    quantized_activations,
+    expand_integer_operators,
+    find_bounded_values,
+    find_folded_values,
+    read_quantized_activations,
 )
-from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, kept_weights, quantized_weights, show_layer_errors
+from onnx_ops.onnx_graph.quantized_weights import (
+    QuantizedWeight,
+    read_float_weights,
+    read_quantized_weights,
+    write_with_layer_errors,
+)
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.parity import LARGEST, compute_ratio
 from onnx_ops.statistics.quantization import ActivationStatistics, compute_weight_error
@@ -70,7 +75,7 @@ def measure_activations(
     Raises:
         MeasurementError: one of them does not run on the rows.
     """
-    activations = quantized_activations(derived)
+    activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
         raise MeasurementError("there are too few rows to measure its activations", where=derived.name)
@@ -85,7 +90,7 @@ def measure_activations(
 def _without_integer_operators(derived: Path) -> Iterator[Path]:
     """Yield the file, or a temporary one beside it without integer operators."""
     model = read_model(derived)
-    pairs = as_pairs(model, derived.name)
+    pairs = expand_integer_operators(model, derived.name)
     if pairs is model:
         yield derived
         return
@@ -124,7 +129,7 @@ def _measure_batch(
     activations: tuple[QuantizedActivation, ...],
     feeds: tuple[Tensors, ...],
 ) -> list[ActivationMeasurement]:
-    bounded, cut = bounded_values(source), cut_off(source)
+    bounded, cut = find_bounded_values(source), find_folded_values(source)
     statistics = [
         ActivationStatistics(
             tensor=a.origin,
@@ -150,10 +155,10 @@ def _measure_batch(
 
 def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
     """Return the named values of each run, inputs included; values that the model does not compute are left out."""
-    computed = {value.name for value in computed_values(model)}
+    computed = {value.name for value in list_computed_values(model)}
     chosen = [name for name in dict.fromkeys(names) if name in computed]
     copy = model.with_name(f"{model.stem}-inside.onnx")
-    expose(model, chosen, copy)
+    write_with_outputs(model, chosen, copy)
     try:
         answers = runtime.run(copy, AS_WRITTEN, feeds)
     finally:
@@ -163,7 +168,7 @@ def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[T
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
     """Yield a few rows at a time; whole batches only where the batch is fixed."""
-    fixed = {spec.shape[0] for spec in info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
+    fixed = {spec.shape[0] for spec in read_model_info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
     count = min(ACTIVATION_ROWS, *(len(array) for array in samples.values()))
     row_bytes = max(1, sum(array.nbytes for array in samples.values()) // max(1, count))
     size = min(fixed) if fixed else max(1, min(ROWS_AT_ONCE, _BYTES // row_bytes))
@@ -186,7 +191,7 @@ def measure_weights(
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.
     """
-    pairs = (*quantized_weights(source, derived), *kept_weights(source, derived))
+    pairs = (*read_quantized_weights(source, derived), *read_float_weights(source, derived))
     steps = [compute_weight_error(pair.original, pair.dequantized, pair.scale) for pair in pairs]
     moved = [pair for pair, distance in zip(pairs, steps, strict=True) if ROUNDING < distance < LARGEST and pair.origin]
     errors = _measure_layer_errors(runtime, source, derived, moved, samples) if runtime and samples and moved else {}
@@ -210,7 +215,7 @@ def _measure_layer_errors(
     errors: dict[str, float] = {}
     for start in range(0, len(moved), _WEIGHTS_AT_ONCE):
         try:
-            outputs = show_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
+            outputs = write_with_layer_errors(source, moved[start : start + _WEIGHTS_AT_ONCE], copy)
             runs = runtime.run(copy, AS_WRITTEN, feeds) if outputs else ()
         finally:
             copy.unlink(missing_ok=True)

@@ -16,10 +16,10 @@ from onnx_ops.domain.evidence import NanPolicy, SourceLimits
 from onnx_ops.domain.pipeline import SOURCE_TIME_S, InputValues
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.measure.files import load_arrays, pack_arrays, slice_rows
-from onnx_ops.onnx_graph.compatibility import aborts_without_rows
-from onnx_ops.onnx_graph.input_bounds import index_bounds
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.tree_ensembles import has_trees, split_probes
+from onnx_ops.onnx_graph.compatibility import is_unsafe_without_rows
+from onnx_ops.onnx_graph.input_bounds import read_index_bounds
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import (
@@ -195,7 +195,7 @@ def collect_reference_outputs(
     source = _Source(exporter, model, has_trees(path))
     groups_of_inputs = build_probes(path, samples, declared)
     total = len(next(iter(samples.values())))
-    max_rows = None if info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)
+    max_rows = None if read_model_info(path).fixed_batch else _count_affordable_rows(source, groups_of_inputs, seconds)
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
     for name, probe in groups_of_inputs.items():
@@ -290,13 +290,13 @@ def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
     """Build the groups of inputs that the export accepts, real samples first; a fixed batch is kept whole."""
-    fixed = info(path).fixed_batch
+    fixed = read_model_info(path).fixed_batch
     try:
-        domains = learn_domains(samples, declared, index_bounds(path))
+        domains = learn_domains(samples, declared, read_index_bounds(path))
     except ValueError as error:
         raise UserError(str(error), where="inputs", remedy="Declare values of the input's own type.") from error
-    groups = make_probe_groups(samples, domains, empty=not fixed and not aborts_without_rows(path))
-    if (splits := split_probes(path, samples)) is not None:
+    groups = make_probe_groups(samples, domains, empty=not fixed and not is_unsafe_without_rows(path))
+    if (splits := build_split_probes(path, samples)) is not None:
         groups[SPLITS] = ProbeGroup(inputs=splits)
     groups |= {
         name: ProbeGroup(inputs=inputs)
@@ -315,7 +315,7 @@ def _sample_evenly(tensors: Tensors, most: int) -> Tensors:
 
 def _find_free_axes(path: Path, samples: Tensors) -> Axes:
     """Return the places of the export's named dimensions, without the batch."""
-    specs = [spec for spec in info(path).inputs if spec.name in samples]
+    specs = [spec for spec in read_model_info(path).inputs if spec.name in samples]
     batch = {spec.shape[0] for spec in specs if spec.shape}
     places: dict[str, list[tuple[str, int]]] = {}
     for spec in specs:

@@ -32,17 +32,17 @@ from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
 from onnx_ops.measure.timing import build_feed, compute_log_ratios
-from onnx_ops.onnx_graph.files import external_names
+from onnx_ops.onnx_graph.files import list_external_names
 from onnx_ops.onnx_graph.instrumentation import (
     OPERATORS,
-    Range,
-    activations,
-    computed_values,
-    expose,
-    products,
-    quantize_alone,
+    ValueRange,
+    list_activations,
+    list_computed_values,
+    list_quantizable_nodes,
+    write_with_outputs,
+    write_with_quantized_node,
 )
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Dataset, OptimizeRequest, PairedBenchmarkSchedule, Ports, Runtime, StageJournal, Tensors
 from onnx_ops.statistics.latency import session_interval
 from onnx_ops.statistics.metrics import CustomMetric
@@ -91,11 +91,11 @@ def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchR
     context.folder.mkdir()
     small = context.budget.size is not None or "small" in context.section.keep
     candidates = list_search_recipes(context.machines, calibrated=context.calibration is not None, small=small)
-    candidates = tuple(replace(one, nodes=products(context.source, one.method)) for one in candidates)
+    candidates = tuple(replace(one, nodes=list_quantizable_nodes(context.source, one.method)) for one in candidates)
     recipes = tuple(recipe for recipe in candidates if recipe.nodes or recipe.method not in OPERATORS)
     context = replace(context, recipes={recipe.name: recipe for recipe in recipes})
     runner, name = TrialRunner(context), context.section.name
-    state = SearchState(recipes=recipes, budget=context.budget, export_bytes=info(context.source).size_bytes)
+    state = SearchState(recipes=recipes, budget=context.budget, export_bytes=read_model_info(context.source).size_bytes)
     lines = journal.read()
     if _END in lines:
         journal.clear()
@@ -230,7 +230,7 @@ class TrialRunner:
         self._context = context
         self._predictions: dict[str, ModelPredictions] = {}
         self._outputs: Tensors | None = None
-        self._ranges: dict[str, Range] | None = None
+        self._ranges: dict[str, ValueRange] | None = None
         self._schedules: dict[str, PairedBenchmarkSchedule] = {}
 
     def build(self, action: BuildTrial) -> Trial:
@@ -279,7 +279,7 @@ class TrialRunner:
         levels = 63 if any(machine.saturates for machine in context.machines) else 127
         try:
             ranges = self._activation_ranges() if static else None
-            quantize_alone(context.source, action.node, copy, ranges=ranges, weight_levels=levels)
+            write_with_quantized_node(context.source, action.node, copy, ranges=ranges, weight_levels=levels)
             sensitivity = replace(sensitivity, error=self._measure_error(copy))
         except (OnnxOpsError, ValueError) as error:
             sensitivity = replace(sensitivity, failure=str(error).splitlines()[0])
@@ -347,20 +347,20 @@ class TrialRunner:
         )
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _activation_ranges(self) -> Mapping[str, Range]:
+    def _activation_ranges(self) -> Mapping[str, ValueRange]:
         """Return the smallest and largest value of each activation that a product reads."""
         if self._ranges is not None:
             return self._ranges
         context = self._context
         probed = slice_rows(context.calibration or context.tune.inputs, 0, RANGED)
-        read = {name for names in activations(context.source).values() for name in names}
+        read = {name for names in list_activations(context.source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
-        inner = [value.name for value in computed_values(context.source) if value.name in read]
+        inner = [value.name for value in list_computed_values(context.source) if value.name in read]
         copy = context.source.with_name("ranges.onnx")
         target = context.targets[0]
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
-            expose(context.source, names, copy)
+            write_with_outputs(context.source, names, copy)
             feeds = tuple(feed for feed, _ in split_batches(copy, probed))
             for outputs in context.ports.runtime(target.runtime).run(copy, _use_all_cores(target), feeds):
                 for name in set(names) & set(outputs):
@@ -411,10 +411,10 @@ def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, 
     return PairedBenchmarkSchedule(heats=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
 
 
-def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Range:
+def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ValueRange:
     values = array[np.isfinite(array.astype(np.float64))] if array.dtype.kind == "f" else array
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
 def _count_bytes(path: Path) -> int:
-    return sum((path.parent / name).stat().st_size for name in (path.name, *external_names(path)))
+    return sum((path.parent / name).stat().st_size for name in (path.name, *list_external_names(path)))

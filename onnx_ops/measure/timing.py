@@ -14,7 +14,7 @@ import numpy.typing as npt
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.evidence import LatencyComparison, LatencySamples
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import PairedBenchmarkSamples, PairedBenchmarkSchedule, Runtime, Tensors
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.latency import LOOKS, compute_block_logs, get_next_look, should_continue
@@ -84,7 +84,7 @@ class PairedBenchmark:
 
 def build_feed(model: Path, inputs: Tensors, batch: int) -> Tensors:
     """Return one request of `batch` real rows, or of the model's fixed batch; rows repeat if there are fewer."""
-    rows = np.arange(info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
+    rows = np.arange(read_model_info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
 

@@ -11,9 +11,9 @@ from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_dig
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
-from onnx_ops.onnx_graph.files import model_file, nodes, read_structure
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.files import find_model_file, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 """Operators that, given no rows, let ONNX Runtime 1.31 abort the process."""
 
 
-def full_check(path: Path) -> None:
-    """The checker of the ONNX project, shape inference included.
+def check_model(path: Path) -> None:
+    """Run the checker of the ONNX project, with shape inference.
 
     It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
     there is nothing to check but whether it loads.
@@ -54,7 +54,7 @@ def full_check(path: Path) -> None:
     import onnx
 
     structure = read_structure(path)
-    if is_ort(path):
+    if is_ort_format(path):
         return
     if not structure.graph.output:
         remedy = "Export the model again, with names for its outputs."
@@ -67,7 +67,7 @@ def full_check(path: Path) -> None:
         raise UserError("it is not valid ONNX", where=path.name, why=quoted(error), remedy=remedy) from error
 
 
-def ceiling(info: ModelInfo, target: Target) -> str:
+def explain_version_limits(info: ModelInfo, target: Target) -> str:
     """Why a target does not accept a model's versions; empty if it does."""
     opset = info.opsets.get("", 0)
     wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
@@ -80,21 +80,21 @@ def ceiling(info: ModelInfo, target: Target) -> str:
     )
 
 
-def foreign(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
     """Operators that neither ONNX nor the runtime defines nor the model itself as a function: `domain::type` -> nodes.
 
     A node without a name is told by its first output.
     """
     own = {(function.domain, function.name) for function in model.functions}
     found: dict[str, list[str]] = {}
-    for node in nodes(model):
+    for node in iterate_nodes(model):
         if node.domain not in RUNTIME_DOMAINS and (node.domain, node.op_type) not in own:
             named = node.name or next(iter(node.output), "?")
             found.setdefault(f"{node.domain}::{node.op_type}", []).append(named)
     return {name: tuple(sorted(names)) for name, names in sorted(found.items())}
 
 
-def lacking(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
+def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
     """Which custom operators a target has no library for, with their nodes; empty if none."""
     domains = {domain for library in target.custom_ops for domain in library.domains}
     missing = {name: at for name, at in operators.items() if name.partition("::")[0] not in domains}
@@ -104,18 +104,20 @@ def lacking(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
     return f"target {target.name} lacks operators: {listed}"
 
 
-def refusal(path: Path, target: Target) -> str:
+def explain_incompatibility(path: Path, target: Target) -> str:
     """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
     """
-    return ceiling(info(path), target) or lacking(foreign(read_structure(path)), target)
+    return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
+        find_custom_operators(read_structure(path)), target
+    )
 
 
-def aborts_without_rows(path: Path) -> bool:
+def is_unsafe_without_rows(path: Path) -> bool:
     """Whether ONNX Runtime would abort the process if the model were asked for an empty batch."""
-    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in nodes(read_structure(path)))
+    return any(node.op_type in _ABORT_WITHOUT_ROWS for node in iterate_nodes(read_structure(path)))
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
@@ -138,7 +140,7 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
             )
 
 
-def carry_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
+def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
     """Copy the libraries whose domains a model uses beside it, by target: they become files of its version.
 
     Functions of the model count too: where a library registers one's name, sessions take the kernel.
@@ -154,7 +156,7 @@ def carry_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]])
             where=model.name,
             remedy="Export the model with its weights beside it.",
         )
-    used = {node.domain for node in nodes(read_structure(model))}
+    used = {node.domain for node in iterate_nodes(read_structure(model))}
     for target, offered in libraries.items():
         needed = [library for library in offered if used.intersection(library.domains)]
         check_libraries(needed, f"target {target}")
@@ -170,11 +172,11 @@ CONVERT = "convert"
 _OLDEST = 7
 """Opset of a file that imports none."""
 
-DROPPED = "onnx-ops.zipmap.dropped"
+DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
 """Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
 
 
-def newer(found: ModelInfo, section: Export) -> str:
+def explain_newer_version(found: ModelInfo, section: Export) -> str:
     """Why a file is not taken as it is: it is newer than asked for; empty if it is not."""
     opset = found.opsets.get("", 0)
     if opset <= section.opset and found.ir_version <= section.ir_version:
@@ -185,8 +187,8 @@ def newer(found: ModelInfo, section: Export) -> str:
     )
 
 
-def remedy(found: ModelInfo) -> str:
-    """What to set for a file that is newer than asked for."""
+def suggest_versions(found: ModelInfo) -> str:
+    """Return the settings that accept a file that is too new."""
     opset = found.opsets.get("", 0)
     return (
         f"Set export.opset: {opset} and export.ir_version: {found.ir_version}, "
@@ -212,17 +214,19 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
     if found and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
         model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
     if found:
-        helper.set_model_props(model, {**{p.key: p.value for p in model.metadata_props}, DROPPED: ", ".join(found)})
+        helper.set_model_props(
+            model, {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(found)}
+        )
     return tuple(found)
 
 
 def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """The nodes that make maps of outputs, by output."""
+    """Return the ZipMap nodes that produce outputs, by output."""
     outputs = {value.name for value in model.graph.output}
     return {n.output[0]: n for n in model.graph.node if n.op_type == "ZipMap" and n.output[0] in outputs}
 
 
-def no_tensors(path: Path) -> str:
+def explain_non_tensors(path: Path) -> str:
     """Which inputs and outputs are no tensors, and cannot be made some; empty if none."""
     model = read_structure(path)
     graph, zipped = model.graph, _zipmaps(model)
@@ -238,32 +242,32 @@ def no_tensors(path: Path) -> str:
     )
 
 
-def brought_notes(place: Path) -> list[str]:
-    """List what a pipeline does with a ready file that its owner may not expect; raises as `brought_problems`."""
-    path = model_file(place)
+def list_user_model_notes(place: Path) -> list[str]:
+    """List what a pipeline changes in a supplied file; raises as `list_user_model_problems` does."""
+    path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
         for name in sorted(_zipmaps(read_structure(path)))
     ]
-    if batch := info(path).fixed_batch:
+    if batch := read_model_info(path).fixed_batch:
         notes.append(f"it takes batches of {batch} only: each run has {batch} rows, and no other batch is tried")
     return notes
 
 
-def brought_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
+def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
     """Why the file cannot be brought, or what a target refuses of it.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
     """
-    path = model_file(place)
-    found = info(path)
-    operators = foreign(read_structure(path))
+    path = find_model_file(place)
+    found = read_model_info(path)
+    operators = find_custom_operators(read_structure(path))
     converted = section.options.get(CONVERT) is True
-    too_new = "" if converted else newer(found, section)
-    problems = [f"{too_new}. {remedy(found)}"] if too_new else []
-    problems += [why for why in (no_tensors(path),) if why]
+    too_new = "" if converted else explain_newer_version(found, section)
+    problems = [f"{too_new}. {suggest_versions(found)}"] if too_new else []
+    problems += [why for why in (explain_non_tensors(path),) if why]
     for target in targets:
-        reason = "" if converted or too_new else ceiling(found, target)
-        problems += [one for one in (reason, lacking(operators, target)) if one]
+        reason = "" if converted or too_new else explain_version_limits(found, target)
+        problems += [one for one in (reason, explain_missing_operators(operators, target)) if one]
     return problems

@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.quantized_activations import WRITTEN, as_pairs, cut_off, levels_of
-from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, blocks
+from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.quantized_activations import (
+    WRITTEN_SUFFIX,
+    expand_integer_operators,
+    find_folded_values,
+    read_levels,
+)
+from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, iterate_block_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -42,7 +47,7 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
     from onnx import numpy_helper
 
     model = read_model(source)
-    tensors = constants(model)
+    tensors = collect_constants(model)
     for weight in weights:
         tensor = tensors.get(weight.origin)
         if tensor is None or tensor.data_type != _FLOAT:
@@ -53,7 +58,7 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
     write_model(model, path)
 
 
-def write_with_halves(source: Path, path: Path) -> None:
+def write_with_fp16_weights(source: Path, path: Path) -> None:
     """Write the float original with every float32 constant rounded to float16.
 
     Raises:
@@ -62,7 +67,7 @@ def write_with_halves(source: Path, path: Path) -> None:
     from onnx import numpy_helper
 
     model = read_model(source)
-    for tensor in constants(model).values():
+    for tensor in collect_constants(model).values():
         if tensor.data_type == _FLOAT:
             with np.errstate(over="ignore"):
                 values = numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
@@ -70,7 +75,7 @@ def write_with_halves(source: Path, path: Path) -> None:
     write_model(model, path)
 
 
-def write_unrounded(source: Path, derived: Path, path: Path) -> None:
+def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """Write the quantized model with activations in float32 and weights as the numbers that they stand for.
 
     Args:
@@ -85,10 +90,10 @@ def write_unrounded(source: Path, derived: Path, path: Path) -> None:
     import onnx
 
     model = onnx.ModelProto()
-    model.CopyFrom(as_pairs(read_model(derived), derived.name))
+    model.CopyFrom(expand_integer_operators(read_model(derived), derived.name))
     if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
-    tensors = constants(model)
+    tensors = collect_constants(model)
     folded = _folded(source, model, tensors)
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
@@ -112,19 +117,19 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
     Quantizers leave out what cuts values off where the range ends there too, and give its output's name to its input.
     """
     graph = read_structure(source).graph
-    stored = constants(read_structure(source))
+    stored = collect_constants(read_structure(source))
     after = {node.input[0]: node for node in graph.node if node.op_type in _CUTTING and node.input}
     before = {node.output[0]: node for node in graph.node if node.op_type in _CUTTING}
-    cut, makers = cut_off(source), {name: node.op_type for node in model.graph.node for name in node.output}
+    cut, makers = find_folded_values(source), {name: node.op_type for node in model.graph.node for name in node.output}
     found = {}
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
             continue
-        name = node.input[0].removesuffix(WRITTEN)
+        name = node.input[0].removesuffix(WRITTEN_SUFFIX)
         cutting = before.get(name) or (after[name] if name in cut else None)
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
-        if (levels := levels_of(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
+        if (levels := read_levels(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
             found[node.output[0]] = _with_constants(cutting, stored, tensors)
     return found
 
@@ -132,7 +137,7 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
 def _with_constants(
     node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
 ) -> onnx.NodeProto:
-    """A copy of a node of the original that reads constants of its own, which `tensors` gets."""
+    """Copy a node of the original; its constants get new names and are added to `tensors`."""
     made = type(node)()
     made.CopyFrom(node)
     for place, name in enumerate(node.input):
@@ -191,7 +196,7 @@ def _rewrite(
 
 
 def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -> onnx.NodeProto:
-    """A product of integers as one of the same numbers in float32; its scales are multiplied in afterwards."""
+    """Rewrite an integer product as one of the same numbers in float32; its scales are applied afterwards."""
     from onnx import helper, numpy_helper
 
     stored = tensors.get(node.input[1])
@@ -220,7 +225,7 @@ def _replace_blocks(
     """MatMulNBits as MatMul with the numbers that its blocks stand for."""
     from onnx import helper, numpy_helper
 
-    values = iter(blocks(model, tensors))
+    values = iter(iterate_block_weights(model, tensors))
     for place, node in enumerate(rewritten):
         if node.op_type != "MatMulNBits" or not set(node.input[1:3]) <= set(tensors):
             continue
@@ -237,11 +242,11 @@ def _widen(model: onnx.ModelProto) -> None:
     """Make everything float32 that is float16, inputs and outputs of the model included."""
     from onnx import numpy_helper
 
-    for tensor in constants(model).values():
+    for tensor in collect_constants(model).values():
         if tensor.data_type == _HALF:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for graph in graphs(model):
+    for graph in iterate_graphs(model):
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type == _HALF:
                 value.type.tensor_type.elem_type = _FLOAT

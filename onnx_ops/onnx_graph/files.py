@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError, UserError, quoted
-from onnx_ops.onnx_graph.ort_format import is_ort, read_ort
+from onnx_ops.onnx_graph.ort_format import is_ort_format, read_ort_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -45,22 +45,22 @@ _PLAIN = "Copy the model and its weights into a folder of plain files."
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
-    """The model without its external weights, whose places have been checked.
+    """Read a model without its external weights, whose places are checked.
 
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        RefusedError: its external data lies where it must not, see `external.checked_files`.
+        RefusedError: its external data lies where it must not, see `external.resolve_files`.
     """
-    model = parse(path)
+    model = parse_model(path)
     real = path.resolve()
-    if any(file.resolve() == real for file in external_files(model, path.parent)):
+    if any(file.resolve() == real for file in resolve_external_files(model, path.parent)):
         raise RefusedError("its external data is said to lie in the model file itself", where=str(path), remedy=_BESIDE)
     return model
 
 
-def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The constant tensors of the main graph by name: initializers, and values of Constant nodes."""
+def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """Return the constant tensors of the main graph by name: initializers and values of Constant nodes."""
     found = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -69,8 +69,8 @@ def constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     return found
 
 
-def model_file(path: Path) -> Path:
-    """The file itself, or the one `.onnx` file of a folder.
+def find_model_file(path: Path) -> Path:
+    """Return the file itself, or the one `.onnx` file of a folder.
 
     Raises:
         NotFoundError: there is none, or more than one.
@@ -87,29 +87,29 @@ def model_file(path: Path) -> Path:
     return found[0]
 
 
-def external_names(path: Path) -> tuple[str, ...]:
+def list_external_names(path: Path) -> tuple[str, ...]:
     """Names of the files that a model's weights are said to lie in; they need not be there.
 
     Raises:
-        NotFoundError, UserError: as for `parse`.
+        NotFoundError, UserError: as for `parse_model`.
     """
-    return locations(tensors(parse(path)))
+    return list_locations(iterate_tensors(parse_model(path)))
 
 
-def model_digest(path: Path) -> Digest:
+def digest_model(path: Path) -> Digest:
     """Digest of a model and of the files of its weights, whatever they are called elsewhere.
 
     Raises:
-        NotFoundError, UserError: as for `parse`; a file of its weights is not there.
+        NotFoundError, UserError: as for `parse_model`; a file of its weights is not there.
     """
-    weights = [path.parent / name for name in sorted(external_names(path))]
+    weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
         raise NotFoundError(f"the weights' file {missing[0]} is not there", where=str(path))
     return digest_json([digest_file(path), [digest_file(file) for file in weights]])
 
 
-def parse(path: Path) -> onnx.ModelProto:
-    """What stands in the file itself; of one in ORT format its structure.
+def parse_model(path: Path) -> onnx.ModelProto:
+    """Parse the file itself, without external weights; of a file in ORT format its structure.
 
     Raises:
         NotFoundError: there is no such file.
@@ -122,8 +122,8 @@ def parse(path: Path) -> onnx.ModelProto:
         raise NotFoundError("no such file", where=str(path))
     if path.stat().st_size > PROTOBUF_LIMIT:
         raise TooLargeError("not an ONNX file: none is larger than 2 GiB", where=str(path), remedy=_BESIDE)
-    if is_ort(path):
-        return read_ort(path)
+    if is_ort_format(path):
+        return read_ort_structure(path)
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
@@ -134,7 +134,7 @@ def parse(path: Path) -> onnx.ModelProto:
 
 
 def _kind_of(path: Path) -> str:
-    """What to do with a file by what it begins with."""
+    """Return what to do with a file, by its first bytes."""
     with path.open("rb") as file:
         head = file.read(8)
     if not head:
@@ -146,19 +146,23 @@ def _kind_of(path: Path) -> str:
 
 
 def refuse_ort(path: Path) -> None:
-    """Raises UserError for a file in ORT format, of which nothing but its structure is read."""
-    if is_ort(path):
+    """Refuse a file in ORT format, of which only the structure is read.
+
+    Raises:
+        UserError: it is in ORT format.
+    """
+    if is_ort_format(path):
         raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The whole model, weights included; raises as `read_structure` does."""
+    """Read a whole model with its weights; raises as `read_structure` does."""
     from onnx.checker import ValidationError
     from onnx.external_data_helper import load_external_data_for_model
 
     model = read_structure(path)
     refuse_ort(path)
-    tell_lengths(tensors(model))
+    set_lengths(iterate_tensors(model))
     try:
         load_external_data_for_model(model, str(path.parent))
     except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
@@ -179,7 +183,7 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
     del model.opset_import[:]
     for domain in sorted(versions):
         model.opset_import.add(domain=domain, version=versions[domain])
-    size = sum(len(t.raw_data) for t in tensors(model))
+    size = sum(len(t.raw_data) for t in iterate_tensors(model))
     if size > EXTERNAL_LIMIT:
         onnx.save_model(
             model, path, save_as_external_data=True, location=f"{path.name}.data", all_tensors_to_one_file=True
@@ -190,24 +194,24 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 def copy_model(source: Path, path: Path) -> None:
     """Copy a model under another name, and its weights under theirs beside it; raises as `read_structure` does."""
-    for file in external_files(read_structure(source), source.parent):
+    for file in resolve_external_files(read_structure(source), source.parent):
         place = path.parent / file.relative_to(source.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
     shutil.copyfile(source, path)
 
 
-def external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """The files beside the model that hold its weights; raises as `external.checked_files` does."""
-    return checked_files(tensors(model), folder)
+def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
+    """Return the files beside the model that hold its weights; raises as `resolve_files` does."""
+    return resolve_files(iterate_tensors(model), folder)
 
 
-def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every constant tensor of a model: initializers and attributes, subgraphs, functions and training included.
 
     What an attribute holds counts, whatever type it claims to have.
     """
-    for graph in graphs(model):
+    for graph in iterate_graphs(model):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
@@ -219,8 +223,8 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
             yield from (sparse.values, sparse.indices)
 
 
-def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """The model's graph, those of training, and all their subgraphs and those of functions."""
+def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    """Yield the model's graph, its training graphs, and all subgraphs of nodes and functions."""
     yield model.graph
     for training in model.training_info:
         yield from (training.initialization, training.algorithm)
@@ -230,7 +234,7 @@ def graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
-def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+def iterate_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Every node of a model, of subgraphs, functions and training too."""
     waiting: list[onnx.NodeProto] = [*model.graph.node]
     for training in model.training_info:
@@ -249,7 +253,7 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 def _attributes(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
     for function in model.functions:
         yield from function.attribute_proto
-    for node in nodes(model):
+    for node in iterate_nodes(model):
         yield from node.attribute
 
 
@@ -263,7 +267,7 @@ _AGAIN = "Save the model again with its weights beside it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Place:
+class TensorLocation:
     """Bytes `start` to `end` (exclusive) of a file that hold one tensor; `file` is its real path."""
 
     file: Path
@@ -272,13 +276,13 @@ class Place:
     tensor: str
 
 
-def locations(tensors: Iterable[onnx.TensorProto]) -> tuple[str, ...]:
+def list_locations(tensors: Iterable[onnx.TensorProto]) -> tuple[str, ...]:
     """Names of the files that tensors say they lie in, as they stand in the model, each once; none is looked at."""
     return tuple(dict.fromkeys(e.value for t in tensors for e in t.external_data if e.key == "location"))
 
 
-def checked_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Path, ...]:
-    """The files that hold the tensors, in order of appearance.
+def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Path, ...]:
+    """Return the files that hold the tensors, in order of appearance.
 
     Raises:
         RefusedError: a name is absolute, climbs out of the folder or links out of it; a place is missing,
@@ -287,7 +291,7 @@ def checked_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
         NotFoundError: a file is missing.
     """
     found: dict[Path, None] = {}
-    places: list[Place] = []
+    places: list[TensorLocation] = []
     for tensor in tensors:
         if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
             continue
@@ -299,14 +303,14 @@ def checked_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     return tuple(found)
 
 
-def bits_of(data_type: int) -> int | None:
+def get_element_bits(data_type: int) -> int | None:
     """Bits of one element of an ONNX type; None for texts and for types that do not exist."""
     from onnx import TensorProto
 
     return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None
 
 
-def tell_lengths(tensors: Iterable[onnx.TensorProto]) -> None:
+def set_lengths(tensors: Iterable[onnx.TensorProto]) -> None:
     """Give each external tensor the length of its shape: without one, the onnx package reads the rest of the file."""
     for tensor in tensors:
         size = _bytes_of(tensor) if tensor.external_data else None
@@ -326,7 +330,7 @@ def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Place:
+def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:
     """Where a tensor stands in its file, which may end in the middle of nothing."""
     where = _of(tensor.name)
     start, told = _number(entries, "offset", where), _number(entries, "length", where)
@@ -342,7 +346,7 @@ def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Pla
             why=f"it should stand at bytes {begin} to {begin + length}, the file has {size}",
             remedy="Copy the file again, whole; or save the model again.",
         )
-    return Place(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
+    return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
 
 
 def _number(entries: dict[str, str], key: str, where: str) -> int | None:
@@ -356,16 +360,16 @@ def _number(entries: dict[str, str], key: str, where: str) -> int | None:
 
 
 def _bytes_of(tensor: onnx.TensorProto) -> int | None:
-    """What its shape and type take; None for a type without a fixed size."""
+    """Return the bytes that the tensor's shape and type take; None for a type without a fixed size."""
     if any(size < 0 for size in tensor.dims):
         raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
-    bits = bits_of(tensor.data_type)
+    bits = get_element_bits(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
 
 
-def _check_apart(places: list[Place]) -> None:
+def _check_apart(places: list[TensorLocation]) -> None:
     """Tensors may share their bytes, as tied weights do, but not in part."""
-    last: Place | None = None
+    last: TensorLocation | None = None
     for place in sorted(p for p in places if p.end > p.start):
         if last and last.file == place.file and place.start < last.end and (last.start, last.end) != _span(place):
             raise RefusedError(
@@ -374,7 +378,7 @@ def _check_apart(places: list[Place]) -> None:
         last = place
 
 
-def _span(place: Place) -> tuple[int, int]:
+def _span(place: TensorLocation) -> tuple[int, int]:
     return place.start, place.end
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnx_ops.onnx_graph.files import constants, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -59,14 +59,14 @@ class InputBounds:
     missing: bool = False
 
 
-def input_bounds(path: Path) -> dict[str, InputBounds]:
-    """What the graph tells of each input. An input that is computed with before it becomes an index is none.
+def read_input_bounds(path: Path) -> dict[str, InputBounds]:
+    """Derive the bounds of each input; an input that is computed with before it becomes an index has none.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
     """
     model = read_structure(path)
-    stored = constants(model)
+    stored = collect_constants(model)
     users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
     for node in model.graph.node:
         for place, name in enumerate(node.input):
@@ -85,13 +85,13 @@ def input_bounds(path: Path) -> dict[str, InputBounds]:
     return found
 
 
-def index_bounds(path: Path) -> dict[str, tuple[int, int]]:
-    """The least and the largest index of each input that is one; raises as `input_bounds`."""
-    return {name: found.index for name, found in input_bounds(path).items() if found.index is not None}
+def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the smallest and largest valid index of each index input; raises as `read_input_bounds` does."""
+    return {name: found.index for name, found in read_input_bounds(path).items() if found.index is not None}
 
 
 def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """The nodes that read a value or what is made of it, and at which place; `copies` only of the same values."""
+    """Yield the nodes that read a value or anything made of it, with the input place; `copies`: same values only."""
     waiting, seen = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.onnx_graph.files import constants, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure, write_model
 
 if TYPE_CHECKING:
     import onnx
 
-SCOPES = "pkg.torch.onnx.name_scopes"
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 """Property of a node that lists the modules around it, outermost first, and last the node itself."""
 
-LARGEST_NUMBER = 256
+MAX_EXPOSED_VALUES = 256
 """Values that one copy may show: each of them is held in memory while it runs."""
 
 _QUOTED = re.compile(r"'([^']*)'")
@@ -39,8 +39,8 @@ class ComputedValue:
     scope: str
 
 
-def computed_values(path: Path) -> tuple[ComputedValue, ...]:
-    """The values that nodes of the main graph compute, in the order of the graph, which is topological.
+def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
+    """List the values that nodes of the main graph compute, in topological order.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -50,7 +50,7 @@ def computed_values(path: Path) -> tuple[ComputedValue, ...]:
             name=name,
             node=node.name or name,
             op_type=node.op_type,
-            scope=_module({p.key: p.value for p in node.metadata_props}.get(SCOPES, "")),
+            scope=_module({p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, "")),
         )
         for node in read_structure(path).graph.node
         for name in node.output
@@ -58,14 +58,14 @@ def computed_values(path: Path) -> tuple[ComputedValue, ...]:
     )
 
 
-def expose(path: Path, names: Sequence[str], copy: Path) -> None:
+def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     """Write a copy of the model that gives the named values too, after its own outputs.
 
     Weights outside the file are not read: the copy refers to the same ones, and so must stand in the same folder.
 
     Args:
         path: the model.
-        names: at most `LARGEST_NUMBER` values of the main graph.
+        names: at most `MAX_EXPOSED_VALUES` values of the main graph.
         copy: another file in the folder of `path`.
 
     Raises:
@@ -74,8 +74,8 @@ def expose(path: Path, names: Sequence[str], copy: Path) -> None:
     """
     if copy.parent != path.parent or copy == path:
         raise ValueError("the copy must be another file of the same folder")
-    if len(names) > LARGEST_NUMBER:
-        raise ValueError(f"{len(names)} values are more than {LARGEST_NUMBER}")
+    if len(names) > MAX_EXPOSED_VALUES:
+        raise ValueError(f"{len(names)} values are more than {MAX_EXPOSED_VALUES}")
     model = read_structure(path)
     computed = {name for node in model.graph.node for name in node.output if name}
     if unknown := sorted(set(names) - computed):
@@ -92,7 +92,7 @@ def _module(scopes: str) -> str:
     return names[-2] if len(names) > 1 else ""
 
 
-Range = tuple[float, float]
+ValueRange = tuple[float, float]
 
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "static": ("Conv", "Gemm", "MatMul"),
@@ -109,14 +109,14 @@ _TABLE = 1024
 """Fewest numbers of a table of embeddings that is worth quantizing."""
 
 
-def products(path: Path, method: str) -> tuple[str, ...]:
+def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """Names of the operators that a search quantizes by the method, in the order of the graph.
 
     Nodes without a name cannot be excluded, and so are not among them; nor, for dynamic quantization, are products of
     two activations, and choices from anything but a table of floats.
     """
     model = read_structure(path)
-    stored = constants(model)
+    stored = collect_constants(model)
     return tuple(
         node.name
         for node in model.graph.node
@@ -137,10 +137,10 @@ def _is_table(tensor: onnx.TensorProto) -> bool:
     return tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
 
 
-def activations(path: Path) -> dict[str, tuple[str, ...]]:
-    """The activations that each matrix product and convolution reads, by the node's name."""
+def list_activations(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the activations that each matrix product and convolution reads, by node name."""
     model = read_structure(path)
-    stored = set(constants(model))
+    stored = set(collect_constants(model))
     return {
         node.name: tuple(name for name in node.input[:2] if name not in stored)
         for node in model.graph.node
@@ -148,8 +148,8 @@ def activations(path: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-def quantize_alone(
-    path: Path, node_name: str, copy: Path, *, ranges: Mapping[str, Range] | None, weight_levels: int
+def write_with_quantized_node(
+    path: Path, node_name: str, copy: Path, *, ranges: Mapping[str, ValueRange] | None, weight_levels: int
 ) -> None:
     """Write a copy in which one operator computes with rounded numbers, in float.
 
@@ -170,7 +170,7 @@ def quantize_alone(
     if place is None:
         raise ValueError(f"no node is called {node_name!r}")
     nodes = list(model.graph.node)
-    node, stored = nodes[place], constants(model)
+    node, stored = nodes[place], collect_constants(model)
     before: list[onnx.NodeProto] = []
     for slot, name in enumerate(node.input[: 1 if node.op_type == "Gather" else 2]):
         if name in stored:
@@ -200,7 +200,7 @@ def _read(name: str, slot: int) -> str:
     return f"{name}_read_{slot}_alone"
 
 
-def _steps(model: onnx.ModelProto, name: str, slot: int, limits: Range | None) -> list[onnx.NodeProto]:
+def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None) -> list[onnx.NodeProto]:
     """Nodes that write an activation in 8 bits and read it back."""
     from onnx import helper, numpy_helper
 

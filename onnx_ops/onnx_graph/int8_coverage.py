@@ -17,7 +17,7 @@ import numpy as np
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import constants, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -63,14 +63,14 @@ class _Graph:
     types: Mapping[str, int]
 
     def constant(self, name: str) -> bool:
-        """Stored as it is, or behind a DequantizeLinear."""
+        """Return whether a value is stored as it is, or behind a DequantizeLinear."""
         maker = self.makers.get(name)
         if maker is not None and maker.op_type in ("DequantizeLinear", "Constant", "Transpose"):
             return maker.op_type == "Constant" or self.constant(maker.input[0])
         return name in self.types
 
 
-def int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
+def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
     """Which operators of a quantized variant run in int8.
 
     Args:
@@ -138,7 +138,7 @@ def _graph(model: onnx.ModelProto) -> _Graph:
 
 
 def _names(model: onnx.ModelProto) -> dict[str, str]:
-    """The name of each node by itself and by what it computes, which is what a node without a name is called."""
+    """Return node names by name and by output; a node without a name is called by its first output."""
     found: dict[str, str] = {}
     for node in model.graph.node:
         called = node.name or node.output[0]
@@ -147,7 +147,7 @@ def _names(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _told(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
-    """The node's name in the export; its own where that cannot be told."""
+    """Return the node's name in the export, or its own name where the export has none for it."""
     name, before = node.name, ""
     while name != before:
         if name in names:
@@ -309,7 +309,7 @@ def _casts(run: onnx.ModelProto) -> Iterator[Advice]:
 def _types(model: onnx.ModelProto) -> _Types:
     from onnx import numpy_helper
 
-    stored = constants(model)
+    stored = collect_constants(model)
     activations: set[int] = set()
     weights: dict[str, int] = {}
     for node in model.graph.node:

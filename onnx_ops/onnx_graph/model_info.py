@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import ModelInfo, TensorSpec
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import external_files, nodes, read_structure
+from onnx_ops.onnx_graph.files import iterate_nodes, read_structure, resolve_external_files
 
 if TYPE_CHECKING:
     import onnx
 
 
-def info(path: Path) -> ModelInfo:
+def read_model_info(path: Path) -> ModelInfo:
     """Versions, inputs, outputs and size, without loading weights.
 
     Raises:
@@ -32,7 +32,7 @@ def info(path: Path) -> ModelInfo:
         inputs=tuple(_spec(value) for value in model.graph.input if value.name not in constants),
         outputs=tuple(_spec(value) for value in model.graph.output),
         nodes=len(model.graph.node),
-        size_bytes=path.stat().st_size + sum(f.stat().st_size for f in external_files(model, path.parent)),
+        size_bytes=path.stat().st_size + sum(f.stat().st_size for f in resolve_external_files(model, path.parent)),
     )
 
 
@@ -49,7 +49,7 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
         for imports in (*(function.opset_import for function in model.functions), model.opset_import)
         for entry in imports
     }
-    counts = Counter(_versioned(node, opsets.get(node.domain or "ai.onnx", 0)) for node in nodes(model))
+    counts = Counter(_versioned(node, opsets.get(node.domain or "ai.onnx", 0)) for node in iterate_nodes(model))
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -122,7 +122,7 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
         raise UserError(
             f"version {version!r} is no whole number, which ONNX wants", remedy="Set another key: --set release=1.2."
         )
-    for weights in external_files(model, path.parent):
+    for weights in resolve_external_files(model, path.parent):
         copy = output.parent / weights.relative_to(path.parent)
         if not (copy.exists() and copy.samefile(weights)):
             copy.parent.mkdir(parents=True, exist_ok=True)

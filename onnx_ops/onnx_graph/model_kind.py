@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.onnx_graph.files import constants, nodes, read_structure
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 if TYPE_CHECKING:
     import onnx
@@ -46,6 +46,7 @@ class CandidateKind:
         return self.baseline.precision == "float32" != self.candidate.precision
 
     def describe(self) -> str:
+        """Return the precision, the evidence for it, and the other changes as one line."""
         return "; ".join((f"{self.candidate.precision} ({self.candidate.why})", *self.changes))
 
 
@@ -67,8 +68,8 @@ def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
 
 
 def _read_kind(model: onnx.ModelProto) -> ModelKind:
-    operators = Counter(node.op_type for node in nodes(model))
-    blocked = [node for node in nodes(model) if node.op_type == _BLOCKED]
+    operators = Counter(node.op_type for node in iterate_nodes(model))
+    blocked = [node for node in iterate_nodes(model) if node.op_type == _BLOCKED]
     if blocked:
         bits = sorted({a.i for node in blocked for a in node.attribute if a.name == "bits"}) or [4]
         total = len(blocked) + operators["MatMul"] + operators["Gemm"]
@@ -78,7 +79,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
         )
     if any(operators[name] for name in _MARKS):
         return ModelKind(precision="int8", why=_describe_int8(model, operators))
-    tensors = list(constants(model).values())
+    tensors = list(collect_constants(model).values())
     sizes = Counter[int]()
     for tensor in tensors:
         if _count(tensor) > 1:  # single numbers of a float16 graph are float32 here and there
@@ -94,13 +95,13 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
 
 
 def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
-    stored = set(constants(model))
+    stored = set(collect_constants(model))
     read = {
         node.output[0]
-        for node in nodes(model)
+        for node in iterate_nodes(model)
         if node.op_type == "DequantizeLinear" and node.input and node.input[0] in stored
     }
-    pairs = sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in nodes(model))
+    pairs = sum(node.op_type in _WITH_WEIGHTS and bool(read & set(node.input[1:2])) for node in iterate_nodes(model))
     whole = sum(operators[name] for name in _INTEGER)
     floats = sum(operators[name] for name in _WITH_WEIGHTS) - pairs
     style = (
@@ -121,7 +122,7 @@ def _count(tensor: onnx.TensorProto) -> int:
 
 
 def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *, same: bool) -> list[str]:
-    changes = [".ort format"] if is_ort(file) else []
+    changes = [".ort format"] if is_ort_format(file) else []
     opsets = [
         max((e.version for e in m.opset_import if e.domain in ("", "ai.onnx")), default=0) for m in (before, after)
     ]
@@ -129,11 +130,13 @@ def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *
         changes.append(f"opset {opsets[1]}, was {opsets[0]}")
     if not same:
         return changes
-    counted = [Counter(node.op_type for node in nodes(model)) for model in (before, after)]
+    counted = [Counter(node.op_type for node in iterate_nodes(model)) for model in (before, after)]
     if counted[0] == counted[1]:
         return changes
     fused = {
-        node.op_type for node in nodes(after) if node.domain.startswith("com.m") and node.op_type not in counted[0]
+        node.op_type
+        for node in iterate_nodes(after)
+        if node.domain.startswith("com.m") and node.op_type not in counted[0]
     }
     added = ", ".join(f"{name} {counted[1][name]}" for name in sorted(fused)[:3])
     sizes = f"{counted[1].total()} nodes, was {counted[0].total()}"

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 
 from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.compatibility import foreign, full_check
-from onnx_ops.onnx_graph.files import bits_of, external_files, nodes, read_structure, tensors
-from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, info
+from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators
+from onnx_ops.onnx_graph.files import (
+    get_element_bits,
+    iterate_nodes,
+    iterate_tensors,
+    read_structure,
+    resolve_external_files,
+)
+from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, read_model_info
 
 if TYPE_CHECKING:
     import onnx
@@ -22,7 +28,7 @@ _DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class ModelSummary:
     """What stands in a file.
 
     `operators` counts nodes, those of subgraphs and functions too; outside the default domain with the domain in
@@ -39,7 +45,7 @@ class Survey:
     versions: Mapping[str, int]
     foreign: Mapping[str, tuple[str, ...]]
     parameters: Mapping[str, int]
-    cost: Cost
+    cost: ModelCost
     author: str
     license: str
     version: int
@@ -49,7 +55,7 @@ class Survey:
     problem: str
 
 
-def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> Survey:
+def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
     """Look a file over; weights beside it are not loaded.
 
     Args:
@@ -63,22 +69,22 @@ def survey(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None)
         RefusedError: it names external data outside its folder.
     """
     model = read_structure(path)
-    operators = Counter(_operator(node) for node in nodes(model))
+    operators = Counter(_operator(node) for node in iterate_nodes(model))
     metadata = {prop.key: prop.value for prop in model.metadata_props}
-    return Survey(
+    return ModelSummary(
         file=digest_file(path),
-        info=info(path),
+        info=read_model_info(path),
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         versions=count_operators(model),
-        foreign=foreign(model),
+        foreign=find_custom_operators(model),
         parameters=_parameters(model),
-        cost=cost(path, batch=batch, dims=dims),
+        cost=estimate_cost(path, batch=batch, dims=dims),
         author=metadata.get(AUTHOR, ""),
         license=metadata.get(LICENSE, ""),
         version=model.model_version,
         description=model.doc_string,
-        external=tuple(str(file.relative_to(path.parent)) for file in external_files(model, path.parent)),
+        external=tuple(str(file.relative_to(path.parent)) for file in resolve_external_files(model, path.parent)),
         metadata=metadata,
         problem=_problem(path),
     )
@@ -103,7 +109,7 @@ def _parameters(model: onnx.ModelProto) -> dict[str, int]:
 
 def _problem(path: Path) -> str:
     try:
-        full_check(path)
+        check_model(path)
     except UserError as error:
         return error.why or error.what
     return ""
@@ -126,7 +132,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class ModelCost:
     """By static shapes, for the sizes in `dims`.
 
     `macs` counts multiply-accumulates by operator; of products, convolutions and recurrent layers only. `uncounted`
@@ -146,10 +152,11 @@ class Cost:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations: two for each multiply-accumulate."""
         return 2 * sum(self.macs.values())
 
 
-def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> Cost:
+def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelCost:
     """Look at the shapes of a file; no weights are read.
 
     Args:
@@ -163,7 +170,7 @@ def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -
     from onnx import inliner, shape_inference
 
     model = read_structure(path)
-    weights = sum(_tensor_bytes(tensor) for tensor in tensors(model))
+    weights = sum(_tensor_bytes(tensor) for tensor in iterate_tensors(model))
     problem = ""
     fixed = _fix(model, batch, dict(dims or {}))
     try:
@@ -183,7 +190,7 @@ def cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -
         elif node.op_type in _COUNTED | _UNCOUNTED or node.domain not in _DEFAULT_DOMAINS:
             uncounted[node.op_type] += 1
     peak, unknown = _peak(model.graph, values)
-    return Cost(
+    return ModelCost(
         dims=fixed,
         macs={name: count for name, count in macs.most_common() if count},
         uncounted=dict(uncounted.most_common()),
@@ -218,9 +225,9 @@ def _values(model: onnx.ModelProto) -> dict[str, tuple[Shape | None, int]]:
         kind = value.type.tensor_type
         sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
         known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
-        found[value.name] = (sizes if known else None, bits_of(kind.elem_type) or 0)
+        found[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
     for tensor in model.graph.initializer:
-        found[tensor.name] = (tuple(tensor.dims), bits_of(tensor.data_type) or 0)
+        found[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
     return found
 
 
@@ -251,7 +258,7 @@ def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
 
 
 def _peak(graph: onnx.GraphProto, values: Mapping[str, tuple[Shape | None, int]]) -> tuple[int, int]:
-    """The most bytes alive at once, and how many values are of unknown size."""
+    """Return the most bytes alive at once, and the number of values of unknown size."""
     constants = {tensor.name for tensor in graph.initializer}
     last = {name: index for index, node in enumerate(graph.node) for name in _read(node)}
     for value in graph.output:
@@ -289,4 +296,4 @@ def _value_bytes(values: Mapping[str, tuple[Shape | None, int]], name: str) -> i
 
 def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     elements = math.prod(max(0, int(size)) for size in tensor.dims)
-    return -(-elements * (bits_of(tensor.data_type) or 0) // 8)
+    return -(-elements * (get_element_bits(tensor.data_type) or 0) // 8)

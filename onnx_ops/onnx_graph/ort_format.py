@@ -21,14 +21,14 @@ _TENSOR, _SEQUENCE, _MAP = 1, 2, 3
 _VALUE, _PARAMETER = 1, 2
 
 
-def is_ort(path: Path) -> bool:
+def is_ort_format(path: Path) -> bool:
     """Whether the file is in ORT format, whatever its name says."""
     with path.open("rb") as file:
         return file.read(8)[4:] == _MAGIC
 
 
-def read_ort(path: Path) -> onnx.ModelProto:
-    """The structure: versions, inputs, outputs, operators, and shapes of weights; no attributes, no weights.
+def read_ort_structure(path: Path) -> onnx.ModelProto:
+    """Read the structure: versions, inputs, outputs, operators and weight shapes; no attributes, no weights.
 
     Raises:
         UserError: the file is damaged.

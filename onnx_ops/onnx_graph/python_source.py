@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.errors import StageError
-from onnx_ops.onnx_graph.files import parse
+from onnx_ops.onnx_graph.files import parse_model
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -78,7 +78,7 @@ class _Writer:
         return repr(value)
 
 
-def as_python(path: Path, source: Path) -> tuple[Path, ...]:
+def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     """Write source that builds the model, and its large constants beside it; returns the files.
 
     External weights are not copied: the model that is built names them as the original does. The source was run, and
@@ -88,7 +88,7 @@ def as_python(path: Path, source: Path) -> tuple[Path, ...]:
         NotFoundError, UserError: as for reading the model.
         StageError: what the source builds is another model.
     """
-    model, writer = parse(path), _Writer()
+    model, writer = parse_model(path), _Writer()
     body = writer.render(model, 4)
     place = source.with_name(source.name + WEIGHTS)
     types = ", ".join(sorted(writer.types))
@@ -102,7 +102,7 @@ def as_python(path: Path, source: Path) -> tuple[Path, ...]:
 
 
 def _built(source: Path) -> bytes:
-    """What a source builds, in this process: it was written a moment ago, from data rendered as literals only."""
+    """Run a source that was just written from literals, and return the bytes of the model that it builds."""
     names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
     exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), names)  # noqa: S102
     data: bytes = names["build"]().SerializeToString(deterministic=True)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import constants, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
 
-SUFFIX = "_quantized"
+QUANTIZED_SUFFIX = "_quantized"
 """ONNX Runtime's quantizers name a quantized tensor after its original, with this at the end."""
 
-WRITTEN = "_QuantizeLinear_Input"
+WRITTEN_SUFFIX = "_QuantizeLinear_Input"
 """What they put behind the name of a value that is written, where what is read back has the original's name."""
 
 _AXIS_OPSET = 13
@@ -70,7 +70,7 @@ class _Rewriting:
     names: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
-        """The name, with a number behind it where it is taken."""
+        """Return the name, with a number appended if it is taken."""
         found, number = name, 0
         while found in self.names:
             number += 1
@@ -79,7 +79,7 @@ class _Rewriting:
         return found
 
     def read(self, value: str, scale: tuple[str, ...], axis: int) -> str:
-        """The numbers that an integer value stands for."""
+        """Dequantize an integer value and return the name of the result."""
         from onnx import helper
 
         after = self.fresh(f"{value}.read")
@@ -91,17 +91,17 @@ class _Rewriting:
         return after
 
     def write(self, value: str, scale: tuple[str, ...]) -> str:
-        """The name of the number that becomes an integer value, as `WRITTEN` has it."""
+        """Add a QuantizeLinear and return the name of its float input, which ends in `WRITTEN_SUFFIX`."""
         from onnx import helper
 
-        before = value.removesuffix(SUFFIX) + WRITTEN
+        before = value.removesuffix(QUANTIZED_SUFFIX) + WRITTEN_SUFFIX
         self.nodes.append(helper.make_node("QuantizeLinear", [before, *scale], [value]))
         self.scales[value] = scale
         return before
 
 
-def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """The model with every integer operator between DequantizeLinear and QuantizeLinear; itself, if it has none.
+def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """Return the model with each integer operator between DequantizeLinear and QuantizeLinear; itself without any.
 
     What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
     that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
@@ -126,7 +126,7 @@ def as_pairs(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
         )
     found = onnx.ModelProto()
     found.CopyFrom(model)
-    work = _Rewriting(tensors=constants(model))
+    work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
     for node in model.graph.node:
         _rewrite(work, node, where)
@@ -181,7 +181,7 @@ def _axis(node: onnx.NodeProto) -> int:
 
 
 def _bias(work: _Rewriting, node: onnx.NodeProto, name: str) -> str:
-    """A bias in steps of the product of its two scales."""
+    """Dequantize a bias, whose step is the product of the scales of input and weight."""
     from onnx import numpy_helper
 
     product = [numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4)]
@@ -205,7 +205,7 @@ def _concat(work: _Rewriting, node: onnx.NodeProto) -> None:
 
 
 def _move(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """An operator that leaves integers as they are."""
+    """Rewrite an operator that moves integers without changing them."""
     scale = work.scales[node.input[0]]
     inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
     place = len(work.nodes)
@@ -240,18 +240,18 @@ class QuantizedActivation:
     high: float
 
 
-def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
+def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Every pair of QuantizeLinear and DequantizeLinear with one constant scale, in the order of the graph.
 
-    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.as_pairs`.
+    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.expand_integer_operators`.
 
     Scales that are computed (dynamic quantization) or differ by channel are left out.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
     """
-    model = as_pairs(read_model(path), path.name)
-    stored = constants(model)
+    model = expand_integer_operators(read_model(path), path.name)
+    stored = collect_constants(model)
     readers: dict[str, list[str]] = {}
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear":
@@ -260,13 +260,13 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in stored:
             continue
-        if (levels := levels_of(node, stored)) is None:
+        if (levels := read_levels(node, stored)) is None:
             continue
         step, low, high = levels
         found += [
             QuantizedActivation(
                 name=node.input[0],
-                origin=node.input[0].removesuffix(WRITTEN),
+                origin=node.input[0].removesuffix(WRITTEN_SUFFIX),
                 read=read,
                 step=step,
                 low=low,
@@ -277,8 +277,8 @@ def quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     return tuple(found)
 
 
-def cut_off(path: Path) -> dict[str, str]:
-    """What a ReLU or Clip makes of values that nothing else uses: a range can stand for those operators.
+def find_folded_values(path: Path) -> dict[str, str]:
+    """Return the outputs of a ReLU or Clip by its input, where nothing else reads that input.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -296,7 +296,7 @@ def cut_off(path: Path) -> dict[str, str]:
     }
 
 
-def bounded_values(path: Path) -> frozenset[str]:
+def find_bounded_values(path: Path) -> frozenset[str]:
     """Values of functions with a range of their own, which quantizers take whatever the rows are.
 
     Raises:
@@ -305,8 +305,8 @@ def bounded_values(path: Path) -> frozenset[str]:
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 
-def levels_of(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
-    """The step of a QuantizeLinear with constants, and what its least and largest level stand for; None without."""
+def read_levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
+    """Return step, lowest and highest value of a QuantizeLinear with constant parameters; else None."""
     from onnx import numpy_helper
 
     if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import constants, read_model, write_model
-from onnx_ops.onnx_graph.quantized_activations import SUFFIX, as_pairs
+from onnx_ops.onnx_graph.files import collect_constants, read_model, write_model
+from onnx_ops.onnx_graph.quantized_activations import QUANTIZED_SUFFIX, expand_integer_operators
 
 if TYPE_CHECKING:
     import onnx
@@ -59,7 +59,7 @@ class _Stored:
     transposable: bool
 
 
-def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
     """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
 
     Reads what static quantization stores (constants behind a DequantizeLinear, or of QLinearConv and its like), what
@@ -70,22 +70,22 @@ def quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...
         MeasurementError: a quantized weight has no original of its name and shape, or is stored in another way.
         NotFoundError, UserError, RefusedError: as for reading the files.
     """
-    before, after = read_model(source), as_pairs(read_model(derived), derived.name)
-    originals, tensors = constants(before), constants(after)
+    before, after = read_model(source), expand_integer_operators(read_model(derived), derived.name)
+    originals, tensors = collect_constants(before), collect_constants(after)
     turned = _turned(before)
     found = {stored.weight: stored for stored in _stored(after, tensors)}
-    if unread := sorted(name for name in tensors if name.endswith(SUFFIX) and name not in found):
+    if unread := sorted(name for name in tensors if name.endswith(QUANTIZED_SUFFIX) and name not in found):
         raise MeasurementError(
             f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
         )
     pairs = [_pair(found[name], originals, tensors, turned, derived.name) for name in found if tensors[name].dims]
-    narrow = (*halves(originals, tensors), *blocks(after, tensors))
+    narrow = (*iterate_fp16_weights(originals, tensors), *iterate_block_weights(after, tensors))
     pairs += [_narrow_pair(one, originals, turned, derived.name) for one in narrow]
     return tuple(sorted(pairs, key=lambda pair: pair.name))
 
 
-def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """What `quantized_weights` leaves out: float constants that both files have.
+def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
+    """Return the float constants that both files have, which `read_quantized_weights` leaves out.
 
     Here a dropped bias of a dynamically quantized model shows itself.
 
@@ -93,7 +93,7 @@ def kept_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
         NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), read_model(derived)
-    return tuple(_kept(after, constants(before), constants(after), _turned(before)))
+    return tuple(_kept(after, collect_constants(before), collect_constants(after), _turned(before)))
 
 
 def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:
@@ -113,7 +113,7 @@ def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> 
             multiplied = node.op_type == "MatMulInteger"
             yield _Stored(
                 weight=node.input[1],
-                scale=f"{node.input[1].removesuffix(SUFFIX)}_scale",
+                scale=f"{node.input[1].removesuffix(QUANTIZED_SUFFIX)}_scale",
                 zero_point=node.input[3] if len(node.input) > 3 else "",
                 axis=-1 if multiplied else 0,
                 transposable=multiplied,
@@ -138,7 +138,7 @@ def _pair(
 ) -> QuantizedWeight:
     from onnx import numpy_helper
 
-    name = stored.weight.removesuffix(SUFFIX)
+    name = stored.weight.removesuffix(QUANTIZED_SUFFIX)
     origin = _origin(name, originals)
     if origin not in originals or stored.scale not in tensors:
         raise MeasurementError(f"quantized weight {name} has no original or no scale to compare with", where=where)
@@ -189,7 +189,7 @@ def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> flo
 
 
 def _narrow_pair(
-    one: Narrow, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
+    one: NarrowWeight, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
 ) -> QuantizedWeight:
     from onnx import numpy_helper
 
@@ -241,7 +241,7 @@ def _kept(
 
 
 def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
-    """The original's name. A bias that several nodes share is copied for each, under its name with a number behind."""
+    """Return the original's name. Quantizers copy a bias that several nodes share, with a number appended."""
     digits = len(name) - len(name.rstrip("0123456789"))
     return next((name[:end] for end in range(len(name), len(name) - digits - 1, -1) if name[:end] in originals), name)
 
@@ -264,7 +264,7 @@ ends of a block by up to a step more than rounding does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Narrow:
+class NarrowWeight:
     """One weight: the original's name, its values, and the step of each; shapes are equal.
 
     `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
@@ -278,7 +278,9 @@ class Narrow:
     transposable: bool = False
 
 
-def halves(originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+def iterate_fp16_weights(
+    originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]
+) -> Iterator[NarrowWeight]:
     """Constants that were float32 and are float16; a step is the spacing of float16 there."""
     from onnx import numpy_helper
 
@@ -287,10 +289,10 @@ def halves(originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx
         if before is not None and before.data_type == _FLOAT and tensor.data_type == _HALF:
             values = numpy_helper.to_array(tensor)
             step = np.spacing(np.abs(values)).astype(np.float64)
-            yield Narrow(name=name, values=values.astype(np.float64), step=step, spacing=step)
+            yield NarrowWeight(name=name, values=values.astype(np.float64), step=step, spacing=step)
 
 
-def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[Narrow]:
+def iterate_block_weights(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[NarrowWeight]:
     """Matrices (K, N) of every MatMulNBits, read out of their blocks."""
     from onnx import numpy_helper
 
@@ -309,7 +311,7 @@ def blocks(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> I
             zero = _unpacked(stored.reshape(width, -1), bits)[:, :count] if packed else stored.reshape(width, count)
         steps = np.repeat(scale, block, axis=1)[:, :depth]
         centre = np.repeat(zero.astype(np.float64), block, axis=1)[:, :depth]
-        yield Narrow(
+        yield NarrowWeight(
             name=_BLOCKED.sub("", node.input[1]),
             values=((levels - centre) * steps).T,
             step=_ENDS * np.abs(steps).T,
@@ -327,11 +329,13 @@ def _unpacked(packed: npt.NDArray[np.uint8], bits: int) -> Floats:
 
 _LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 
-Pair = tuple[str, str]
+ErrorSumNames = tuple[str, str]
 """Names of two sums of squares over a run: of the errors that a quantized weight and plain rounding make."""
 
 
-def show_layer_errors(source: Path, weights: Sequence[QuantizedWeight], copy: Path) -> dict[str, tuple[Pair, ...]]:
+def write_with_layer_errors(
+    source: Path, weights: Sequence[QuantizedWeight], copy: Path
+) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that gives, for each layer of the weights, the squared errors of its answers.
 
     A layer is linear in its weight, so that the error of its answer is the answer of the weight's error.
@@ -345,9 +349,9 @@ def show_layer_errors(source: Path, weights: Sequence[QuantizedWeight], copy: Pa
     from onnx import helper, numpy_helper
 
     model = read_model(source)
-    dims = {name: tuple(tensor.dims) for name, tensor in constants(model).items()}
+    dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
     del model.graph.output[:]
-    shown: dict[str, tuple[Pair, ...]] = {}
+    shown: dict[str, tuple[ErrorSumNames, ...]] = {}
     for weight in weights:
         for node in [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin]:
             pair = f"{node.output[0]}.moved", f"{node.output[0]}.rounded"

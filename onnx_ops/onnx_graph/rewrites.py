@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import constants, graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
 
 if TYPE_CHECKING:
     import onnx
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
-def like_source(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
+def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version and metadata, and import only the operator sets that it uses.
 
     Inferred shapes are left out: a later tool that infers others refuses a file in which they stand. The opset of the
@@ -56,7 +56,7 @@ def flatten_biases(model: onnx.ModelProto) -> None:
             del tensor.dims[0]
 
 
-def renumber(model: onnx.ModelProto, pattern: str) -> None:
+def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
     """Count anew, in order of appearance, the numbers in generated names, which a converter counts per process.
 
     Weights take the order in which nodes use them: converters keep them in sets.
@@ -146,8 +146,8 @@ _CAST_OPSET = 13
 """The first opset whose Cast takes all of them."""
 
 
-def read_types(model: Path) -> dict[str, int]:
-    """The element types of inputs and outputs, by name; float32 for bfloat16, which NumPy lacks.
+def read_boundary_types(model: Path) -> dict[str, int]:
+    """Return the element types of inputs and outputs by name; float32 for bfloat16, which NumPy lacks.
 
     Raises:
         NotFoundError, UserError, RefusedError: as for reading the file.
@@ -157,7 +157,7 @@ def read_types(model: Path) -> dict[str, int]:
     return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
 
 
-def write_with_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
+def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
     """Write the model with casts around it where its inputs are floats of another type than wanted.
 
     Outputs are cast too then. Shapes, names and other types stay as they are.
@@ -199,7 +199,7 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
         for value in graph.input
         if value.name in wanted
     ]
-    for part in graphs(model):
+    for part in iterate_graphs(model):
         for node in part.node:
             node.input[:] = [inner.get(name, name) for name in node.input]
             node.output[:] = [inner.get(name, name) for name in node.output]
@@ -227,7 +227,7 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
 REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
 
 
-def follow(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
+def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
     """Where each named node of `source` went in `prepared`, a rewrite of it: by its name, else by what it makes, else
     by its weights.
 
@@ -240,7 +240,7 @@ def follow(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelPr
         raise UserError(
             "; ".join(_unknown(name, tuple(known)) for name in unknown), where="quantize.exclude", remedy=REMEDY
         )
-    matrices = {name for name, tensor in constants(source).items() if len(tensor.dims) > 1}
+    matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
     found = {name: _heirs(known[name], matrices, prepared) for name in wanted}
     if lost := sorted(name for name, heirs in found.items() if not heirs):
         raise UserError(
@@ -252,7 +252,7 @@ def follow(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelPr
     return found
 
 
-def still_quantized(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
+def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
     """Those of the excluded nodes that `derived` does not hold in float.
 
     Args:
@@ -260,7 +260,7 @@ def still_quantized(excluded: Iterable[str], derived: onnx.ModelProto, rewritten
         derived: the quantized model.
         rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.
     """
-    stored = constants(derived)
+    stored = collect_constants(derived)
     integers = {n.output[0] for n in derived.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in stored}
     floats = {
         node.name

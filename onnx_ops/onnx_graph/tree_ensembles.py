@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import constants, nodes, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, read_model, read_structure
 from onnx_ops.ports import Tree
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class _Growing:
 
 def has_trees(path: Path) -> bool:
     """Whether a file holds a tree ensemble; raises as `read_structure` does."""
-    return any(node.op_type in ENSEMBLES for node in nodes(read_structure(path)))
+    return any(node.op_type in ENSEMBLES for node in iterate_nodes(read_structure(path)))
 
 
 def read_trees(path: Path) -> tuple[Tree, ...]:
-    """The trees of all ensembles of the main graph, in the order of the file; none where it has none.
+    """Read the trees of all ensembles of the main graph, in the order of the file.
 
     A split that asks `x < t` is told by the next smaller threshold, which for float32 is the same question.
 
@@ -55,13 +55,13 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     return tuple(found)
 
 
-def preorder(
+def order_nodes(
     roots: Sequence[int],
     splits: dict[int, tuple[int, float, int, int]],
     leaves: dict[int, dict[int, float]],
     width: int,
 ) -> Tree:
-    """The one tree that begins at the only root.
+    """Return the nodes of the one tree in preorder.
 
     Args:
         roots: nodes that no split leads to.
@@ -137,7 +137,7 @@ def _grown(number: int, grown: _Growing, width: int, where: str) -> Tree:
     below = {child for _, _, yes, no in grown.splits.values() for child in (yes, no)}
     roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
     try:
-        return preorder(roots, grown.splits, grown.leaves, width)
+        return order_nodes(roots, grown.splits, grown.leaves, width)
     except ValueError as error:
         raise UserError(f"tree {number} is no tree: {error}", where=where) from error
 
@@ -160,7 +160,7 @@ class _Split:
     high: int
 
 
-def split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
+def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
     """Two rows for every split of a tree ensemble, one on each side of its threshold and close to it.
 
     A row is a real one that comes by that split, with the split's feature moved. A split that stands elsewhere, leads
@@ -206,7 +206,7 @@ def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
-    """The value that holds all inputs side by side, and their order in it; no order where there is none."""
+    """Return the value that joins all inputs, and their order in it; no order where there is none."""
     if len(names) == 1:
         return names[0], names
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -254,7 +254,7 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
 
 
 def _trees(ensemble: onnx.NodeProto, features: int) -> list[dict[int, _Split]]:
-    """Splits by node number, a tree each; nothing where a split asks another question than 'is it below?'."""
+    """Return the splits of each tree by node number; nothing if a split is not a `<=` or `<` comparison."""
     from onnx import helper
 
     values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in ensemble.attribute}
@@ -277,7 +277,7 @@ def _scaling(model: onnx.ModelProto, value: str, start: str, columns: int) -> tu
     from onnx import numpy_helper
 
     makers = {name: node for node in model.graph.node for name in node.output}
-    stored = constants(model)
+    stored = collect_constants(model)
     steps: list[tuple[str, Floats]] = []
     while value != start:
         node = makers.get(value)

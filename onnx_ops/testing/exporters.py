@@ -11,8 +11,8 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.compatibility import full_check
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.compatibility import check_model
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 
@@ -40,8 +40,8 @@ class ExporterSuite:
     def test_the_export_is_valid_and_of_the_versions_asked_for(
         self, exported: tuple[object, Path], section: Export, samples: Tensors
     ) -> None:
-        full_check(exported[1])
-        found = info(exported[1])
+        check_model(exported[1])
+        found = read_model_info(exported[1])
         assert found.opsets.get("", section.opset) == section.opset
         assert found.ir_version == section.ir_version
         assert [spec.name for spec in found.inputs] == list(samples)

@@ -14,10 +14,10 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.model_info import info, read_lineage
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -46,8 +46,8 @@ class OptimizerSuite:
         notes = optimizer.optimize(request_)
         assert isinstance(notes, tuple)
         assert all(note == note.strip() and note for note in notes)
-        full_check(request_.path)
-        before, after = info(request_.source), info(request_.path)
+        check_model(request_.path)
+        before, after = read_model_info(request_.source), read_model_info(request_.path)
         assert (after.inputs, after.outputs) == (before.inputs, before.outputs)
         assert {domain: after.opsets.get(domain) for domain in before.opsets} == before.opsets
         assert after.ir_version == before.ir_version
@@ -94,7 +94,7 @@ class OptimizerSuite:
         self, optimizer: Optimizer, request_: OptimizeRequest
     ) -> None:
         optimizer.optimize(request_)
-        weights = quantized_weights(request_.source, request_.path)
+        weights = read_quantized_weights(request_.source, request_.path)
         assert bool(weights) is optimizer.quantized
         for weight in weights:
             assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= HALF_A_STEP
@@ -106,7 +106,7 @@ class OptimizerSuite:
         optimizer.optimize(replace(request_, section=replace(section, exclude=(name,))))
         kept = {tensor.name for tensor in read_structure(request_.path).graph.initializer}
         assert f"{name}.weight" in kept
-        names = {weight.name for weight in quantized_weights(request_.source, request_.path)}
+        names = {weight.name for weight in read_quantized_weights(request_.source, request_.path)}
         assert f"{name}.weight" not in names
         assert bool(names) is optimizer.quantized
 

@@ -34,8 +34,8 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.speed import compare_resources, measure_starts, measure_throughput
 from onnx_ops.measure.timing import QUANTILES, PairedBenchmark, RawSamples, compare_latency, count_rows, measure_latency
-from onnx_ops.onnx_graph.compatibility import full_check, refusal
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.compatibility import check_model, explain_incompatibility
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.latency import compare_latency_quantile, compare_quantile
@@ -133,13 +133,13 @@ def benchmark(
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
     """What really runs the model there; who is to blame if nothing does."""
     require_hardware(runtime, target)
-    if reason := refusal(model, target):
+    if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:
         return runtime.facts(model, target)
     except MeasurementError:
-        full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
+        check_model(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
 
 
@@ -263,7 +263,7 @@ def _evidence(
         manifest=digest,
         target_digest=target.digest(),
         dedicated=target.dedicated,
-        size_bytes=info(model).size_bytes,
+        size_bytes=read_model_info(model).size_bytes,
         hardware=runtime.fingerprint(target),
         conditions=dict(conditions),
         runtime=facts,

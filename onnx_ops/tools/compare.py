@@ -23,12 +23,18 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.execution import inspect_execution, require_hardware
 from onnx_ops.measure.parity import make_mismatch
-from onnx_ops.onnx_graph.compatibility import aborts_without_rows, ceiling, foreign, full_check, lacking
+from onnx_ops.onnx_graph.compatibility import (
+    check_model,
+    explain_missing_operators,
+    explain_version_limits,
+    find_custom_operators,
+    is_unsafe_without_rows,
+)
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.ort_format import is_ort
-from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees, split_probes
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.ort_format import is_ort_format
+from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.parity import measure_output, pool_noise
 from onnx_ops.statistics.probes import REAL
@@ -135,10 +141,10 @@ def compare(
     require_hardware(runtime, target)
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
     _check_places(target, (a, reference), (b, target))
-    bounds = input_bounds(a)
-    empty = not any(map(aborts_without_rows, (a, b)))
-    readable = [path for path in (a, b) if not is_ort(path) and has_trees(path)]
-    splits = split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
+    bounds = read_input_bounds(a)
+    empty = not any(map(is_unsafe_without_rows, (a, b)))
+    readable = [path for path in (a, b) if not is_ort_format(path) and has_trees(path)]
+    splits = build_split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
     groups = build_groups(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     exact = exact or runtime
@@ -193,10 +199,10 @@ def compare(
 def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
     """Raises UserError if a target cannot run its model, as far as the file tells."""
     for model, place in pairs:
-        if reason := ceiling(info(model), place):
+        if reason := explain_version_limits(read_model_info(model), place):
             remedy = "Export the model for this target's opset and IR version."
             raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
-        if reason := lacking(foreign(read_structure(model)), target):
+        if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
             remedy = "Give the target its library of them: custom_ops."
             raise UserError(reason, where=model.name, remedy=remedy)
 
@@ -206,7 +212,7 @@ def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[Inp
     try:
         answers = run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        full_check(model)  # a file that breaks the rules of ONNX is the user's to mend
+        check_model(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
     return {name: a if isinstance(a, MeasurementError) else _joined(a) for name, a in answers.items()}
 

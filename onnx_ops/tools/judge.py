@@ -25,12 +25,12 @@ from onnx_ops.measure.execution import inspect_execution
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
-from onnx_ops.onnx_graph.dequantization import write_unrounded, write_with_halves, write_with_weights
-from onnx_ops.onnx_graph.files import external_files, read_structure
-from onnx_ops.onnx_graph.input_bounds import input_bounds
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
+from onnx_ops.onnx_graph.files import read_structure, resolve_external_files
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.model_kind import CandidateKind
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import Dataset, Runtime, Tensors
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.judge import judge
@@ -150,7 +150,7 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     return Judgement(
         kind=request.kind,
         digests=(digest_file(request.baseline), digest_file(request.candidate)),
-        sizes=(info(request.baseline).size_bytes, info(request.candidate).size_bytes),
+        sizes=(read_model_info(request.baseline).size_bytes, read_model_info(request.candidate).size_bytes),
         targets=targets,
         notes=tuple(notes),
     )
@@ -279,14 +279,14 @@ def _within_noise(
     the target's own graph optimisations do.
     """
     samples = request.settings[0].samples
-    groups = [g for g in build_groups(samples, empty=False, bounds=input_bounds(request.baseline)) if g.inside]
+    groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
     runs = {group.name: group.runs for group in groups}
     request.tell(f"running {request.candidate.name} on {len(groups)} groups of inputs")
     with Scratch() as folder:
         right = run_groups(request.exact, REFERENCE, request.baseline, runs)
         if of == "float16":
             rounded = folder / "halves.onnx"
-            write_with_halves(request.baseline, rounded)
+            write_with_fp16_weights(request.baseline, rounded)
             rough = run_groups(request.exact, REFERENCE, rounded, runs)
         else:
             rough = run_groups(runtime, target, request.baseline, runs)
@@ -359,7 +359,7 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
 
 def _copied(model: Path, folder: Path) -> Path:
     """The model and the files of its weights in a folder of its own."""
-    for file in (model, *external_files(read_structure(model), model.parent)):
+    for file in (model, *resolve_external_files(read_structure(model), model.parent)):
         place = folder / (file.name if file == model else file.relative_to(model.parent))
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
@@ -397,9 +397,9 @@ def _judge_function(request: JudgeRequest) -> GateResult:
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"
         try:
-            weights = quantized_weights(request.baseline, request.candidate)
+            weights = read_quantized_weights(request.baseline, request.candidate)
             write_with_weights(request.baseline, weights, plain)
-            write_unrounded(request.baseline, request.candidate, exact)
+            write_dequantized(request.baseline, request.candidate, exact)
             samples = request.settings[0].samples
             samples = replace(samples, rows=_few(samples.rows, _COMPARED))
             found = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
@@ -506,7 +506,7 @@ def _evidence(request: JudgeRequest, runtime: Runtime, target: Target) -> Eviden
         manifest=digest,
         target_digest=target.digest(),
         dedicated=target.dedicated,
-        size_bytes=info(request.candidate).size_bytes,
+        size_bytes=read_model_info(request.candidate).size_bytes,
         hardware=runtime.fingerprint(target),
         baseline=A,
     )

@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.pipeline import InputValues
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.input_bounds import InputBounds
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Tensors
 from onnx_ops.statistics.probes import (
     MIN_NOISE_ROWS,
@@ -101,10 +101,10 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
         NotFoundError, RefusedError: as for reading the files.
         UserError: a file is not ONNX, or the two do not take the same inputs.
     """
-    first = info(a).inputs
+    first = read_model_info(a).inputs
     if b is None:
         return first
-    second = {spec.name: spec for spec in info(b).inputs}
+    second = {spec.name: spec for spec in read_model_info(b).inputs}
     shared = [_shared(spec, second[spec.name]) for spec in first if spec.name in second]
     common = [spec for spec in shared if spec is not None]
     if len(common) < max(len(first), len(second)):
@@ -119,10 +119,10 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
     """The sizes that B insists on of dimensions that A leaves free, by their names in A."""
-    second = {spec.name: spec for spec in info(b).inputs}
+    second = {spec.name: spec for spec in read_model_info(b).inputs}
     return {
         str(size): int(other)
-        for spec in info(a).inputs
+        for spec in read_model_info(a).inputs
         if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
         for size, other in _paired(spec, second[spec.name])
         if _free(size) and not _free(other)

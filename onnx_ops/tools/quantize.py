@@ -19,9 +19,9 @@ from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution
 from onnx_ops.measure.search import SearchContext, Tell, describe_recipe, search
 from onnx_ops.measure.timing import compute_log_ratios
-from onnx_ops.onnx_graph.compatibility import ceiling, full_check
-from onnx_ops.onnx_graph.files import copy_model, parse, refuse_ort, tensors
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
+from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import (
     ConfiguredOptimizer,
     Dataset,
@@ -100,7 +100,7 @@ def quantize_file(
     """
     check_paths(source, path)
     for target in targets:
-        if reason := ceiling(info(source), target):
+        if reason := explain_version_limits(read_model_info(source), target):
             remedy = "Export the model for this target's opset and IR version."
             raise UserError(reason.partition(": set export.")[0], where=source.name, remedy=remedy)
     machines = list_machines(ports, targets)
@@ -123,7 +123,7 @@ def quantize_file(
 
 def check_paths(source: Path, path: Path) -> None:
     """Raises UserError if the source is no valid model, or the variant cannot be written to its path."""
-    full_check(source)
+    check_model(source)
     refuse_ort(source)
     for place in (path, _weights_of(path)):
         if place.exists():
@@ -149,10 +149,12 @@ def deliver(
 ) -> QuantizedFile:
     """Put a variant that was made to its path, weights too large for one file beside it, and examine it."""
     examined = {t.name: inspect_execution(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
-    sizes = info(source).size_bytes, info(made).size_bytes
+    sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_of(made).exists():
-        model = parse(made)
-        for entry in (entry for tensor in tensors(model) for entry in tensor.external_data if entry.key == "location"):
+        model = parse_model(made)
+        for entry in (
+            entry for tensor in iterate_tensors(model) for entry in tensor.external_data if entry.key == "location"
+        ):
             entry.value = _weights_of(path).name
         _place(_weights_of(made), _weights_of(path))
         made.write_bytes(model.SerializeToString(deterministic=True))

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
+from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.artifact import Digest
@@ -24,6 +25,9 @@ from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
 
 POLICY = RetryPolicy(operation_s=30, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 _CLOUD = "AZUREML_CURRENT_CLOUD"
@@ -89,6 +93,11 @@ class World:
         """What the deployment is called in Azure."""
         config = config_of(self.cloud, **settings)
         return azure_name(deployment, read_azure_settings(config.settings).immutable)
+
+    @property
+    def ml(self) -> MLClient:
+        """Another client of the workspace."""
+        return AzureClient(read_azure_settings(self.config.settings), "scaling", "scaling", POLICY).ml
 
     def scale(self, config: EndpointConfig | None = None) -> float:
         """Send one request, as clients do; return the factor of the model that answers."""

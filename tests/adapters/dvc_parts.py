@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.data.dvc.source import DvcSource
-from onnx_ops.adapters.isolation.environments import Environments, find_uv
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import PluginData
 
@@ -162,7 +162,9 @@ def dvc(repository: Repository, environments: Path, *commands: tuple[str, ...], 
     """Run commands of DVC itself, in one process, and give what it prints: it takes seconds to start."""
     if find_uv() is None and shutil.which("pip") is None:
         pytest.fail("uv, which is among the packages for development, makes DVC's environment")
-    python = Environments(folder=environments, base=(), uv=find_uv()).python(Environment(requirements=(DVC, *packages)))
+    python = PythonEnvironments(folder=environments, base=(), uv=find_uv()).python(
+        Environment(requirements=(DVC, *packages))
+    )
     code = (
         "import json, sys\nfrom dvc.cli import main\n"
         "for arguments in json.loads(sys.argv[1]):\n    assert main(arguments) == 0, arguments\n"

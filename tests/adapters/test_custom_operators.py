@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import ConfigError, DigestMismatchError, MeasurementError, NotFoundError, UserError
-from onnx_ops.onnx_graph.compatibility import foreign, lacking, refusal
+from onnx_ops.onnx_graph.compatibility import explain_incompatibility, explain_missing_operators, find_custom_operators
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.tools.bench import read_runtime_facts
 from onnx_ops.tools.compare import compare
@@ -55,7 +55,7 @@ def test_it_is_the_same_function_as_the_one_of_onnx(model: Path, target: Target,
         other = tmp_path / "function.onnx"
         write_softsign(other, scale=scale, as_function=True)
         samples = generate_samples(shared_inputs(other, model), count=32, dims={})
-        assert compare(ShieldedRuntime(), target, other, model, samples).verdict is verdict
+        assert compare(GuardedRuntime(), target, other, model, samples).verdict is verdict
 
 
 def test_another_library_is_not_loaded(model: Path, target: Target, tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_a_target_without_the_operator_is_told_the_nodes_before_any_work(model: 
     with pytest.raises(UserError, match=said):
         compare(OnnxRuntime(), CPU, model, model, generate_samples(shared_inputs(model), count=4, dims={}))
     write_softsign(tmp_path / "function.onnx", as_function=True)
-    assert refusal(tmp_path / "function.onnx", CPU) == ""
-    assert foreign(read_structure(tmp_path / "function.onnx")) == {}
+    assert explain_incompatibility(tmp_path / "function.onnx", CPU) == ""
+    assert find_custom_operators(read_structure(tmp_path / "function.onnx")) == {}
 
 
 def test_many_nodes_are_not_all_listed() -> None:
     nodes = tuple(f"n{i}" for i in range(9))
-    assert lacking({"a::B": nodes}, CPU).endswith("a::B at n0, n1, n2, n3, n4 …")
+    assert explain_missing_operators({"a::B": nodes}, CPU).endswith("a::B at n0, n1, n2, n3, n4 …")
 
 
 def test_a_target_file_names_its_libraries(tmp_path: Path) -> None:

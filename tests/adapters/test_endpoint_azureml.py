@@ -191,12 +191,9 @@ def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -
     """As re-creating the endpoint does, which others' tools do."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
-    from onnx_ops.adapters.azure import workspace_of
-    from onnx_ops.adapters.endpoints.azureml_client import AzureClient
-
     state = state_of(world.blue, blue=100)
     world.provider.apply(world.config, state, generation=1)
-    ml = AzureClient(workspace_of(world.config.settings), POLICY).ml
+    ml = world.ml
     found = ml.online_endpoints.get("scaling")
     ml.online_endpoints.begin_create_or_update(
         ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags=found.tags)
@@ -211,12 +208,9 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
     """Another tool creates the endpoint again, with tags of its own and no traffic."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
-    from onnx_ops.adapters.azure import workspace_of
-    from onnx_ops.adapters.endpoints.azureml_client import AzureClient
-
     state = state_of(world.blue, blue=100)
     world.provider.apply(world.config, state, generation=1)
-    ml = AzureClient(workspace_of(world.config.settings), POLICY).ml
+    ml = world.ml
     theirs = ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags={"team": "platform"})
     ml.online_endpoints.begin_create_or_update(theirs).result()
     first = len(world.cloud.calls)

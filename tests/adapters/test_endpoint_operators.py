@@ -28,7 +28,7 @@ from onnx_ops.domain.attestation import OverrideRecord
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
-from onnx_ops.onnx_graph.compatibility import carry_libraries
+from onnx_ops.onnx_graph.compatibility import copy_libraries
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import state_of
@@ -221,12 +221,12 @@ def test_what_is_carried_was_checked_and_nothing_else_lies_there(tmp_path: Path,
     model = tmp_path / "model.onnx"
     write_softsign(model)
     with pytest.raises(DigestMismatchError, match="target cpu"):
-        carry_libraries(model, {"cpu": (replace(library, digest=digest_bytes(b"")),)})
+        copy_libraries(model, {"cpu": (replace(library, digest=digest_bytes(b"")),)})
     with pytest.raises(NotFoundError):
-        carry_libraries(model, {"cpu": (replace(library, path="/none.so"),)})
-    carry_libraries(model, {"cpu": (replace(library, domains=("another.domain",)),)})
+        copy_libraries(model, {"cpu": (replace(library, path="/none.so"),)})
+    copy_libraries(model, {"cpu": (replace(library, domains=("another.domain",)),)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     (tmp_path / "custom_ops").mkdir()
     write_external(tmp_path / "weights.onnx", "custom_ops/cpu.so")
     with pytest.raises(RefusedError, match="loaded as programs"):
-        carry_libraries(tmp_path / "weights.onnx", {})
+        copy_libraries(tmp_path / "weights.onnx", {})

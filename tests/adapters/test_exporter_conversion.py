@@ -11,14 +11,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
-from onnx_ops.onnx_graph.compatibility import brought_problems, full_check
-from onnx_ops.onnx_graph.model_info import info, read_lineage
+from onnx_ops.onnx_graph.compatibility import check_model, list_user_model_problems
+from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
@@ -80,13 +80,13 @@ def test_a_file_goes_down_and_up_and_stays_the_same_function(
     source = tmp_path / "mine.onnx"
     write(source, opset=was[0], ir_version=was[1])  # type: ignore[operator]
     path = converted(source, section(*asked))
-    full_check(path)
-    found = info(path)
+    check_model(path)
+    found = read_model_info(path)
     assert (found.opsets[""], found.ir_version) == asked
-    assert (found.inputs, found.outputs) == (info(source).inputs, info(source).outputs)
+    assert (found.inputs, found.outputs) == (read_model_info(source).inputs, read_model_info(source).outputs)
     assert read_lineage(path) == read_lineage(source)
     samples = generate_samples(shared_inputs(source, path), count=16, dims={})
-    assert compare(ShieldedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
+    assert compare(GuardedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
 
 
 def test_weights_beside_the_file_come_along(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Pa
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=27, ir_version=14)
     web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)
-    found = brought_problems(source, section(18, 10, convert=False), (web, old))
-    assert brought_problems(source, section(18, 10), (web, old)) == []
-    found += brought_problems(source, section(28, 14, convert=False), (web, old))
+    found = list_user_model_problems(source, section(18, 10, convert=False), (web, old))
+    assert list_user_model_problems(source, section(18, 10), (web, old)) == []
+    found += list_user_model_problems(source, section(28, 14, convert=False), (web, old))
     write_softsign(source)
-    found += brought_problems(source, section(), (CPU,))
+    found += list_user_model_problems(source, section(), (CPU,))
     golden("errors", "\n".join(found))
 
 
@@ -161,7 +161,7 @@ def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
     source = tmp_path / "mine.onnx"
     source.write_bytes(made.SerializeToString())
     rows = data.data[:20].astype(np.float32)
-    assert brought_problems(source, section(18, 10, convert=False), (CPU,)) == []
+    assert list_user_model_problems(source, section(18, 10, convert=False), (CPU,)) == []
     (tmp_path / "saved").mkdir()
     OnnxExporter().save(source, tmp_path / "saved")
     answers = OnnxExporter().reference(OnnxExporter().load(tmp_path / "saved"), {"X": rows}, "float32")

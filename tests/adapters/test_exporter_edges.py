@@ -20,8 +20,8 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron
@@ -56,7 +56,7 @@ def test_an_ensemble_declares_as_many_targets_as_it_has(tmp_path: Path) -> None:
 
     model = RandomForestRegressor(3, random_state=0).fit(X, TARGETS)
     path = export(SklearnExporter(), model, tmp_path, SAMPLES)
-    assert info(path).outputs[0].shape == ("batch", 2)
+    assert read_model_info(path).outputs[0].shape == ("batch", 2)
     np.testing.assert_allclose(answers(path, SAMPLES)[VARIABLE], model.predict(X), atol=1e-5)
 
 
@@ -167,7 +167,7 @@ def test_branches_hold_no_stack_traces_either(tmp_path: Path) -> None:
 
     path = export(TorchExporter(), Conditional(), tmp_path, SAMPLES, dynamic={"x": {0: "batch"}})
     model = read_structure(path)
-    inner = list(nodes(model))
+    inner = list(iterate_nodes(model))
     assert len(inner) > len(model.graph.node)
     assert not [p.key for node in inner for p in node.metadata_props if "stack" in p.key]
     assert b".py" not in path.read_bytes()

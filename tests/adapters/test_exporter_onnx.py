@@ -12,7 +12,7 @@ from onnx_ops.adapters.exporters.onnx import OnnxExporter
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
-from onnx_ops.onnx_graph.compatibility import brought_notes
+from onnx_ops.onnx_graph.compatibility import list_user_model_notes
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_perceptron
@@ -97,18 +97,18 @@ def test_rows_that_the_model_refuses_are_an_error(tmp_path: Path) -> None:
 def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     onnx.save(zipped([0, 1, 2]), tmp_path / "mine.onnx")
-    (note,) = brought_notes(tmp_path / "mine.onnx")
+    (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("probabilities is a sequence of maps (ZipMap)")
     OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
     answers = OnnxExporter().reference(tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)}, "float32")
     assert answers is not None
     np.testing.assert_allclose(np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6)
-    assert brought_notes(tmp_path / "saved/model.onnx") == []
+    assert list_user_model_notes(tmp_path / "saved/model.onnx") == []
 
 
 def test_a_fixed_batch_is_told(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx", batch=4)
-    (note,) = brought_notes(tmp_path / "mine.onnx")
+    (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("it takes batches of 4 only")
     write_perceptron(tmp_path / "mine.onnx")
-    assert brought_notes(tmp_path / "mine.onnx") == []
+    assert list_user_model_notes(tmp_path / "mine.onnx") == []

@@ -18,8 +18,8 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, UserError
-from onnx_ops.onnx_graph.compatibility import full_check
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.compatibility import check_model
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
@@ -159,7 +159,7 @@ def test_answers_have_the_names_and_shapes_of_scikit_learn_s(
     for name in reference:
         expected: np.ndarray[Any, Any] = reference[name]
         np.testing.assert_allclose(answers[name], expected, rtol=1e-3, atol=1e-3)
-    full_check(tmp_path / "m.onnx")
+    check_model(tmp_path / "m.onnx")
 
 
 def test_an_estimator_whose_conversion_does_not_run_is_refused_with_another(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_named_batch_axis(tmp_path: Path) -> None:
     rows, labels = iris()
     section = Export(framework="sklearn", dynamic={"x": {0: "rows"}})
     export(LogisticRegression(max_iter=500).fit(rows, labels), rows, tmp_path / "m.onnx", section)
-    found = info(tmp_path / "m.onnx")
+    found = read_model_info(tmp_path / "m.onnx")
     assert found.inputs[0].shape == ("rows", 4)
     assert {spec.shape[0] for spec in found.outputs} == {"rows"}
 

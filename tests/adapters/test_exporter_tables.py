@@ -20,7 +20,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import Dataset, Tensors
 
@@ -59,7 +59,7 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
 
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
 
-    found = {spec.name: (spec.dtype, spec.shape) for spec in info(tmp_path / "model.onnx").inputs}
+    found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
     assert found == {
         name: (kind, ("batch", 1))
         for name, kind in zip(COLUMNS, ("float32", "int64", "bool", "string", "string"), strict=True)

@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import images
@@ -70,7 +70,7 @@ def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_output
     answers = export(TwoInputs(), feed, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1))
     np.testing.assert_array_equal(answers["twice"], 2 * np.arange(5))
-    assert {spec.shape[0] for spec in info(tmp_path / "m.onnx").inputs} == {"batch"}
+    assert {spec.shape[0] for spec in read_model_info(tmp_path / "m.onnx").inputs} == {"batch"}
     reference = TorchExporter().reference(TwoInputs(), feed, "float64")
     assert reference is not None
     assert {name: array.dtype for name, array in reference.items()} == {"sum": np.float64, "twice": np.int64}
@@ -93,7 +93,7 @@ def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
 
     section = Export(framework="torch", dynamic=dynamic)
     TorchExporter().export(Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx"))
-    assert info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
+    assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
 def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import BASE, MARKER, Environments, find_uv
-from onnx_ops.adapters.isolation.process import clean_environ
+from onnx_ops.adapters.isolation.environments import BASE, MARKER, PythonEnvironments, find_uv
+from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
 from onnx_ops.errors import NotFoundError, StageError, UserError
 
@@ -52,10 +52,10 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def environments(tmp_path: Path) -> Environments:
+def environments(tmp_path: Path) -> PythonEnvironments:
     uv = find_uv()
     assert uv, "uv is among the packages for development"
-    return Environments(folder=tmp_path / "environments", base=(), uv=uv)
+    return PythonEnvironments(folder=tmp_path / "environments", base=(), uv=uv)
 
 
 def say(python: Path, code: str) -> str:
@@ -70,14 +70,14 @@ def test_variables_that_lead_to_another_python_are_not_inherited(monkeypatch: py
     leading = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "UV_PROJECT", "KERAS_BACKEND"}
     for name in (*leading, "HTTPS_PROXY"):
         monkeypatch.setenv(name, "elsewhere")
-    found = clean_environ()
+    found = build_clean_environ()
     assert leading.isdisjoint(found)
     assert found["HTTPS_PROXY"] == "elsewhere"
 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
 def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
-    environments: Environments, tmp_path: Path, installer: str
+    environments: PythonEnvironments, tmp_path: Path, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     before = installed_here()
@@ -90,7 +90,9 @@ def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
     assert any("tiny" in line for line in marker["installed"])
 
 
-def test_it_is_made_once_and_used_again_when_its_packages_are_gone(environments: Environments, tmp_path: Path) -> None:
+def test_it_is_made_once_and_used_again_when_its_packages_are_gone(
+    environments: PythonEnvironments, tmp_path: Path
+) -> None:
     path = wheel(tmp_path)
     wanted = Environment(requirements=(str(path),))
     python = environments.python(wanted)
@@ -100,7 +102,9 @@ def test_it_is_made_once_and_used_again_when_its_packages_are_gone(environments:
     assert (python.parents[1] / MARKER).stat().st_mtime_ns == made
 
 
-def test_one_that_was_being_made_when_its_maker_died_is_made_again(environments: Environments, tmp_path: Path) -> None:
+def test_one_that_was_being_made_when_its_maker_died_is_made_again(
+    environments: PythonEnvironments, tmp_path: Path
+) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     place = environments.python(wanted).parents[1]
     (place / MARKER).unlink()
@@ -118,7 +122,7 @@ from onnx_ops.adapters.isolation.environments import Environments, clean_environ
 from onnx_ops.domain.execution import Environment
 Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
 """
-    environments = Environments(folder=tmp_path / "e", base=())
+    environments = PythonEnvironments(folder=tmp_path / "e", base=())
     wanted = Environment(requirements=(str(path),))
     place = environments.place(wanted)
     maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -131,7 +135,7 @@ Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(r
     assert say(environments.python(wanted), "import tiny; print(tiny.VERSION)") == "1.0"
 
 
-def test_two_at_once_make_one(environments: Environments, tmp_path: Path) -> None:
+def test_two_at_once_make_one(environments: PythonEnvironments, tmp_path: Path) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(environments.python(wanted))) for _ in range(3)]
@@ -144,7 +148,7 @@ def test_two_at_once_make_one(environments: Environments, tmp_path: Path) -> Non
 
 
 def test_other_requirements_or_another_python_are_another_environment(tmp_path: Path) -> None:
-    environments = Environments(folder=tmp_path)
+    environments = PythonEnvironments(folder=tmp_path)
     places = {
         environments.place(Environment(requirements=names, python=python))
         for names, python in ((("a",), None), (("b",), None), (("a", "b"), None), (("a",), "3.99"))
@@ -157,7 +161,7 @@ def test_other_requirements_or_another_python_are_another_environment(tmp_path: 
 
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.nightly), "uv"])
 def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
-    environments: Environments, installer: str
+    environments: PythonEnvironments, installer: str
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     wanted = Environment(requirements=("no-such-package-at-all==1",))
@@ -171,10 +175,10 @@ def test_a_package_that_cannot_be_had_is_told_with_the_installer_s_words(
 @pytest.mark.parametrize("requirement", ["--no-deps", "-e .", " "])
 def test_options_of_the_installer_are_no_requirements(tmp_path: Path, requirement: str) -> None:
     with pytest.raises(UserError, match="no requirement"):
-        Environments(folder=tmp_path).python(Environment(requirements=(requirement,)))
+        PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 
 def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no python3\.99 here") as missing:
-        Environments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
+        PythonEnvironments(folder=tmp_path, base=()).python(Environment(requirements=("a",), python="3.99"))
     assert "uv" in missing.value.remedy

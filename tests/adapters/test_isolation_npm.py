@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.isolation.environments import MARKER, NpmPackages, pinned
+from onnx_ops.adapters.isolation.environments import MARKER, NpmPackages, parse_pins
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from tests.adapters.runtime_places import require
 
@@ -45,7 +45,7 @@ def test_a_version_that_is_not_there_is_told_with_npm_s_words(packages: NpmPacka
 
 def test_exact_versions_are_told_apart_from_everything_else() -> None:
     exact = ("onnxruntime-web@1.30.0", "@scope/name@1.2.3-rc.1")
-    assert pinned(exact) == {"onnxruntime-web": "1.30.0", "@scope/name": "1.2.3-rc.1"}
+    assert parse_pins(exact) == {"onnxruntime-web": "1.30.0", "@scope/name": "1.2.3-rc.1"}
     for other in (
         "name",
         "name@latest",
@@ -57,4 +57,4 @@ def test_exact_versions_are_told_apart_from_everything_else() -> None:
         "",
     ):
         with pytest.raises(UserError, match="exact version"):
-            pinned((other,))
+            parse_pins((other,))

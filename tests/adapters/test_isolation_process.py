@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, Remote
-from onnx_ops.adapters.isolation.process import LAST_LINES, Limits
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, RemoteModel
+from onnx_ops.adapters.isolation.process import LAST_LINES, ProcessLimits
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, UserError
 from onnx_ops.ports import Dataset, ExportRequest, TrainingExporter
@@ -109,14 +109,14 @@ def exporter(tmp_path: Path) -> IsolatedExporter:
     return make(tmp_path)
 
 
-def make(root: Path, limits: Limits | None = None) -> IsolatedExporter:
+def make(root: Path, limits: ProcessLimits | None = None) -> IsolatedExporter:
     (root / "converter_of_mine.py").write_text(CONVERTER)
     (root / "training_of_mine.py").write_text(TRAINING)
     return IsolatedExporter(
         exporter="converter_of_mine:Converter",
         python=lambda: Path(sys.executable),
         root=root,
-        limits=limits or Limits(timeout=60.0),
+        limits=limits or ProcessLimits(timeout=60.0),
     )
 
 
@@ -130,11 +130,11 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 pytestmark = pytest.mark.usefixtures("importable")
 
 
-def load(exporter: IsolatedExporter, folder: Path, text: str = "2.0") -> Remote:
+def load(exporter: IsolatedExporter, folder: Path, text: str = "2.0") -> RemoteModel:
     folder.mkdir(exist_ok=True)
     (folder / "model.txt").write_text(text)
     model = exporter.load(folder)
-    assert isinstance(model, Remote)
+    assert isinstance(model, RemoteModel)
     return model
 
 
@@ -190,7 +190,7 @@ def test_after_a_crash_the_next_model_is_answered(exporter: IsolatedExporter, tm
 
 @pytest.mark.parametrize("do", ["hang", "hang_in_c"])
 def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: str) -> None:
-    exporter = make(tmp_path, Limits(timeout=3.0))
+    exporter = make(tmp_path, ProcessLimits(timeout=3.0))
     model = load(exporter, tmp_path / "m")
     with pytest.raises(StageError, match="longer than 3 s to export") as failure:
         exporter.export(model, request(tmp_path / "o", do))
@@ -201,7 +201,7 @@ def test_a_hang_ends_with_all_its_processes_and_says_where(tmp_path: Path, do: s
 
 
 def test_memory_beyond_the_limit_is_told(tmp_path: Path) -> None:
-    exporter = make(tmp_path, Limits(memory=700_000_000, timeout=60.0))
+    exporter = make(tmp_path, ProcessLimits(memory=700_000_000, timeout=60.0))
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.7 GB") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
     assert "env.memory" in failure.value.remedy

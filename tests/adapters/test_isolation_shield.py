@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime, shielded_runtime
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime, guard_runtime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.testing.models import rows, write_perceptron
@@ -72,12 +72,12 @@ def chatter() -> None:
 
 
 def test_what_it_returns_and_raises_comes_back() -> None:
-    assert shielded(double, 4) == 8
+    assert run_guarded(double, 4) == 8
     with pytest.raises(UserError, match="no") as refused:
-        shielded(refuse)
+        run_guarded(refuse)
     assert refused.value.remedy == "Ask otherwise."
-    with pytest.raises(Fallen, match="KeyError: 'nothing there'"):
-        shielded(stumble)
+    with pytest.raises(ProcessCrashError, match="KeyError: 'nothing there'"):
+        run_guarded(stumble)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_what_it_returns_and_raises_comes_back() -> None:
     ],
 )
 def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
-    with pytest.raises(Fallen, match=how) as fallen:
-        shielded(work)  # type: ignore[arg-type]
+    with pytest.raises(ProcessCrashError, match=how) as fallen:
+        run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
         assert "last words" in fallen.value.said
         assert "segfault" in fallen.value.said  # the Python line under way
@@ -98,20 +98,20 @@ def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])
 def test_one_that_hangs_is_stopped_and_says_where(work: object) -> None:
-    with pytest.raises(Fallen, match=r"longer than 2 s and was stopped") as fallen:
-        shielded(work, timeout=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ProcessCrashError, match=r"longer than 2 s and was stopped") as fallen:
+        run_guarded(work, timeout=2.0)  # type: ignore[arg-type]
     assert fallen.value.late
     assert "hang" in fallen.value.said
 
 
 def test_one_that_eats_memory_has_a_limit() -> None:
-    with pytest.raises(Fallen, match=r"more memory than its limit of 0\.6 GB"):
-        shielded(eat, memory=600_000_000)
+    with pytest.raises(ProcessCrashError, match=r"more memory than its limit of 0\.6 GB"):
+        run_guarded(eat, memory=600_000_000)
 
 
 def test_of_endless_output_the_end_is_kept() -> None:
-    with pytest.raises(Fallen) as fallen:
-        shielded(chatter)
+    with pytest.raises(ProcessCrashError) as fallen:
+        run_guarded(chatter)
     assert "24 MB of output" in fallen.value.said
     assert len(fallen.value.said) < 20_000
 
@@ -146,17 +146,17 @@ def write_endless(path: Path) -> None:
 def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
     write_endless(tmp_path / "endless.onnx")
     with pytest.raises(MeasurementError, match="ONNX Runtime hangs") as told:
-        ShieldedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
+        GuardedRuntime(timeout=2).run(tmp_path / "endless.onnx", CPU, ({"x": np.ones(1, np.float32)},))
     assert "2 s and was stopped" in told.value.why
 
 
 def test_a_shielded_runtime_answers_as_the_plain_one_does(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
     feeds = (rows(3), rows(5))
-    plain, shield = OnnxRuntime(), shielded_runtime(OnnxRuntime(), 60)
-    assert isinstance(shield, ShieldedRuntime)
+    plain, shield = OnnxRuntime(), guard_runtime(OnnxRuntime(), 60)
+    assert isinstance(shield, GuardedRuntime)
     for one, other in zip(
         plain.run(tmp_path / "model.onnx", CPU, feeds), shield.run(tmp_path / "model.onnx", CPU, feeds), strict=True
     ):
         np.testing.assert_array_equal(one["scores"], other["scores"])
-    assert shielded_runtime(shield) is shield
+    assert guard_runtime(shield) is shield

@@ -244,7 +244,7 @@ def test_another_servers_series(inbox: Inbox) -> None:
 
 def test_an_endpoint_that_is_not_scraped_is_no_healthy_one(scraped: Scraped, source: PrometheusMetrics) -> None:
     scraped.instances = {}
-    with pytest.raises(ServiceUnavailableError, match="knows nothing"):
+    with pytest.raises(ServiceUnavailableError, match="has no samples"):
         source.read(CONFIG, {"v1": None})
 
 

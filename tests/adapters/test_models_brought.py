@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
-from onnx_ops.adapters.external_model import BroughtModels
+from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
@@ -20,8 +20,8 @@ from tests.support.external import write_external
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> BroughtModels:
-    return BroughtModels(root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}"))
+def models(tmp_path: Path) -> UserSuppliedModels:
+    return UserSuppliedModels(root=tmp_path, registered=lambda: MlflowModels(f"sqlite:///{tmp_path / 'mlflow.db'}"))
 
 
 class _Silent(http.server.SimpleHTTPRequestHandler):
@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_a_path_stays_where_it_is(models: BroughtModels, tmp_path: Path) -> None:
+def test_a_path_stays_where_it_is(models: UserSuppliedModels, tmp_path: Path) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
     assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
@@ -52,7 +52,7 @@ def test_a_path_stays_where_it_is(models: BroughtModels, tmp_path: Path) -> None
 
 
 def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
-    models: BroughtModels, tmp_path: Path, url: str
+    models: UserSuppliedModels, tmp_path: Path, url: str
 ) -> None:
     place = f"{url}/mine.onnx"
     before = models.digest(place)
@@ -63,7 +63,7 @@ def test_a_url_is_fetched_and_its_digest_is_that_of_its_version(
     assert models.digest(place) != before
 
 
-def test_a_folder_comes_with_its_external_data(models: BroughtModels, tmp_path: Path) -> None:
+def test_a_folder_comes_with_its_external_data(models: UserSuppliedModels, tmp_path: Path) -> None:
     import fsspec
 
     write_external(tmp_path / "mine.onnx", "weights.bin")
@@ -81,7 +81,7 @@ def test_a_folder_comes_with_its_external_data(models: BroughtModels, tmp_path: 
     memory.rm("/brought", recursive=True)
 
 
-def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: BroughtModels, url: str) -> None:
+def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: UserSuppliedModels, url: str) -> None:
     with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest(f"{url}/nothing.onnx?signature=secret")
     assert "secret" not in str(missing.value)
@@ -91,7 +91,7 @@ def test_what_is_not_there_or_does_not_answer_is_told_without_secrets(models: Br
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_registered_version_is_fetched_by_number_and_by_alias(models: BroughtModels, tmp_path: Path) -> None:
+def test_a_registered_version_is_fetched_by_number_and_by_alias(models: UserSuppliedModels, tmp_path: Path) -> None:
     import mlflow
     import onnx
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.library import BATCH, BatchReader
-from onnx_ops.adapters.optimizers.low_precision import WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
@@ -28,8 +28,8 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info, write_lineage
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
@@ -127,7 +127,7 @@ def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
     section = replace(DYNAMIC, options={"op_types": ["Conv"]}, per_channel=False)
     DynamicQuantizer().optimize(replace(convolution, section=section))
     assert "ConvInteger" in operators(convolution.path)
-    weights = quantized_weights(convolution.source, convolution.path)
+    weights = read_quantized_weights(convolution.source, convolution.path)
     assert [weight.name for weight in weights] == ["first.weight", "second.weight"]
     for weight in weights:
         assert float((np.abs(weight.original - weight.dequantized) / weight.scale).max()) <= 0.51
@@ -139,7 +139,7 @@ def test_operator_types_may_be_chosen(convolution: OptimizeRequest) -> None:
         ({"reduce-range": True}, "reduce_range"),
         ({"reduce_range": "yes"}, "true or false"),
         ({"op_types": "Conv"}, "list"),
-        ({"op_types": []}, "list"),
+        ({"op_types": []}, "at least one"),
         ({"nonsense": 1}, "op_types"),
     ],
 )
@@ -158,7 +158,7 @@ def test_inferred_shapes_in_the_source_do_not_stop_the_quantizer(perceptron: Opt
     write_model(model, perceptron.source)
     for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
         optimizer.optimize(replace(perceptron, section=section))
-        assert len(quantized_weights(perceptron.source, perceptron.path)) >= 3
+        assert len(read_quantized_weights(perceptron.source, perceptron.path)) >= 3
 
 
 def test_weights_that_preparation_would_fold_stay_comparable(perceptron: OptimizeRequest) -> None:
@@ -172,13 +172,13 @@ def test_weights_that_preparation_would_fold_stay_comparable(perceptron: Optimiz
     model.graph.node.insert(1, helper.make_node("BatchNormalization", normalise, ["first.normal"], name="normal"))
     write_model(model, perceptron.source)
     StaticQuantizer().optimize(replace(perceptron, calibration=images(40)))
-    assert "first.weight" in {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+    assert "first.weight" in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
 
 
 def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(perceptron: OptimizeRequest) -> None:
     """Preparation makes one Gemm of `first` and its Add: excluding either keeps both in float."""
     DynamicQuantizer().optimize(replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",))))
-    names = {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+    names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert names == {"second.weight", "third.weight"}
 
 
@@ -202,7 +202,7 @@ def test_matrix_products_of_other_floats_are_named_with_the_reason(
         [weight],
     )
     write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), perceptron.source)
-    quantizer = DynamicQuantizer() if method == "dynamic" else WeightQuantizer()
+    quantizer = DynamicQuantizer() if method == "dynamic" else WeightOnlyQuantizer()
     with pytest.raises(UserError, match="nothing was quantized") as raised:
         quantizer.optimize(replace(perceptron, section=Quantize(name="v", method=method)))
     assert f"1 MatMul: weights in {name}, and only float32 is quantized" in raised.value.why
@@ -235,7 +235,7 @@ def test_a_failing_preparation_is_told_and_survived(
     monkeypatch.setattr(adapter, "_preprocess", fail)
     with pytest.warns(RuntimeWarning, match="no shapes today"):
         DynamicQuantizer().optimize(replace(perceptron, section=DYNAMIC))
-    assert len(quantized_weights(perceptron.source, perceptron.path)) == 3
+    assert len(read_quantized_weights(perceptron.source, perceptron.path)) == 3
 
 
 def test_a_failing_library_is_a_failed_stage(perceptron: OptimizeRequest) -> None:
@@ -250,7 +250,7 @@ def test_channels_need_opset_13(perceptron: OptimizeRequest) -> None:
     with pytest.raises(UserError, match="opset 13"):
         StaticQuantizer().optimize(perceptron)
     StaticQuantizer().optimize(replace(perceptron, section=replace(STATIC, per_channel=False)))
-    assert info(perceptron.path).opsets == {"": 12}
+    assert read_model_info(perceptron.path).opsets == {"": 12}
 
 
 def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
@@ -263,7 +263,7 @@ def test_a_dead_channel_has_no_error(perceptron: OptimizeRequest) -> None:
     write_model(model, perceptron.source)
     for optimizer, section in ((DynamicQuantizer(), DYNAMIC), (StaticQuantizer(), STATIC)):
         optimizer.optimize(replace(perceptron, section=section))
-        for one in quantized_weights(perceptron.source, perceptron.path):
+        for one in read_quantized_weights(perceptron.source, perceptron.path):
             assert float((np.abs(one.original - one.dequantized) / one.scale).max()) <= 0.51
 
 
@@ -306,7 +306,7 @@ def test_logging_is_as_it_was(perceptron: OptimizeRequest) -> None:
 
 def test_calibration_rows_come_in_small_batches_and_all_of_them(perceptron: OptimizeRequest) -> None:
     given = rows(2 * BATCH + 5)
-    reader = BatchReader(given, info(perceptron.source))
+    reader = BatchReader(given, read_model_info(perceptron.source))
     assert len(reader) == 3
     batches = []
     for index in range(len(reader)):
@@ -378,7 +378,7 @@ def test_types_without_a_kernel_are_refused(convolution: OptimizeRequest) -> Non
 
 def test_a_model_with_a_fixed_batch_is_calibrated_with_it(perceptron: OptimizeRequest) -> None:
     write_perceptron(perceptron.source, batch=4)
-    assert len(BatchReader(rows(11), info(perceptron.source))) == 2
+    assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
     assert OnnxRuntime().run(perceptron.path, Target(name="cpu"), (rows(4),))[0]["scores"].shape == (4, 3)
     with pytest.raises(UserError, match="takes 4 at once"):

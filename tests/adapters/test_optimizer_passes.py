@@ -16,13 +16,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SimplifyOptimizer, SlimOptimizer
 from onnx_ops.adapters.optimizers.library import check_interface
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MissingPackageError, StageError, UserError
-from onnx_ops.onnx_graph.files import nodes, read_structure
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
@@ -99,13 +99,13 @@ def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer]
     request = request_for(tmp_path / "untidy.onnx")
     write_untidy(request.source)
     (note,) = tool().optimize(request)
-    before, after = (sum(1 for _ in nodes(read_structure(path))) for path in (request.source, request.path))
+    before, after = (sum(1 for _ in iterate_nodes(read_structure(path))) for path in (request.source, request.path))
     assert after < before == 7
     assert f"7 nodes became {after}" in note
     assert "times the size" in note
-    assert info(request.path).inputs == info(request.source).inputs
+    assert read_model_info(request.path).inputs == read_model_info(request.source).inputs
     samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={"length": 3})
-    assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+    assert compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -114,7 +114,7 @@ def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) 
     write_convolution(request.source)
     tool().optimize(request)
     samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={})
-    assert compare(ShieldedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+    assert compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("tool", TOOLS)

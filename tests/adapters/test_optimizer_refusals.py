@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import low_precision
-from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
@@ -63,7 +63,7 @@ def write_product(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "float64"])
-@pytest.mark.parametrize("optimizer", [DynamicQuantizer(), HalfOptimizer()], ids=["dynamic", "fp16"])
+@pytest.mark.parametrize("optimizer", [DynamicQuantizer(), Fp16Optimizer()], ids=["dynamic", "fp16"])
 def test_weights_of_another_precision_are_named(tmp_path: Path, optimizer: Optimizer, kind: str) -> None:
     write_product(tmp_path / "model.onnx", kind)
     request = OptimizeRequest(
@@ -98,7 +98,7 @@ def test_a_model_that_no_protobuf_holds_is_not_halved(tmp_path: Path, monkeypatc
     monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)
     section = Quantize(name="v", method="fp16")
     with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
-        HalfOptimizer().optimize(
+        Fp16Optimizer().optimize(
             OptimizeRequest(section=section, source=tmp_path / "model.onnx", path=tmp_path / "v.onnx", calibration=None)
         )
     assert caught.value.remedy

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.optimizers.graph_passes import FusionOptimizer, GraphOptimizer, ShapeOptimizer
-from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -19,8 +19,8 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
@@ -56,8 +56,8 @@ class TestHalf(OptimizerSuite):
         return Quantize(name="fp16", method="fp16")
 
     @pytest.fixture
-    def optimizer(self) -> HalfOptimizer:
-        return HalfOptimizer()
+    def optimizer(self) -> Fp16Optimizer:
+        return Fp16Optimizer()
 
 
 class TestWeightOnly(OptimizerSuite):
@@ -66,8 +66,8 @@ class TestWeightOnly(OptimizerSuite):
         return Quantize(name="w8", method="weight-only")
 
     @pytest.fixture
-    def optimizer(self) -> WeightQuantizer:
-        return WeightQuantizer()
+    def optimizer(self) -> WeightOnlyQuantizer:
+        return WeightOnlyQuantizer()
 
 
 class TestWeightOnlyAsymmetric(TestWeightOnly):
@@ -139,11 +139,11 @@ def test_a_fused_graph_is_quantized_without_ranges_or_refused_with_a_remedy(
     request = replace(perceptron, source=perceptron.path, path=tmp_path / "int8.onnx", calibration=rows(64))
     request = replace(request, machines=(NARROW_X86,))
     DynamicQuantizer().optimize(replace(request, section=Quantize(name="dynamic", method="dynamic")))
-    assert len(quantized_weights(request.source, request.path)) == 3
+    assert len(read_quantized_weights(request.source, request.path)) == 3
     static = Quantize(name="static", method="static", calibrate=Calibrate())
     with pytest.raises(StageError, match="before operators were fused"):
         StaticQuantizer().optimize(replace(request, section=static))
-    assert info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
+    assert read_model_info(request.path).opsets["com.microsoft"] == 1  # the dynamic one is untouched
 
 
 def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> None:
@@ -151,7 +151,7 @@ def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> 
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "features"
     write_model(model, perceptron.source)
     assert ShapeOptimizer().optimize(with_options(perceptron, dims={"features": 8})) == ("fixed: features = 8",)
-    assert info(perceptron.path).inputs[0].shape == ("batch", 8)
+    assert read_model_info(perceptron.path).inputs[0].shape == ("batch", 8)
     np.testing.assert_array_equal(*answers(perceptron))
     for dims, word in (({"batch": 4}, "'batch'"), ({"feature": 8}, "'feature'"), ({}, "one entry")):
         with pytest.raises(UserError, match=word):
@@ -159,9 +159,9 @@ def test_dimensions_besides_the_batch_are_fixed(perceptron: OptimizeRequest) -> 
 
 
 def test_half_precision_halves_the_file_and_keeps_the_interface(perceptron: OptimizeRequest) -> None:
-    notes = HalfOptimizer().optimize(replace(perceptron, machines=(X86,)))
+    notes = Fp16Optimizer().optimize(replace(perceptron, machines=(X86,)))
     assert any("no faster" in note for note in notes)
-    assert not any("no faster" in note for note in HalfOptimizer().optimize(replace(perceptron, machines=(GPU,))))
+    assert not any("no faster" in note for note in Fp16Optimizer().optimize(replace(perceptron, machines=(GPU,))))
     before, after = answers(perceptron)
     assert after.dtype == np.float32
     assert 0 < np.abs(after - before).max() < 0.05
@@ -171,7 +171,7 @@ def test_half_precision_halves_the_file_and_keeps_the_interface(perceptron: Opti
 def test_tiny_weights_go_to_the_nearest_half(perceptron: OptimizeRequest, tiny: float) -> None:
     """The converter lifts every one of them to the smallest half instead."""
     change(perceptron, "second.weight", tiny)
-    HalfOptimizer().optimize(perceptron)
+    Fp16Optimizer().optimize(perceptron)
     stored = {t.name: numpy_helper.to_array(t) for t in read_model(perceptron.path).graph.initializer}
     assert stored["second.weight"][0, 0] == np.float16(tiny)
 
@@ -180,14 +180,14 @@ def test_weights_too_large_for_a_half_are_refused_and_may_be_kept(perceptron: Op
     """The converter would cut them off without a word."""
     change(perceptron, "second.weight", 1e5)
     with pytest.raises(UserError, match=r"second\.weight holds values beyond 65504"):
-        HalfOptimizer().optimize(perceptron)
-    HalfOptimizer().optimize(replace(perceptron, section=replace(perceptron.section, exclude=("second",))))
-    assert "second.weight" not in {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+        Fp16Optimizer().optimize(perceptron)
+    Fp16Optimizer().optimize(replace(perceptron, section=replace(perceptron.section, exclude=("second",))))
+    assert "second.weight" not in {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
 
 
 def test_kept_types_stay_in_float32(perceptron: OptimizeRequest) -> None:
-    HalfOptimizer().optimize(with_options(perceptron, keep=["Gemm"]))
-    names = {weight.name for weight in quantized_weights(perceptron.source, perceptron.path)}
+    Fp16Optimizer().optimize(with_options(perceptron, keep=["Gemm"]))
+    names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert "first.weight" in names
     assert "second.weight" not in names
 
@@ -207,11 +207,11 @@ def test_blocks_read_back_are_what_the_runtime_computes_with(
     perceptron: OptimizeRequest, options: dict[str, object], error: float
 ) -> None:
     request = replace(with_options(perceptron, **options), calibration=rows(64))
-    notes = WeightQuantizer().optimize(replace(request, machines=(X86,)))
+    notes = WeightOnlyQuantizer().optimize(replace(request, machines=(X86,)))
     assert "recipe for size" in " ".join(notes)
     before, after = answers(request)
     assert np.sqrt(np.mean((after - before) ** 2)) < error * np.sqrt(np.mean(before**2))
-    found = {weight.name: weight for weight in quantized_weights(request.source, request.path)}
+    found = {weight.name: weight for weight in read_quantized_weights(request.source, request.path)}
     assert set(found) == {"first.weight", "second.weight", "third.weight"}
     x = rows(64, seed=3)["x"].astype(np.float64)
     stored = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in read_model(request.source).graph.initializer}
@@ -225,7 +225,7 @@ def test_blocks_read_back_are_what_the_runtime_computes_with(
 def test_four_bits_are_an_eighth_and_a_convolution_has_nothing_to_narrow(perceptron: OptimizeRequest) -> None:
     write_convolution(perceptron.source)
     with pytest.raises(UserError, match="nothing was quantized"):
-        WeightQuantizer().optimize(perceptron)
+        WeightOnlyQuantizer().optimize(perceptron)
     assert not perceptron.path.exists()
 
 
@@ -244,14 +244,14 @@ def test_wrong_options_of_narrow_weights_are_refused(
     perceptron: OptimizeRequest, options: dict[str, object], word: str
 ) -> None:
     with pytest.raises(UserError, match=word):
-        WeightQuantizer().optimize(with_options(perceptron, **options))
+        WeightOnlyQuantizer().optimize(with_options(perceptron, **options))
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "hqq"])
 def test_what_moves_weights_has_four_bits_only(perceptron: OptimizeRequest, algorithm: str) -> None:
     request = replace(with_options(perceptron, algorithm=algorithm, bits=8), calibration=rows(8))
     with pytest.raises(UserError, match="bits: 4"):
-        WeightQuantizer().optimize(request)
+        WeightOnlyQuantizer().optimize(request)
 
 
 def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequest) -> None:
@@ -262,7 +262,7 @@ def test_a_matrix_that_two_nodes_share_is_left_as_it_is(perceptron: OptimizeRequ
     again = helper.make_node("Gemm", ["second.out", "second.weight"], ["again.out"], name="again", transB=1)
     model.graph.node.insert(len(model.graph.node) - 1, again)
     write_model(model, perceptron.source)
-    WeightQuantizer().optimize(perceptron)
+    WeightOnlyQuantizer().optimize(perceptron)
     assert operators(perceptron.path).count("Gemm") == 2
     before, after = answers(perceptron)
     assert np.abs(after - before).max() < 0.1 * np.abs(before).max()
@@ -279,7 +279,7 @@ def test_a_failing_library_is_told_as_a_failed_stage(
 
     monkeypatch.setattr(MatMulNBitsQuantizer, "process", fail)
     monkeypatch.setattr(float16, "convert_float_to_float16", fail)
-    for optimizer in (WeightQuantizer(), HalfOptimizer()):
+    for optimizer in (WeightOnlyQuantizer(), Fp16Optimizer()):
         with pytest.raises(StageError, match="not today"):
             optimizer.optimize(perceptron)
 

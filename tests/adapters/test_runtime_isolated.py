@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, build_of
+from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, read_runtime_build
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime, TargetedRuntime, shielded_runtime
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime, TargetedRuntime, guard_runtime
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
@@ -87,7 +87,7 @@ def test_a_hang_is_stopped(runtime: IsolatedRuntime, file: Path) -> None:
 
 def test_its_fingerprint_names_the_build_and_starts_nothing(runtime: IsolatedRuntime) -> None:
     openvino = replace(APART, env=Environment(requirements=("numpy==2.4.6", "onnxruntime-openvino == 1.24.1")))
-    assert build_of(openvino) == ("onnxruntime-openvino", "1.24.1")
+    assert read_runtime_build(openvino) == ("onnxruntime-openvino", "1.24.1")
     assert runtime.fingerprint(openvino).runtime_version == "1.24.1 (onnxruntime-openvino)"
     assert runtime._held._kept is None
     assert openvino.digest() != APART.digest() != replace(APART, env=None).digest()
@@ -111,9 +111,9 @@ def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
         runtime.run(file, replace(APART, env=replace(PINNED, isolated=False)), (rows(1),))
     with pytest.raises(UserError, match="no folder"):
         TargetedRuntime().run(file, APART, (rows(1),))
-    safe = shielded_runtime(runtime)
+    safe = guard_runtime(runtime)
     assert isinstance(safe, TargetedRuntime)
-    assert type(safe.here) is ShieldedRuntime
+    assert type(safe.here) is GuardedRuntime
     assert safe.folder == tmp_path
 
 

@@ -21,7 +21,7 @@ from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
-from onnx_ops.onnx_graph.files import nodes, read_structure
+from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.ports import PairedBenchmarkSchedule, RewritingRuntime, Runtime
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
@@ -219,7 +219,7 @@ def test_node_shows_the_graph_that_it_runs(
 ) -> None:
     assert isinstance(node, RewritingRuntime)
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
-    kinds = [one.op_type for one in nodes(read_structure(tmp_path / "copy.onnx"))]
+    kinds = [one.op_type for one in iterate_nodes(read_structure(tmp_path / "copy.onnx"))]
     assert len(kinds) == sum(node.facts(file, NODE).nodes.values()) < 6
     plain = replace(NODE, session=SessionSettings(graph_level="disabled"))
     assert other_node.facts(file, plain).nodes == {"cpu": 6}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, window
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime, run_load_window
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import LoadSchedule
@@ -24,7 +24,7 @@ CPU = Target(name="cpu-1t")
 def test_every_request_is_answered_once(concurrency: int, requests: int) -> None:
     answered: list[int] = []
     with ThreadPoolExecutor(concurrency) as pool:
-        assert window(lambda: answered.append(1), pool, concurrency, requests) > 0
+        assert run_load_window(lambda: answered.append(1), pool, concurrency, requests) > 0
     assert len(answered) == requests
 
 
@@ -32,7 +32,7 @@ def test_that_many_requests_are_in_flight_at_once() -> None:
     """Each call waits until as many others are inside: fewer threads would never get through."""
     together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
-        window(lambda: together.wait(timeout=30), pool, 4, 12)
+        run_load_window(lambda: together.wait(timeout=30), pool, 4, 12)
 
 
 def test_a_window_ends_with_its_last_answer() -> None:
@@ -46,7 +46,7 @@ def test_a_window_ends_with_its_last_answer() -> None:
         answered.append(time.perf_counter_ns())
 
     with ThreadPoolExecutor(2) as pool:
-        assert window(call, pool, 2, 2) >= max(answered) - min(entered)
+        assert run_load_window(call, pool, 2, 2) >= max(answered) - min(entered)
 
 
 def test_what_one_thread_raises_ends_the_window() -> None:
@@ -58,7 +58,7 @@ def test_what_one_thread_raises_ends_the_window() -> None:
             raise ValueError("the third")
 
     with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="the third"):
-        window(call, pool, 2, 10_000)
+        run_load_window(call, pool, 2, 10_000)
     assert len(answered) < 10_000
 
 
@@ -75,7 +75,7 @@ def test_threads_that_cannot_be_started_are_a_failure_to_measure() -> None:
 
         pool.submit = limited  # type: ignore[assignment, method-assign]
         with pytest.raises(MeasurementError, match="2 threads could not be started"):
-            window(lambda: None, pool, 2, 10)
+            run_load_window(lambda: None, pool, 2, 10)
 
 
 @pytest.mark.nightly
@@ -96,9 +96,9 @@ def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
         called.append(str(call))
         return times[str(call)]
 
-    monkeypatch.setattr(adapter, "new_session", session)
+    monkeypatch.setattr(adapter, "build_session", session)
     monkeypatch.setattr(adapter, "_call", lambda session, _: session)
-    monkeypatch.setattr(adapter, "window", spent)
+    monkeypatch.setattr(adapter, "run_load_window", spent)
     schedule = LoadSchedule(concurrency=2, requests=5, heats=3, windows=4, seed=2)
     runs = []
     for _ in range(2):

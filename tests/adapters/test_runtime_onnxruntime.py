@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from onnx_ops.adapters.runtimes import onnxruntime as adapter
-from onnx_ops.adapters.runtimes.hardware import conditions
+from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, new_session
+from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, list_providers
 from onnx_ops.domain.execution import Provider, SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
@@ -104,7 +104,7 @@ def test_settings_reach_the_session(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_provider_names_those_that_are_there(file: Path) -> None:
     target = replace(CPU, providers=(Provider(name="CUDAExecutionProvider"), *CPU.providers))
-    if "CUDAExecutionProvider" in available_providers():
+    if "CUDAExecutionProvider" in list_providers():
         target = replace(CPU, providers=(Provider(name="NoneExecutionProvider"),))
     with pytest.raises(MeasurementError, match="CPUExecutionProvider"):
         OnnxRuntime().facts(file, target)
@@ -137,13 +137,13 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     other = tmp_path / "other.onnx"
     write_perceptron(other)
     built: list[str] = []
-    build = new_session
+    build = build_session
 
     def spy(model: Path, *arguments: object, **settings: object) -> object:
         built.append(model.name)
         return build(model, *arguments, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(adapter, "new_session", spy)
+    monkeypatch.setattr(adapter, "build_session", spy)
     orders = []
     for seed in (1, 1, 2):
         built.clear()
@@ -165,7 +165,7 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     def fake(model: Path, *_: object, **__: object) -> str:
         return model.name
 
-    monkeypatch.setattr(adapter, "new_session", fake)
+    monkeypatch.setattr(adapter, "build_session", fake)
     monkeypatch.setattr(adapter, "_timed", lambda session, _: lambda: (times[session], session == "candidate.onnx"))
     samples = OnnxRuntime().race(
         (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
@@ -205,7 +205,7 @@ def test_garbage_collection_rests_while_runs_are_timed_and_works_again_afterward
 
 
 def test_conditions_of_the_machine_are_text() -> None:
-    found = conditions()
+    found = read_conditions()
     assert "load" in found
     assert len(found["load"].split()) == 3
     assert {type(value) for value in found.values()} == {str}

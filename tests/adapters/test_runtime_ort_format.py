@@ -12,9 +12,16 @@ import pytest
 from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_session import new_session
-from onnx_ops.adapters.runtimes.ort_format import MODEL, OPERATORS, REPLAYED, USABILITY, loaded_file, write_package
-from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
+from onnx_ops.adapters.runtimes.onnxruntime_session import build_session
+from onnx_ops.adapters.runtimes.ort_format import (
+    MODEL,
+    OPERATORS,
+    REPLAYED,
+    USABILITY,
+    prepare_model_file,
+    write_package,
+)
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import DigestMismatchError, MeasurementError
@@ -46,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
 def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, target: Target) -> None:
-    session = new_session(file, target)
+    session = build_session(file, target)
     assert Path(session._model_path).name == MODEL
     assert Path(session._model_path).read_bytes()[4:8] == b"ORTM"
     if target is COMPILED:
@@ -59,15 +66,15 @@ def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, tar
 
 
 def test_without_a_format_the_file_itself_runs(file: Path) -> None:
-    assert loaded_file(file, Target(name="cpu")) == file
+    assert prepare_model_file(file, Target(name="cpu")) == file
 
 
 def test_a_file_is_made_once_and_again_for_another_form(file: Path) -> None:
-    first = loaded_file(file, PHONE)
+    first = prepare_model_file(file, PHONE)
     begun = first.stat().st_mtime_ns
-    assert loaded_file(file, PHONE) == first
+    assert prepare_model_file(file, PHONE) == first
     assert first.stat().st_mtime_ns == begun
-    assert loaded_file(file, COMPILED) != first
+    assert prepare_model_file(file, COMPILED) != first
 
 
 def test_a_cold_start_loads_the_ort_file(file: Path) -> None:
@@ -76,7 +83,7 @@ def test_a_cold_start_loads_the_ort_file(file: Path) -> None:
 
 
 def test_a_shielded_runtime_makes_it_before_the_shield(file: Path) -> None:
-    (answer,) = ShieldedRuntime().run(file, PHONE, (rows(2),))
+    (answer,) = GuardedRuntime().run(file, PHONE, (rows(2),))
     assert answer["scores"].shape[0] == 2
 
 
@@ -89,7 +96,7 @@ def test_a_package_says_which_operators_a_build_needs_and_names_no_place(file: P
     runtime.package(file, PHONE, folders[0])
     copy = tmp_path / "elsewhere.onnx"
     copy.write_bytes(file.read_bytes())
-    (loaded_file(file, PHONE)).unlink()
+    (prepare_model_file(file, PHONE)).unlink()
     write_package(copy, PHONE, folders[1])
     assert sorted(path.name for path in folders[0].iterdir()) == sorted((MODEL, OPERATORS, USABILITY))
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
@@ -110,13 +117,13 @@ def test_what_cannot_be_made_is_told(file: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.onnx"
     onnx.save(model, foreign)
     with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file") as failure:
-        loaded_file(foreign, PHONE)
+        prepare_model_file(foreign, PHONE)
     assert failure.value.where == "target phone: ort_format"
     assert "Nonsense" in failure.value.why
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x0a" + bytes(64))
     with pytest.raises(MeasurementError, match=r"cannot be made an \.ort file"):
-        loaded_file(broken, PHONE)
+        prepare_model_file(broken, PHONE)
 
 
 def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) -> None:
@@ -131,7 +138,7 @@ def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) ->
         (tmp_path / "weights").unlink(missing_ok=True)
         onnx.save(model, path, save_as_external_data=True, location="weights", size_threshold=0)
         graphs.append(path.read_bytes())
-        made.append(loaded_file(path, PHONE).read_bytes())
+        made.append(prepare_model_file(path, PHONE).read_bytes())
     assert graphs[0] == graphs[1]
     assert made[0] != made[1]
 
@@ -139,7 +146,7 @@ def test_other_weights_beside_the_same_graph_are_another_file(tmp_path: Path) ->
 def test_two_libraries_of_operators_are_one_too_many(file: Path) -> None:
     library = CustomOps(path="a.so", digest="sha256:" + "0" * 64, domains=("a",))  # type: ignore[arg-type]
     with pytest.raises(MeasurementError, match="one library"):
-        loaded_file(file, replace(PHONE, custom_ops=(library, library)))
+        prepare_model_file(file, replace(PHONE, custom_ops=(library, library)))
 
 
 def test_another_library_of_operators_than_the_one_named_is_not_loaded(file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers, devices, provider_values
+from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers, resolve_provider_options
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
@@ -74,8 +74,8 @@ def test_the_version_of_a_plug_in_is_part_of_the_machine() -> None:
 
 
 def test_the_cpu_is_a_device_of_the_build() -> None:
-    assert "CPUExecutionProvider" in available_providers()
-    assert any(device.startswith("CPUExecutionProvider on CPU (") for device in devices())
+    assert "CPUExecutionProvider" in list_providers()
+    assert any(device.startswith("CPUExecutionProvider on CPU (") for device in list_devices())
 
 
 class TestCache:
@@ -84,7 +84,7 @@ class TestCache:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def folder(self, model: Path, machine: HardwareFingerprint, provider: Provider = TENSORRT) -> Path:
-        values = provider_values(provider, model, lambda: machine)
+        values = resolve_provider_options(provider, model, lambda: machine)
         assert values["device_id"] == provider.options["device_id"]
         return Path(values["trt_engine_cache_path"])
 
@@ -118,5 +118,5 @@ class TestCache:
 
     def test_without_the_word_nothing_is_made(self, tmp_path: Path, model: Path) -> None:
         provider = Provider(name="X", options={"a": "b"})
-        assert provider_values(provider, model, lambda: pytest.fail("not needed")) == {"a": "b"}
+        assert resolve_provider_options(provider, model, lambda: pytest.fail("not needed")) == {"a": "b"}
         assert not (tmp_path / "cache").exists()

@@ -81,7 +81,7 @@ def test_a_process_that_crashes_is_a_failure_to_measure(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(cold_start, "CHILD", "crashing")
     with pytest.raises(MeasurementError, match=told) as caught:
-        cold_start.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        cold_start.measure_start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)
 
@@ -90,16 +90,16 @@ def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(3600)", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(cold_start, "CHILD", "hanging")
-    monkeypatch.setattr(cold_start, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(cold_start, "TIMEOUT_S", 0.2)
     with pytest.raises(MeasurementError, match="did not answer within"):
-        cold_start.start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        cold_start.measure_start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
 
 
 def test_what_the_fresh_process_raises_keeps_its_words(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "m.onnx")
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
-    with pytest.raises(MeasurementError, match="cannot run the model"), cold_start.stored_feed(rows(1)) as feed:
-        cold_start.start(tmp_path / "m.onnx", target, feed, 1)
+    with pytest.raises(MeasurementError, match="cannot run the model"), cold_start.store_feed(rows(1)) as feed:
+        cold_start.measure_start(tmp_path / "m.onnx", target, feed, 1)
 
 
 def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monke
         started.append(model.name)
         return figures[model.name]
 
-    monkeypatch.setattr(adapter, "start", start)
+    monkeypatch.setattr(adapter, "measure_start", start)
     schedule = StartSchedule(heats=8, seed=1)
     samples = OnnxRuntime().starts((tmp_path / "baseline", tmp_path / "candidate"), CPU, rows(1), schedule)
     for side, name in enumerate(("baseline", "candidate")):
@@ -125,24 +125,24 @@ def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monke
 def test_a_peak_before_loading_is_forgotten(tmp_path: Path) -> None:
     ballast = np.ones(20 * MB, dtype=np.float64)
     del ballast
-    resident, mark = cold_start.memory_mark()
+    resident, mark = cold_start.mark_memory()
     assert mark - resident < 40 * MB
     more = np.ones(10 * MB, dtype=np.float64)
-    assert 70 * MB < cold_start.added(resident, mark) < 200 * MB
+    assert 70 * MB < cold_start.compute_added_memory(resident, mark) < 200 * MB
     assert more.nbytes == 80 * MB
 
 
 def test_a_peak_that_did_not_rise_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_start, "_status", lambda: {"VmRSS": 50, "VmHWM": 90})
-    assert cold_start.memory_mark() == (50, 90)
-    assert cold_start.added(50, 90) == cold_start.UNKNOWN
-    assert cold_start.added(50, 80) == 40
+    assert cold_start.mark_memory() == (50, 90)
+    assert cold_start.compute_added_memory(50, 90) == cold_start.UNKNOWN
+    assert cold_start.compute_added_memory(50, 80) == 40
 
 
 def test_where_there_is_no_proc_the_peak_of_getrusage_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_start, "_status", dict)
     peaks = iter([100, 100, 100, 130])
     monkeypatch.setattr(cold_start, "_highest", lambda: next(peaks))
-    assert cold_start.memory_mark() == (100, 100)
-    assert cold_start.added(100, 100) == cold_start.UNKNOWN
-    assert cold_start.added(100, 100) == 30
+    assert cold_start.mark_memory() == (100, 100)
+    assert cold_start.compute_added_memory(100, 100) == cold_start.UNKNOWN
+    assert cold_start.compute_added_memory(100, 100) == 30

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.environments import MARKER, Environments, find_uv
+from onnx_ops.adapters.isolation.environments import MARKER, PythonEnvironments, find_uv
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.summary import summarise
 from onnx_ops.domain.decision import Verdict
@@ -62,7 +62,7 @@ def root(tmp_path: Path, environments: Path) -> Path:
 
 def lend_this_interpreter(environments: Path) -> None:
     """An environment that is whole already: which packages it installs is not what is tested here."""
-    place = Environments(folder=environments, uv=find_uv()).place(Environment(requirements=(HERE,)))
+    place = PythonEnvironments(folder=environments, uv=find_uv()).place(Environment(requirements=(HERE,)))
     (place / "bin").mkdir(parents=True, exist_ok=True)
     python = place / "bin/python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.cli.main import app
 from onnx_ops.onnx_graph import files
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.support.operators import write_softsign
 
@@ -35,7 +35,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_a_variant_is_written_and_explained(folder: Path) -> None:
     said = run("model.onnx", "int8.onnx", "--method", "static", "--data", "rows.npz")
-    assert info(folder / "int8.onnx").inputs == info(folder / "model.onnx").inputs
+    assert read_model_info(folder / "int8.onnx").inputs == read_model_info(folder / "model.onnx").inputs
     assert "times the size" in said
     assert "recipe: activations uint8" in said
     assert "cpu-1t: 3 of 3 MatMul/Conv/Gemm run in int8" in said
@@ -66,7 +66,7 @@ def test_what_makes_it_slow_is_told_with_the_setting(folder: Path) -> None:
 @pytest.mark.parametrize("method", ["onnxslim", "onnxoptimizer"])
 def test_a_pass_tells_its_effect_on_size_and_time(folder: Path, method: str) -> None:
     said = run("model.onnx", "tidy.onnx", "--method", method)
-    assert info(folder / "tidy.onnx").inputs == info(folder / "model.onnx").inputs
+    assert read_model_info(folder / "tidy.onnx").inputs == read_model_info(folder / "model.onnx").inputs
     assert f"recipe: {method} " in said
     assert "times the size" in said
     assert "cpu-1t: " in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onnx_ops.adapters.runtimes.onnxruntime_session import available_providers
+from onnx_ops.adapters.runtimes.onnxruntime_session import list_providers
 from onnx_ops.app.project import open_project
 from onnx_ops.cli.diagnosis import _providers
 from onnx_ops.cli.main import app
@@ -57,7 +57,7 @@ def test_each_target_and_each_profile_is_told_once(project: Path, capfd: Capture
 
 def test_what_is_not_in_the_build_is_not_measured_here(project: Path, capfd: Captured) -> None:
     found = listed(capfd)
-    for provider in set(map(str, (one["provider"] for one in found.values()))) - set(available_providers()) - {""}:
+    for provider in set(map(str, (one["provider"] for one in found.values()))) - set(list_providers()) - {""}:
         for one in found.values():
             told = one["here"] is None or (one["here"] is False and one["remedy"])
             assert one["provider"] != provider or (told and one["why"])

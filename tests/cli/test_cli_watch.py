@@ -191,7 +191,7 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
         assert repaired is not None
         assert repaired.ok
         client.create_webhook("tested", f"{url}2", ["registered_model.created"])
-        assert ours.install(url, SECRET).did == ("removed a double",)
+        assert ours.install(url, SECRET).did == ("removed a duplicate",)
     assert ours.remove()
     assert not ours.remove()
 

@@ -159,7 +159,7 @@ import pathlib, sys
 sys.path.insert(0, sys.argv[2])
 from tests.measure.search_parts import fragile_ground
 from onnx_ops import codec
-from onnx_ops.adapters.journals import FileJournal
+from onnx_ops.adapters.files import FileJournal
 from onnx_ops.measure.search import search
 root = pathlib.Path(sys.argv[1])
 found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line: print(line, flush=True))

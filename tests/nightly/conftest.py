@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.adapters.isolation.environments import Environments, find_uv
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.adapters.isolation.process import ProcessLimits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.ports import Dataset
 
@@ -22,13 +22,13 @@ KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 
 
 @pytest.fixture(scope="session")
-def environments(tmp_path_factory: pytest.TempPathFactory) -> Environments:
+def environments(tmp_path_factory: pytest.TempPathFactory) -> PythonEnvironments:
     folder = Path(os.environ[KEPT]) if KEPT in os.environ else tmp_path_factory.mktemp("environments")
-    return Environments(folder=folder, uv=find_uv())
+    return PythonEnvironments(folder=folder, uv=find_uv())
 
 
 @pytest.fixture(scope="session")
-def isolated(environments: Environments) -> Callable[[str], IsolatedExporter]:
+def isolated(environments: PythonEnvironments) -> Callable[[str], IsolatedExporter]:
     """The exporter of a framework, in the environment that it brings."""
 
     def make(framework: str) -> IsolatedExporter:
@@ -37,7 +37,7 @@ def isolated(environments: Environments) -> Callable[[str], IsolatedExporter]:
             exporter=plugins.find("exporters", framework).value,
             python=lambda: environments.python(wanted),
             root=ROOT,
-            limits=Limits(timeout=600.0),
+            limits=ProcessLimits(timeout=600.0),
         )
 
     return make

@@ -13,7 +13,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Dataset, ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
@@ -53,7 +53,7 @@ class TestTensorflow(ExporterSuite):
         (answers,) = OnnxRuntime().run(exported[1], Target(name="cpu"), (digits.inputs,))
         assert list(answers) == ["output"]
         assert np.mean(answers["output"].argmax(axis=1) == digits.label) > 0.9
-        assert info(exported[1]).inputs[0].shape == ("batch", 64)
+        assert read_model_info(exported[1]).inputs[0].shape == ("batch", 64)
 
     def test_an_opset_that_the_converter_does_not_write_is_refused(
         self, exporter: IsolatedExporter, model: object, samples: Tensors, tmp_path: Path

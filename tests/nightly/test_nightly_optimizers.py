@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.adapters.isolation.environments import Environments
+from onnx_ops.adapters.isolation.environments import PythonEnvironments
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
-from onnx_ops.adapters.isolation.process import Limits
+from onnx_ops.adapters.isolation.process import ProcessLimits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.errors import StageError, UserError
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="session")
-def olive(environments: Environments) -> IsolatedOptimizer:
+def olive(environments: PythonEnvironments) -> IsolatedOptimizer:
     here = plugins.load("optimizers", "olive")
     return IsolatedOptimizer(
         here=here,
         place=plugins.find("optimizers", "olive").value,
         python=lambda: environments.python(Environment(requirements=here.requirements)),
-        limits=Limits(timeout=300.0),
+        limits=ProcessLimits(timeout=300.0),
     )
 
 
@@ -77,7 +77,7 @@ def request_for(folder: Path, one: dict[str, Any]) -> OptimizeRequest:
 def test_a_float_pass_changes_no_weight(olive: IsolatedOptimizer, tmp_path: Path) -> None:
     request = request_for(tmp_path, {"type": "OnnxPeepholeOptimizer"})
     olive.optimize(request)
-    assert quantized_weights(request.source, request.path) == ()
+    assert read_quantized_weights(request.source, request.path) == ()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from onnx_ops import plugins
 from onnx_ops.adapters.exporters.torch import HuggingfaceExporter, KerasExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Dataset, Exporter, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 
@@ -96,7 +96,7 @@ class TestText(TestVision):
         return {"input_ids": rows, "attention_mask": np.ones_like(rows)}
 
     def test_the_length_of_the_text_is_free(self, exported: tuple[object, Path]) -> None:
-        assert [spec.shape for spec in info(exported[1]).inputs] == [("batch", "length")] * 2
+        assert [spec.shape for spec in read_model_info(exported[1]).inputs] == [("batch", "length")] * 2
 
 
 class TestEncoderAndDecoder(TestVision):

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.adapters.optimizers.low_precision import WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import Advice, FloatOperator, Int8Coverage
@@ -20,7 +20,7 @@ from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.int8_coverage import advise, int8_coverage
+from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
 from onnx_ops.ports import Optimizer, OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
@@ -56,7 +56,7 @@ class Maker:
     ) -> tuple[Advice, ...]:
         rewritten = self.path.with_name("rewritten.onnx")
         OnnxRuntime().rewritten(self.path, target, rewritten)
-        coverage = int8_coverage(self.source, rewritten, exclude)
+        coverage = measure_int8_coverage(self.source, rewritten, exclude)
         return advise(self.path, rewritten, target, machine, coverage)
 
 
@@ -163,7 +163,7 @@ def test_convolutions_quantized_anew_in_each_run_are_slow(maker: Maker) -> None:
 
 
 def test_weights_in_blocks_save_no_time_on_a_cpu(maker: Maker) -> None:
-    maker.make(WeightQuantizer())
+    maker.make(WeightOnlyQuantizer())
     assert "saves memory" in about(maker.advice(), "blocks").finding
     assert not [one for one in maker.advice(Arithmetic(family="accelerator")) if "blocks" in one.finding]
 

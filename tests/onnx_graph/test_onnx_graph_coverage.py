@@ -15,7 +15,7 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.target import Target
 from onnx_ops.measure.execution import inspect_execution
-from onnx_ops.onnx_graph.int8_coverage import int8_coverage
+from onnx_ops.onnx_graph.int8_coverage import measure_int8_coverage
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
@@ -119,5 +119,5 @@ BACK = [
 )
 def test_each_reason_is_told(nodes: list[Any], zero: Any, reason: str, tmp_path: Path) -> None:
     path = graph_of(nodes, tmp_path / "rewritten.onnx", zero)
-    (found,) = int8_coverage(path, path).floats
+    (found,) = measure_int8_coverage(path, path).floats
     assert reason in found.reason

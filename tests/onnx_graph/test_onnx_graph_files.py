@@ -17,10 +17,10 @@ from onnx_ops.domain.artifact import TensorSpec, digest_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.onnx_graph import files
-from onnx_ops.onnx_graph.compatibility import ceiling, full_check
-from onnx_ops.onnx_graph.files import external_files, read_model, read_structure, tensors, write_model
-from onnx_ops.onnx_graph.model_info import info, read_lineage, write_lineage
-from onnx_ops.onnx_graph.rewrites import flatten_biases, like_source, renumber
+from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
+from onnx_ops.onnx_graph.files import iterate_tensors, read_model, read_structure, resolve_external_files, write_model
+from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info, write_lineage
+from onnx_ops.onnx_graph.rewrites import flatten_biases, renumber_names, restore_metadata
 from onnx_ops.testing.models import CLASSES, FEATURES, write_perceptron
 from tests.support.external import write_external
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_says_what_it_is(path: Path) -> None:
-    found = info(path)
+    found = read_model_info(path)
     assert found.ir_version == 10
     assert found.opsets == {"": 18}
     assert found.inputs == (TensorSpec(name="x", dtype="float32", shape=("batch", FEATURES)),)
@@ -45,8 +45,8 @@ def test_a_file_says_what_it_is(path: Path) -> None:
 def test_external_weights_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
-    assert info(path).size_bytes == path.stat().st_size + 8
-    assert [entry.name for entry in external_files(read_structure(path), tmp_path)] == ["weights.bin"]
+    assert read_model_info(path).size_bytes == path.stat().st_size + 8
+    assert [entry.name for entry in resolve_external_files(read_structure(path), tmp_path)] == ["weights.bin"]
     factor = read_model(path).graph.initializer[0]
     np.testing.assert_array_equal(numpy_helper.to_array(factor), np.array([2, 3], dtype=np.float32))
 
@@ -65,7 +65,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     else:
         write_external(path, "weights.bin")
         path.write_bytes(path.read_bytes().replace(b"weights.bin", b"./././/link"))
-    for read in (info, full_check, read_model, read_lineage):
+    for read in (read_model_info, check_model, read_model, read_lineage):
         with pytest.raises(RefusedError, match="outside its folder"):
             read(path)
 
@@ -86,19 +86,19 @@ def test_a_hostile_path_in_a_subgraph_or_a_function_is_found(tmp_path: Path) -> 
     for model in (nested, called):
         path = tmp_path / "model.onnx"
         path.write_bytes(model.SerializeToString())
-        assert "hidden" in {tensor.name for tensor in tensors(model)}
+        assert "hidden" in {tensor.name for tensor in iterate_tensors(model)}
         with pytest.raises(RefusedError):
             read_structure(path)
 
 
 def test_missing_files_are_told_apart_from_wrong_ones(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        info(tmp_path / "none.onnx")
+        read_model_info(tmp_path / "none.onnx")
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(NotFoundError, match=r"weights\.bin"):
-        info(path)
+        read_model_info(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,7 +111,7 @@ def test_a_damaged_file_never_gives_a_traceback(path: Path, data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(content[: data.draw(st.integers(0, len(content)))]))
-    for read in (info, full_check):
+    for read in (read_model_info, check_model):
         with contextlib.suppress(OnnxOpsError):
             read(path)
 
@@ -121,7 +121,7 @@ def test_an_invalid_graph_is_refused_with_its_reason(path: Path) -> None:
     model.graph.node[0].input[0] = "nobody"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match="nobody"):
-        full_check(path)
+        check_model(path)
 
 
 def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> None:
@@ -129,7 +129,7 @@ def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> Non
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = FEATURES + 1
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match="not valid ONNX"):
-        full_check(path)
+        check_model(path)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_shapes_that_do_not_fit_are_refused_with_their_reason(path: Path) -> Non
 def test_a_target_has_a_ceiling(tmp_path: Path, opset: int, ir_version: int, word: str) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path, opset=opset, ir_version=ir_version)
-    reason = ceiling(info(path), Target(name="old", max_opset=18, max_ir_version=10))
+    reason = explain_version_limits(read_model_info(path), Target(name="old", max_opset=18, max_ir_version=10))
     assert word in reason
     assert bool(reason) is bool(word)
 
@@ -182,7 +182,7 @@ def test_a_derived_model_is_brought_in_line_with_its_source(path: Path) -> None:
     derived.metadata_props.add(key="tool", value="was here")
     derived.graph.value_info.add(name="first.sum")
     derived.opset_import.add(domain="unused", version=3)
-    like_source(derived, source)
+    restore_metadata(derived, source)
     assert derived.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)
 
 
@@ -209,7 +209,7 @@ def test_weights_that_come_in_any_order_are_numbered_and_kept_as_they_are_used()
 
     made = [model(order) for order in (("w__7", "w__3"), ("w__3", "w__7"))]
     for one in made:
-        renumber(one, r"__(\d+)")
+        renumber_names(one, r"__(\d+)")
     first, second = (one.SerializeToString(deterministic=True) for one in made)
     assert first == second
     assert [weight.name for weight in made[0].graph.initializer] == ["w__0", "w__1"]
@@ -231,7 +231,7 @@ def test_generated_numbers_are_counted_anew_and_stay_distinct() -> None:
     results = []
     for first in (3, 40):
         made = model(first)
-        renumber(made, r"t_(\d+)")
+        renumber_names(made, r"t_(\d+)")
         results.append(made.SerializeToString(deterministic=True))
         assert made.graph.node[0].output[0] == made.graph.node[1].input[0] != made.graph.node[1].output[0]
         assert made.graph.node[2].attribute[0].g.node[0].input[0] == made.graph.node[1].output[0]
@@ -243,7 +243,7 @@ def test_a_graph_without_outputs_is_refused(path: Path) -> None:
     model.graph.ClearField("output")
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UserError, match="no outputs") as caught:
-        full_check(path)
+        check_model(path)
     assert caught.value.remedy
 
 

@@ -16,9 +16,9 @@ from onnx import AttributeProto, TensorProto, helper
 
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError
-from onnx_ops.onnx_graph.compatibility import ceiling
-from onnx_ops.onnx_graph.files import graphs, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.compatibility import explain_version_limits
+from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
 
@@ -84,7 +84,7 @@ def test_external_data_is_found_wherever_it_hides(hide: Callable[[onnx.ModelProt
     hide(model)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(RefusedError, match="outside its folder"):
-        info(path)
+        read_model_info(path)
 
 
 @pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "", "a/../../b", "..\\b"])
@@ -115,7 +115,7 @@ def test_a_type_that_does_not_exist_is_undefined(tmp_path: Path) -> None:
     model = read_structure(path)
     model.graph.output[0].type.tensor_type.elem_type = 99
     path.write_bytes(model.SerializeToString())
-    assert info(path).outputs[0].dtype == "undefined"
+    assert read_model_info(path).outputs[0].dtype == "undefined"
 
 
 def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> 
     model = read_structure(path)
     model.opset_import[0].domain = "ai.onnx"
     path.write_bytes(model.SerializeToString())
-    assert info(path).opsets == {"": 22}
-    assert "opset <= 21" in ceiling(info(path), Target(name="old", max_opset=21))
+    assert read_model_info(path).opsets == {"": 22}
+    assert "opset <= 21" in explain_version_limits(read_model_info(path), Target(name="old", max_opset=21))
 
 
 def test_nodes_and_graphs_of_branches_are_walked_once(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_nodes_and_graphs_of_branches_are_walked_once(tmp_path: Path) -> None:
     other = helper.make_graph([helper.make_node("Neg", ["x"], ["b"])], "else", [], [])
     branch = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)
     model = helper.make_model(helper.make_graph([branch], "outer", [], []))
-    assert sorted(node.op_type for node in nodes(model)) == ["If", "Neg", "Relu"]
-    assert sorted(graph.name for graph in graphs(model)) == ["else", "outer", "then"]
+    assert sorted(node.op_type for node in iterate_nodes(model)) == ["If", "Neg", "Relu"]
+    assert sorted(graph.name for graph in iterate_graphs(model)) == ["else", "outer", "then"]
 
 
 def test_operator_sets_are_written_in_order(tmp_path: Path) -> None:
@@ -255,9 +255,9 @@ def test_a_survey_reads_no_weights(tmp_path: Path) -> None:
     with (tmp_path / "w").open("r+b") as stream:
         stream.truncate(3 << 30)
     code = (
-        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import survey;"
+        "import resource, sys; from pathlib import Path; from onnx_ops.onnx_graph.model_summary import summarize_model;"
         "import onnx.checker, onnx.shape_inference; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = peak(); found = survey(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
+        "before = peak(); found = summarize_model(Path(sys.argv[1])); print(found.info.size_bytes, peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     size, kilobytes = map(int, done.stdout.split())

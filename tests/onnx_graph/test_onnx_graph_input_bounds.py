@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.onnx_graph.input_bounds import InputBounds, index_bounds, input_bounds
+from onnx_ops.onnx_graph.input_bounds import InputBounds, read_index_bounds, read_input_bounds
 
 TABLE = numpy_helper.from_array(np.zeros((7, 2), dtype=np.float32), "table")
 SMALL = numpy_helper.from_array(np.zeros((3, 2), dtype=np.float32), "small")
@@ -49,21 +49,21 @@ def write(path: Path, nodes: list[onnx.NodeProto], kind: int = TensorProto.INT64
 def test_an_index_has_the_bounds_of_what_it_chooses_from(
     nodes: list[onnx.NodeProto], expected: tuple[int, int] | None, tmp_path: Path
 ) -> None:
-    assert input_bounds(write(tmp_path / "m.onnx", nodes))["x"].index == expected
-    assert index_bounds(tmp_path / "m.onnx") == ({} if expected is None else {"x": expected})
+    assert read_input_bounds(write(tmp_path / "m.onnx", nodes))["x"].index == expected
+    assert read_index_bounds(tmp_path / "m.onnx") == ({} if expected is None else {"x": expected})
 
 
 def test_what_sets_a_size_is_told_through_any_computation(tmp_path: Path) -> None:
     sized = [node("Add", "x depth", "a"), node("ConstantOfShape", "a", "y")]
-    assert input_bounds(write(tmp_path / "a.onnx", sized))["x"].size
+    assert read_input_bounds(write(tmp_path / "a.onnx", sized))["x"].size
     plain = [node("Add", "x depth", "a"), node("Cast", "a", "y", to=TensorProto.FLOAT)]
-    assert input_bounds(write(tmp_path / "b.onnx", plain))["x"] == InputBounds()
+    assert read_input_bounds(write(tmp_path / "b.onnx", plain))["x"] == InputBounds()
 
 
 def test_texts_and_missing_values_that_operators_know(tmp_path: Path) -> None:
     encoder = node("LabelEncoder", "x", "y", keys_strings=["red", "blue"], values_floats=[1.0, 2.0])
-    assert input_bounds(write(tmp_path / "a.onnx", [encoder], TensorProto.STRING))["x"].texts == ("blue", "red")
+    assert read_input_bounds(write(tmp_path / "a.onnx", [encoder], TensorProto.STRING))["x"].texts == ("blue", "red")
     tree = node("TreeEnsembleRegressor", "x", "y", nodes_missing_value_tracks_true=[0, 1])
-    assert input_bounds(write(tmp_path / "b.onnx", [tree], TensorProto.FLOAT))["x"].missing
+    assert read_input_bounds(write(tmp_path / "b.onnx", [tree], TensorProto.FLOAT))["x"].missing
     plain = node("TreeEnsembleRegressor", "x", "y", nodes_missing_value_tracks_true=[0, 0])
-    assert not input_bounds(write(tmp_path / "c.onnx", [plain], TensorProto.FLOAT))["x"].missing
+    assert not read_input_bounds(write(tmp_path / "c.onnx", [plain], TensorProto.FLOAT))["x"].missing

@@ -11,10 +11,10 @@ import pytest
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import load_profile
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import read_model, read_structure
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.quantize import check_paths
 
@@ -33,15 +33,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_versions_inputs_outputs_and_operators_are_read(stored: Path) -> None:
-    assert is_ort(stored)
-    assert not is_ort(stored.with_name("model.onnx"))
-    found, source = info(stored), info(stored.with_name("model.onnx"))
+    assert is_ort_format(stored)
+    assert not is_ort_format(stored.with_name("model.onnx"))
+    found, source = read_model_info(stored), read_model_info(stored.with_name("model.onnx"))
     assert (found.inputs, found.outputs, found.ir_version) == (source.inputs, source.outputs, source.ir_version)
     assert found.opsets[""] == source.opsets[""]
     graph = read_structure(stored).graph
     assert {node.op_type for node in graph.node} >= {"Gemm"}
     assert {tuple(tensor.dims) for tensor in graph.initializer} >= {(16, 16), (3, 16)}
-    full_check(stored)
+    check_model(stored)
 
 
 def test_it_is_not_rewritten(stored: Path) -> None:

@@ -16,9 +16,9 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.quantization import AS_WRITTEN
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.quantized_activations import as_pairs, quantized_activations
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.quantized_activations import expand_integer_operators, read_quantized_activations
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
@@ -32,7 +32,7 @@ def quantized(folder: Path, write: Callable[[Path], None], feed: Any, *, per_cha
     quantize_static(
         str(plain),
         str(derived),
-        BatchReader(feed(64), info(plain)),
+        BatchReader(feed(64), read_model_info(plain)),
         quant_format=QuantFormat.QOperator,
         per_channel=per_channel,
         activation_type=QuantType.QUInt8,
@@ -46,14 +46,14 @@ def quantized(folder: Path, write: Callable[[Path], None], feed: Any, *, per_cha
 def test_pairs_answer_as_the_integer_operators_do(tmp_path: Path, write: Any, feed: Any, per_channel: bool) -> None:
     source, derived = quantized(tmp_path, write, feed, per_channel=per_channel)
     assert any(node.op_type.startswith("QLinear") for node in read_model(derived).graph.node)
-    write_model(as_pairs(read_model(derived), ""), tmp_path / "pairs.onnx")
+    write_model(expand_integer_operators(read_model(derived), ""), tmp_path / "pairs.onnx")
     runtime = OnnxRuntime()
     (before,), (after,) = (
         runtime.run(path, AS_WRITTEN, (feed(32, seed=1),)) for path in (derived, tmp_path / "pairs.onnx")
     )
-    step = max(activation.step for activation in quantized_activations(derived))
+    step = max(activation.step for activation in read_quantized_activations(derived))
     assert np.abs(before["scores"].astype(np.float64) - after["scores"].astype(np.float64)).max() <= 2.1 * step
-    for weight in quantized_weights(source, derived):
+    for weight in read_quantized_weights(source, derived):
         assert (np.abs(weight.original - weight.dequantized) <= 0.51 * weight.scale).all()
         assert weight.stretch is None or weight.stretch < 1.1
 
@@ -65,7 +65,7 @@ def test_a_consumer_that_reads_otherwise_than_was_written_is_another_reader(tmp_
     scale = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == node.input[1])
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(scale * np.float32(1.1)), "other"))
     value, node.input[1] = node.input[0], "other"
-    found = as_pairs(model, "")
+    found = expand_integer_operators(model, "")
     readers = [n for n in found.graph.node if n.op_type == "DequantizeLinear" and n.input[0] == value]
     assert [n.input[1] for n in readers] == ["other"]
 
@@ -77,10 +77,10 @@ def test_an_unknown_integer_operator_and_an_old_opset_are_not_passed_over(tmp_pa
     for opset, text in ((18, "QLinearReduceMean"), (12, "opset 12")):
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
         with pytest.raises(MeasurementError, match=text):
-            as_pairs(model, "model.onnx")
+            expand_integer_operators(model, "model.onnx")
 
 
 def test_a_graph_without_integer_operators_is_itself(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "source.onnx")
     model = read_model(tmp_path / "source.onnx")
-    assert as_pairs(model, "") is model
+    assert expand_integer_operators(model, "") is model

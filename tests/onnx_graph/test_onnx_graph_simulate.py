@@ -11,8 +11,8 @@ import pytest
 from onnx import numpy_helper
 
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.files import constants
-from onnx_ops.onnx_graph.instrumentation import activations, products, quantize_alone
+from onnx_ops.onnx_graph.files import collect_constants
+from onnx_ops.onnx_graph.instrumentation import list_activations, list_quantizable_nodes, write_with_quantized_node
 from onnx_ops.plugins import load
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from tests.measure.search_parts import write_words
@@ -32,19 +32,25 @@ def perceptron(tmp_path: Path) -> Path:
 
 
 def test_the_products_of_each_method(perceptron: Path, tmp_path: Path) -> None:
-    assert products(perceptron, "dynamic") == products(perceptron, "static") == ("first", "second", "third")
+    assert (
+        list_quantizable_nodes(perceptron, "dynamic")
+        == list_quantizable_nodes(perceptron, "static")
+        == ("first", "second", "third")
+    )
     write_convolution(tmp_path / "cnn.onnx")
     assert "Conv" in {node.op_type for node in onnx.load(tmp_path / "cnn.onnx").graph.node}
-    assert len(products(tmp_path / "cnn.onnx", "static")) > len(products(tmp_path / "cnn.onnx", "dynamic"))
-    assert products(perceptron, "weight-only") == ()
+    assert len(list_quantizable_nodes(tmp_path / "cnn.onnx", "static")) > len(
+        list_quantizable_nodes(tmp_path / "cnn.onnx", "dynamic")
+    )
+    assert list_quantizable_nodes(perceptron, "weight-only") == ()
 
 
 def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Path) -> None:
     write_words(tmp_path / "words.onnx")
-    assert products(tmp_path / "words.onnx", "dynamic") == ("table", "head")
+    assert list_quantizable_nodes(tmp_path / "words.onnx", "dynamic") == ("table", "head")
     copy = tmp_path / "alone.onnx"
-    quantize_alone(tmp_path / "words.onnx", "table", copy, ranges=None, weight_levels=127)
-    before, after = (constants(onnx.load(path)) for path in (tmp_path / "words.onnx", copy))
+    write_with_quantized_node(tmp_path / "words.onnx", "table", copy, ranges=None, weight_levels=127)
+    before, after = (collect_constants(onnx.load(path)) for path in (tmp_path / "words.onnx", copy))
     table, rounded = numpy_helper.to_array(before["table.w"]), numpy_helper.to_array(after["table.w_alone"])
     step = np.abs(table).max() / 127
     assert 0.3 * step < np.abs(table - rounded).max() <= 0.51 * step
@@ -55,8 +61,10 @@ def test_a_table_is_rounded_with_one_scale_and_its_indices_are_not(tmp_path: Pat
 @pytest.mark.parametrize("static", [True, False])
 def test_only_one_node_is_rounded_and_a_little(perceptron: Path, node: str, static: bool) -> None:
     copy = perceptron.with_name("alone.onnx")
-    ranges = {name: (-16.0, 16.0) for names in activations(perceptron).values() for name in names} if static else None
-    quantize_alone(perceptron, node, copy, ranges=ranges, weight_levels=127)
+    ranges = (
+        {name: (-16.0, 16.0) for names in list_activations(perceptron).values() for name in names} if static else None
+    )
+    write_with_quantized_node(perceptron, node, copy, ranges=ranges, weight_levels=127)
     feed = rows(32)
     exact, rounded = answers(perceptron, feed)[0], answers(copy, feed)[0]
     away = np.sqrt(np.mean((exact - rounded) ** 2)) / np.std(exact)
@@ -71,8 +79,8 @@ def test_a_weight_has_as_many_levels_as_asked_for_in_each_channel(tmp_path: Path
     path = tmp_path / "cnn.onnx"
     write_convolution(path)
     node = next(n for n in onnx.load(path).graph.node if n.op_type == "Conv")
-    quantize_alone(path, node.name, tmp_path / "alone.onnx", ranges=None, weight_levels=7)
-    stored = numpy_helper.to_array(constants(onnx.load(tmp_path / "alone.onnx"))[f"{node.input[1]}_alone"])
+    write_with_quantized_node(path, node.name, tmp_path / "alone.onnx", ranges=None, weight_levels=7)
+    stored = numpy_helper.to_array(collect_constants(onnx.load(tmp_path / "alone.onnx"))[f"{node.input[1]}_alone"])
     for channel in stored:
         step = np.abs(channel).max() / 7
         assert np.allclose(channel / step, np.round(channel / step), atol=1e-3)
@@ -82,6 +90,6 @@ def test_a_weight_has_as_many_levels_as_asked_for_in_each_channel(tmp_path: Path
 def test_an_unknown_node_and_an_old_opset_are_told(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx", opset=10, ir_version=5)
     with pytest.raises(ValueError, match="no node is called"):
-        quantize_alone(tmp_path / "model.onnx", "tenth", tmp_path / "a.onnx", ranges=None, weight_levels=127)
+        write_with_quantized_node(tmp_path / "model.onnx", "tenth", tmp_path / "a.onnx", ranges=None, weight_levels=127)
     with pytest.raises(ValueError, match="opset 11"):
-        quantize_alone(tmp_path / "model.onnx", "first", tmp_path / "a.onnx", ranges=None, weight_levels=127)
+        write_with_quantized_node(tmp_path / "model.onnx", "first", tmp_path / "a.onnx", ranges=None, weight_levels=127)

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.python_source import as_python
+from onnx_ops.onnx_graph.python_source import write_python_source
 from onnx_ops.testing.models import write_convolution, write_perceptron
 from tests.support.external import write_external
 
@@ -25,7 +25,7 @@ def rebuilt(source: Path, output: Path) -> onnx.ModelProto:
 def test_it_builds_the_same_model(write: object, tmp_path: Path) -> None:
     assert callable(write)
     write(tmp_path / "m.onnx")
-    files = as_python(tmp_path / "m.onnx", tmp_path / "source.py")
+    files = write_python_source(tmp_path / "m.onnx", tmp_path / "source.py")
     assert [file.name for file in files] == ["source.py", "source.py.weights"]
     assert rebuilt(files[0], tmp_path / "n.onnx") == onnx.load(tmp_path / "m.onnx")
     assert "op_type='Relu'" in files[0].read_text()
@@ -33,7 +33,7 @@ def test_it_builds_the_same_model(write: object, tmp_path: Path) -> None:
 
 def test_external_weights_stay_where_they_are(tmp_path: Path) -> None:
     write_external(tmp_path / "m.onnx", "weights.bin")
-    files = as_python(tmp_path / "m.onnx", tmp_path / "source.py")
+    files = write_python_source(tmp_path / "m.onnx", tmp_path / "source.py")
     assert [file.name for file in files] == ["source.py"]
     assert rebuilt(files[0], tmp_path / "n.onnx") == onnx.load(tmp_path / "m.onnx", load_external_data=False)
 
@@ -45,7 +45,7 @@ def test_branches_functions_and_odd_numbers_survive(tmp_path: Path) -> None:
     function = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])], [])
     model = helper.make_model(helper.make_graph([node], "g", [], [], [odd]), functions=[function])
     onnx.save(model, tmp_path / "m.onnx")
-    assert as_python(tmp_path / "m.onnx", tmp_path / "s.py")
+    assert write_python_source(tmp_path / "m.onnx", tmp_path / "s.py")
     assert rebuilt(tmp_path / "s.py", tmp_path / "n.onnx").SerializeToString() == model.SerializeToString()
 
 
@@ -58,7 +58,7 @@ def test_names_are_data_and_never_code(tmp_path: Path) -> None:
     model.graph.output.add(name="y")
     path = tmp_path / 'm"""\nopen("owned", "w")\n.onnx'.replace("/", "")
     onnx.save(model, path)
-    as_python(path, tmp_path / "s.py")
+    write_python_source(path, tmp_path / "s.py")
     assert rebuilt(tmp_path / "s.py", tmp_path / "n.onnx") == model
     assert not (tmp_path / "owned").exists()
     assert not Path("owned").exists()
@@ -67,5 +67,5 @@ def test_names_are_data_and_never_code(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"no")
     with pytest.raises(UserError):
-        as_python(tmp_path / "m.onnx", tmp_path / "s.py")
+        write_python_source(tmp_path / "m.onnx", tmp_path / "s.py")
     assert not (tmp_path / "s.py").exists()

@@ -14,7 +14,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import Target
-from onnx_ops.onnx_graph.tree_ensembles import split_probes
+from onnx_ops.onnx_graph.tree_ensembles import build_split_probes
 from onnx_ops.ports import Dataset, ExportRequest
 from onnx_ops.testing.models import rows, write_perceptron
 
@@ -52,7 +52,7 @@ def differing(model: Any, probes: Any, path: Path) -> int:
 
 def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, dict[str, Any], Path]) -> None:
     model, samples, path = forest
-    probes = split_probes(path, samples)
+    probes = build_split_probes(path, samples)
     assert probes is not None
     estimator = model[-1] if hasattr(model, "steps") else model
     splits = sum(int((tree.tree_.feature >= 0).sum()) for tree in estimator.estimators_)
@@ -65,7 +65,7 @@ def test_a_good_export_answers_every_probe_like_its_source(forest: tuple[Any, di
 
 def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any], Path], tmp_path: Path) -> None:
     model, samples, path = forest
-    probes = split_probes(path, samples)
+    probes = build_split_probes(path, samples)
     correct = onnx.load(path)
     places = [
         place
@@ -88,7 +88,7 @@ def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any],
 def test_other_models_have_no_splits(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_perceptron(path)
-    assert split_probes(path, rows(4)) is None
+    assert build_split_probes(path, rows(4)) is None
 
 
 def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict[str, Any], Path]) -> None:
@@ -98,7 +98,7 @@ def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict
     model.graph.node.insert(place, helper.make_node("Sin", [first.input[0]], ["turned"]))
     first.input[0] = "turned"
     onnx.save(model, path)
-    assert split_probes(path, samples) is None
+    assert build_split_probes(path, samples) is None
 
 
 def test_a_circle_and_a_feature_out_of_range_are_borne(forest: tuple[Any, dict[str, Any], Path]) -> None:
@@ -108,5 +108,5 @@ def test_a_circle_and_a_feature_out_of_range_are_borne(forest: tuple[Any, dict[s
         attribute = next(a for n in model.graph.node for a in n.attribute if a.name == name)
         attribute.ints[1] = value
         onnx.save(model, path.with_name("odd.onnx"))
-        probes = split_probes(path.with_name("odd.onnx"), samples)
+        probes = build_split_probes(path.with_name("odd.onnx"), samples)
         assert (probes is None) == (name == "nodes_featureids")

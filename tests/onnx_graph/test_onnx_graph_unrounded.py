@@ -13,8 +13,8 @@ from onnx import helper, numpy_helper
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.quantization import AS_WRITTEN
-from onnx_ops.onnx_graph.dequantization import write_unrounded, write_with_weights
-from onnx_ops.onnx_graph.quantized_weights import quantized_weights
+from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_weights
+from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.pairs import derive
 
@@ -31,8 +31,8 @@ def source(tmp_path: Path) -> Path:
 def distance(source: Path, derived: Path) -> float:
     """Largest difference of the two functions, in the largest answer."""
     plain, exact = source.with_name("plain.onnx"), source.with_name("exact.onnx")
-    write_with_weights(source, quantized_weights(source, derived), plain)
-    write_unrounded(source, derived, exact)
+    write_with_weights(source, read_quantized_weights(source, derived), plain)
+    write_dequantized(source, derived, exact)
     feed = {"x": 3 * rows(64, seed=9)["x"]}  # beyond the ranges too
     one, other = (
         np.asarray(OnnxRuntime().run(path, AS_WRITTEN, (feed,))[0]["scores"], dtype=np.float64)
@@ -91,7 +91,7 @@ def test_operator_that_hides_its_rounding_is_refused(source: Path) -> None:
     model.graph.node[0].op_type = "QAttention"
     onnx.save(model, derived)
     with pytest.raises(MeasurementError, match="QAttention"):
-        write_unrounded(source, derived, source.with_name("exact.onnx"))
+        write_dequantized(source, derived, source.with_name("exact.onnx"))
 
 
 @pytest.mark.parametrize("format_", ["QDQ", "QOperator"])
@@ -100,7 +100,7 @@ def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> N
     from onnxruntime.quantization import QuantFormat, quantize_static
 
     from onnx_ops.adapters.optimizers.library import BatchReader
-    from onnx_ops.onnx_graph.model_info import info
+    from onnx_ops.onnx_graph.model_info import read_model_info
 
     source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
     write_perceptron(source)
@@ -113,7 +113,7 @@ def test_clip_that_became_a_range_is_put_back(tmp_path: Path, format_: str) -> N
         numpy_helper.from_array(np.array(value, np.float32), name) for name, value in (("least", 0), ("most", 6))
     )
     onnx.save(model, source)
-    reader = BatchReader(rows(256), info(source))
+    reader = BatchReader(rows(256), read_model_info(source))
     quantize_static(str(source), str(derived), reader, quant_format=QuantFormat[format_])
     assert not any(node.op_type == "Clip" for node in onnx.load(derived).graph.node)
     assert distance(source, derived) < 1e-5

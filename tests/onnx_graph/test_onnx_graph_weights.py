@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.quantized_weights import kept_weights, quantized_weights
+from onnx_ops.onnx_graph.quantized_weights import read_float_weights, read_quantized_weights
 from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.testing.models import HIDDEN, write_perceptron
 from tests.measure.search_parts import write_words
@@ -65,7 +65,7 @@ def derive(
 
 
 def steps(source: Path, derived: Path) -> float:
-    (pair,) = quantized_weights(source, derived)
+    (pair,) = read_quantized_weights(source, derived)
     assert pair.name == "second.weight"
     assert pair.original.shape == pair.dequantized.shape == (HIDDEN, HIDDEN)
     return float((np.abs(pair.original - pair.dequantized) / pair.scale).max())
@@ -93,7 +93,7 @@ def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(source: Path
         node.input[:] = [name.replace("second.weight_", "second.weight12_") for name in node.input]
         node.output[:] = [name.replace("second.weight_", "second.weight12_") for name in node.output]
     write_model(model, derived)
-    (pair,) = quantized_weights(source, derived)
+    (pair,) = read_quantized_weights(source, derived)
     assert pair.name == "second.weight12"
     assert np.abs(pair.original - pair.dequantized).max() <= 0.501 * pair.scale.max()
 
@@ -107,7 +107,7 @@ def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
     model.graph.node[0].input[0] = "folded_quantized"
     write_model(model, derived)
     with pytest.raises(MeasurementError, match="folded"):
-        quantized_weights(source, derived)
+        read_quantized_weights(source, derived)
 
 
 def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(source: Path) -> None:
@@ -116,11 +116,11 @@ def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(source: Path) -> N
     derived = source.parent / "derived.onnx"
     write_model(model, derived)
     with pytest.raises(MeasurementError, match="strange"):
-        quantized_weights(source, derived)
+        read_quantized_weights(source, derived)
 
 
 def test_a_float_model_has_none(source: Path) -> None:
-    assert quantized_weights(source, source) == ()
+    assert read_quantized_weights(source, source) == ()
 
 
 def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
     model.graph.node.insert(0, helper.make_node("DequantizeLinear", parts, ["second.bias"]))
     derived = source.parent / "derived.onnx"
     write_model(model, derived)
-    (pair,) = quantized_weights(source, derived)
+    (pair,) = read_quantized_weights(source, derived)
     small = np.abs(pair.original) <= 2
     assert small.any()
     assert float((np.abs(pair.original - pair.dequantized) / pair.scale)[small].max()) <= 0.51
@@ -145,7 +145,9 @@ def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
 
 
 def other_steps(source: Path, derived: Path) -> dict[str, float]:
-    return {w.name: compute_weight_error(w.original, w.dequantized, w.scale) for w in kept_weights(source, derived)}
+    return {
+        w.name: compute_weight_error(w.original, w.dequantized, w.scale) for w in read_float_weights(source, derived)
+    }
 
 
 def test_constants_left_in_float_are_held_against_their_originals(source: Path) -> None:
@@ -178,6 +180,6 @@ def test_a_table_of_embeddings_is_read_behind_the_choice_of_its_rows(tmp_path: P
     read = helper.make_node("DequantizeLinear", ["rows_quantized", "table.w_scale"], ["rows"])
     model.graph.node.insert(1, read)
     write_model(model, derived)
-    (weight,) = quantized_weights(source, derived)
+    (weight,) = read_quantized_weights(source, derived)
     assert weight.name == "table.w"
     assert compute_weight_error(weight.original, weight.dequantized, weight.scale) <= 0.51

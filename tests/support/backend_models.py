@@ -124,11 +124,11 @@ def _lines(process: subprocess.Popen[bytes], timeout: float, wanted: int) -> tup
 
 def look(model: Path) -> Outcome:
     """What `inspect` makes of a file."""
-    from onnx_ops.onnx_graph.model_summary import cost, survey
+    from onnx_ops.onnx_graph.model_summary import estimate_cost, summarize_model
 
     def run() -> tuple[str, str]:
-        found = survey(model)
-        cost(model)
+        found = summarize_model(model)
+        estimate_cost(model)
         return ("invalid", found.problem) if found.problem else ("valid", "")
 
     return _outcome(model, "inspect", run)
@@ -136,14 +136,14 @@ def look(model: Path) -> Outcome:
 
 def hold_against_itself(model: Path) -> Outcome:
     """What the parity of `judge` makes of a file and itself, on a few random rows."""
-    from onnx_ops.adapters.runtimes.placement import ShieldedRuntime
+    from onnx_ops.adapters.runtimes.placement import GuardedRuntime
     from onnx_ops.config.targets import load_profile
     from onnx_ops.tools.compare import compare
     from onnx_ops.tools.probing import generate_samples, shared_inputs
 
     def run() -> tuple[str, str]:
         samples = generate_samples(shared_inputs(model, model), count=4, dims={})
-        found = compare(ShieldedRuntime(), load_profile("cpu-1t"), model, model, samples)
+        found = compare(GuardedRuntime(), load_profile("cpu-1t"), model, model, samples)
         return found.verdict.value, found.reason
 
     return _outcome(model, "judge", run)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import CustomOps
-from onnx_ops.onnx_graph.compatibility import carry_libraries
+from onnx_ops.onnx_graph.compatibility import copy_libraries
 
 DOMAIN = "acme.ops"
 
@@ -64,7 +64,7 @@ def released(
     """A version of the model for one target, as a release leaves it in an empty folder."""
     folder.mkdir(parents=True)
     write_softsign(folder / "model.onnx", scale=scale)
-    carry_libraries(folder / "model.onnx", libraries)
+    copy_libraries(folder / "model.onnx", libraries)
     files = {p.relative_to(folder).as_posix(): digest_file(p) for p in folder.rglob("*") if p.is_file()}
     return Deployment(
         name=f"v{version}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.adapters.optimizers.low_precision import HalfOptimizer, WeightQuantizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.ports import OptimizeRequest
@@ -15,8 +15,8 @@ from onnx_ops.testing.models import rows
 _OPTIMIZERS: Mapping[str, Any] = {
     "static": StaticQuantizer,
     "dynamic": DynamicQuantizer,
-    "fp16": HalfOptimizer,
-    "weight-only": WeightQuantizer,
+    "fp16": Fp16Optimizer,
+    "weight-only": WeightOnlyQuantizer,
 }
 
 

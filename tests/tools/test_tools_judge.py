@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.execution import Provider
-from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
@@ -48,7 +48,7 @@ def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Datas
 def judged(source: Path, candidate: Path, dataset: Dataset | None = None, **changes: Any) -> Judgement:
     inputs = shared_inputs(source, candidate)
     samples = (
-        generate_samples(inputs, count=64, dims={}, bounds=input_bounds(source))
+        generate_samples(inputs, count=64, dims={}, bounds=read_input_bounds(source))
         if dataset is None
         else check_samples(inputs, dataset.inputs, where="rows", limit=64)
     )

@@ -21,7 +21,7 @@ from onnx_ops.domain.gate import LatencyGate, MeasurementRequest, ParityGate, de
 from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
-from onnx_ops.onnx_graph.input_bounds import input_bounds
+from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.statistics.latency import LOOKS
 from onnx_ops.statistics.probes import BATCH_SIZES
 from onnx_ops.statistics.rules.parity import judge_parity
@@ -71,7 +71,7 @@ def graph(path: Path, nodes: Sequence[onnx.NodeProto], inputs: dict[str, Any], o
 
 def compared(a: Path, b: Path, **keywords: Any) -> ParityResult:
     samples = generate_samples(
-        shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}), bounds=input_bounds(a)
+        shared_inputs(a, b), count=keywords.get("count", 64), dims=keywords.get("dims", {}), bounds=read_input_bounds(a)
     )
     return compare(RUNTIME, CPU, a, b, samples, sizes=keywords.get("sizes", ()))
 

@@ -32,19 +32,22 @@ class FileSource:
     """`file: PATH`. Nothing is unpickled, and the path stays below the project's root."""
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
+        """Return the digest of the file."""
         return digest_file(_path(section, root))
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        """Read all arrays or columns of the file."""
         path = _path(section, root)
         return read_arrays(path, where=str(path))
 
     def sample(self, section: DataSection, root: Path) -> Sample:
+        """Read the first rows of the file."""
         path = _path(section, root)
         return sample_arrays(path, where=str(path))
 
 
 def sample_arrays(path: Path, *, where: str) -> Sample:
-    """The first rows of a file, all of them if it is small; raises as `read_arrays` does."""
+    """Read the first rows of a file, all of them if it is small; raises as `read_arrays` does."""
     whole = path.stat().st_size <= _SMALL_BYTES
     return Sample(arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES), whole=whole)
 
@@ -92,7 +95,11 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
 
 
 def _check_content(path: Path, where: str) -> None:
-    """Raises UserError for a file that stands for another one, or for none."""
+    """Refuse an empty file and a Git LFS pointer.
+
+    Raises:
+        UserError: the file is one of them.
+    """
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
@@ -158,7 +165,7 @@ def _path(section: DataSection, root: Path) -> Path:
 
 
 def _remedy(path: Path) -> str:
-    """What to do where there is no file of this path."""
+    """Return what to do where no file has this path."""
     if os.path.isfile(f"{path}.dvc"):
         return f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
     with contextlib.suppress(OSError):

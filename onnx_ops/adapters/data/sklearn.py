@@ -29,6 +29,7 @@ class SklearnSource:
     tools = ("scikit-learn",)
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
+        """Return the scikit-learn version, the data set and its split."""
         del root
         wanted = _section(section)
         brought = f"scikit-learn {version('scikit-learn')}"
@@ -48,6 +49,7 @@ class SklearnSource:
         return Sample(arrays=arrays, whole=False)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        """Load the data set, or one side of its split."""
         del root
         wanted = _section(section)
         require(*self.tools, where=f"data `sklearn: {wanted.sklearn}`")

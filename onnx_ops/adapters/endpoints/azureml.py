@@ -22,7 +22,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import (
     record_of,
     state_of,
 )
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
+from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.domain.artifact import Digest
@@ -147,7 +147,7 @@ class AzureEndpoints(CloudEndpoints):
         used = {*names.values(), *(name for name, percent in traffic.items() if percent)}
         owned = {
             name: deployment.tags or {}
-            for name, deployment in endpoint.client.deployments(endpoint.name).items()
+            for name, deployment in endpoint.client.deployments().items()
             if (deployment.tags or {}).get(OWNER) == config.endpoint
         }
         orphans = [
@@ -176,8 +176,8 @@ class AzureEndpoints(CloudEndpoints):
             NotFoundError: there is no such endpoint.
         """
         endpoint = self._connect(config)
-        client, name = endpoint.client, endpoint.name
-        keys = client.read(f"endpoint {name}", lambda: client.ml.online_endpoints.get_keys(name))
+        client = endpoint.client
+        keys = client.read(client.where, lambda: client.ml.online_endpoints.get_keys(client.name))
         if keys is None:
             raise NotFoundError("there is no such endpoint", where=config.endpoint)
         return f"Bearer {getattr(keys, 'primary_key', None) or getattr(keys, 'access_token', '')}"
@@ -188,7 +188,7 @@ class AzureEndpoints(CloudEndpoints):
         resource = endpoint.read()
         if resource is None or is_mirrored(resource):
             return None, {}
-        deployments = endpoint.client.deployments(endpoint.name)
+        deployments = endpoint.client.deployments()
         records = {
             name: record
             for name, deployment in deployments.items()
@@ -202,18 +202,16 @@ class AzureEndpoints(CloudEndpoints):
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
-        settings, client, name = self._parts(config)
-        client.connect(config.endpoint)
-        sent = SentGeneration(self._folder / config.endpoint)
-        return AzureEndpoint(client, settings, sent, name, config.endpoint)
+        client = self._client(config)
+        client.connect()
+        return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
 
     def _models(self, config: EndpointConfig) -> AzureModels:
-        settings, client, name = self._parts(config)
-        return AzureModels(client, settings, name)
+        return AzureModels(self._client(config))
 
-    def _parts(self, config: EndpointConfig) -> tuple[AzureSettings, AzureClient, str]:
+    def _client(self, config: EndpointConfig) -> AzureClient:
         settings = read_azure_settings(config.settings, where=config.endpoint)
         if keys := self._trusted_keys():
             settings = replace(settings, trusted_keys=keys)
         name = endpoint_name(config.endpoint, config.settings)
-        return settings, AzureClient(settings.place, self._policy, answer_s=settings.api_timeout), name
+        return AzureClient(settings, name, config.endpoint, self._policy)

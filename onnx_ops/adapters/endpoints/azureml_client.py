@@ -17,7 +17,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.azure import (
-    API_TIMEOUT_S,
     LOGIN_REMEDY,
     ROLE_REMEDY,
     Workspace,
@@ -25,6 +24,7 @@ from onnx_ops.adapters.azure import (
     first_line,
     timeouts,
 )
+from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import attempts, converge
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.plugins import EXTRAS, require
@@ -78,56 +78,70 @@ class RetryPolicy:
 
 
 class AzureClient:
-    """Endpoints and deployments of a workspace."""
+    """Requests about one endpoint and its deployments.
 
-    def __init__(self, workspace: Workspace, policy: RetryPolicy, *, answer_s: float = API_TIMEOUT_S) -> None:
-        self.workspace = workspace
+    Args:
+        settings: of the endpoint.
+        name: the endpoint's name in Azure.
+        owner: its name in onnx-ops, which tags hold and errors show.
+        policy: how long to wait.
+    """
+
+    def __init__(self, settings: AzureSettings, name: str, owner: str, policy: RetryPolicy) -> None:
+        self.settings = settings
+        self.workspace = settings.place
+        self.name = name
+        self.owner = owner
         self.policy = policy
-        self.answer_s = answer_s
 
     @functools.cached_property
     def ml(self) -> MLClient:
         """Return the SDK's client of the workspace."""
-        return _ml_client(self.workspace, self.answer_s)
+        return _ml_client(self.workspace, self.settings.api_timeout)
 
     def registry(self, name: str) -> MLClient:
         """Return a client of the registry of that name, which Azure finds in any region."""
-        return _ml_client(None, self.answer_s, registry=name)
+        return _ml_client(None, self.settings.api_timeout, registry=name)
 
-    def connect(self, where: str) -> None:
-        """Make the client.
+    def connect(self) -> None:
+        """Make the SDK's client.
 
         Raises:
             MissingPackageError: the extra `azure` is not installed.
             ServiceUnavailableError: the metadata of the cloud cannot be read.
         """
-        require(*EXTRAS["azure"], where=where)
-        with explaining(where):
+        require(*EXTRAS["azure"], where=self.owner)
+        with explaining(self.owner):
             _ = self.ml
 
-    def endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
+    @property
+    def where(self) -> str:
+        """Return the endpoint's place in errors about it."""
+        return f"endpoint {self.name}"
+
+    def endpoint(self) -> ManagedOnlineEndpoint | None:
         """Read the endpoint; the answer may be a moment old."""
-        endpoint: Any = self.read(f"endpoint {name}", lambda: self.ml.online_endpoints.get(name))
+        endpoint: Any = self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
         return endpoint
 
-    def deployments(self, endpoint: str) -> dict[str, ManagedOnlineDeployment]:
+    def deployments(self) -> dict[str, ManagedOnlineDeployment]:
         """Read the deployments by name; empty if there is no such endpoint."""
-        listed: Any = self.read(f"endpoint {endpoint}", lambda: list(self.ml.online_deployments.list(endpoint)))
+        listed: Any = self.read(self.where, lambda: list(self.ml.online_deployments.list(self.name)))
         return {deployment.name: deployment for deployment in listed or ()}
 
-    def settled_endpoint(self, name: str) -> ManagedOnlineEndpoint | None:
+    def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
         """Return the endpoint once Azure no longer changes it.
 
         Raises:
             ServiceUnavailableError: Azure changes it for too long.
         """
-        return self._wait_until_settled(f"endpoint {name}", lambda: self.endpoint(name))
+        return self._wait_until_settled(self.where, self.endpoint)
 
-    def settled_deployment(self, endpoint: str, name: str) -> ManagedOnlineDeployment | None:
+    def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
         """Return a deployment once Azure no longer changes it, as `settled_endpoint` does."""
         where = f"deployment {name}"
         return self._wait_until_settled(
-            where, lambda: self.read(where, lambda: self.ml.online_deployments.get(name, endpoint))
+            where, lambda: self.read(where, lambda: self.ml.online_deployments.get(name, self.name))
         )
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
@@ -178,12 +192,12 @@ class AzureClient:
         tries = self.policy.attempts(self.policy.answer_s)
         return converge(send, tries, lambda: no_answer(where), retried=(ServiceUnavailableError,))[0]
 
-    def converge(self, step: Callable[[], T | None], where: str, *, retry_reads: bool = False) -> T:
+    def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
         """Repeat a step until it returns something, while Azure is busy or does not answer writes.
 
         Args:
             step: as for `cloud.converge`.
-            where: for errors.
+            where: for errors; the endpoint by default.
             retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
 
         Raises:
@@ -192,7 +206,7 @@ class AzureClient:
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
-        return converge(step, tries, lambda: still_busy(where), retried=retried)
+        return converge(step, tries, lambda: still_busy(where or self.owner), retried=retried)
 
     def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
         def look() -> tuple[T | None] | None:

@@ -14,7 +14,6 @@ from onnx_ops.adapters.azure import request_resource
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded, no_answer
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import converge
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
@@ -33,25 +32,13 @@ _MONITOR_REMEDY = "Give the identity the role Monitoring Contributor on the reso
 
 
 class AzureDeployments:
-    """The deployments of one endpoint.
+    """The deployments of one endpoint, and the models that they serve."""
 
-    Args:
-        client: of the workspace.
-        settings: of the endpoint.
-        models: where deployments find their models.
-        name: the endpoint's name in Azure.
-        owner: its name in onnx-ops, which the tags hold.
-    """
-
-    def __init__(
-        self, client: AzureClient, settings: AzureSettings, models: AzureModels, name: str, owner: str
-    ) -> None:
+    def __init__(self, client: AzureClient, models: AzureModels) -> None:
         self._client = client
-        self._settings = settings
+        self._settings = client.settings
         self._models = models
-        self._name = name
-        self._owner = owner
-        self._autoscaling = Autoscaling(client, settings, name, owner)
+        self._autoscaling = Autoscaling(client)
 
     def name(self, deployment: Deployment) -> str:
         """Return what a deployment with these settings is called in Azure."""
@@ -84,7 +71,7 @@ class AzureDeployments:
         where = f"deployment {name}"
 
         def step() -> bool | None:
-            resource = self._client.settled_deployment(self._name, name)
+            resource = self._client.settled_deployment(name)
             if resource is not None and has_succeeded(resource):
                 self._require_ours(resource)
                 return self._autoscaling.apply(resource) or None
@@ -98,7 +85,7 @@ class AzureDeployments:
                 instances=self._settings.instances,
             )
             for _ in self._client.policy.attempts(self._client.policy.lag_s):
-                if self._client.settled_deployment(self._name, name) is not None:
+                if self._client.settled_deployment(name) is not None:
                     break
             return None
 
@@ -113,15 +100,17 @@ class AzureDeployments:
         where = f"deployment {name}"
 
         def step() -> bool | None:
-            endpoint = self._client.endpoint(self._name)
-            resource = self._client.settled_deployment(self._name, name)
+            endpoint = self._client.endpoint()
+            resource = self._client.settled_deployment(name)
             if endpoint is None or resource is None:
                 return True
             if (endpoint.traffic or {}).get(name) or (endpoint.mirror_traffic or {}).get(name):
                 raise ConflictError("it has traffic", where=where, remedy="Move the traffic first.")
             try:
                 self._autoscaling.remove(resource)
-                self._client.write(where, lambda: self._client.ml.online_deployments.begin_delete(name, self._name))
+                self._client.write(
+                    where, lambda: self._client.ml.online_deployments.begin_delete(name, self._client.name)
+                )
             except GoneError:
                 return True
             return None
@@ -130,8 +119,8 @@ class AzureDeployments:
 
     def remove_autoscaling(self) -> None:
         """Stop scaling the deployments of an endpoint that ends."""
-        for resource in self._client.deployments(self._name).values():
-            if (resource.tags or {}).get(OWNER) == self._owner:
+        for resource in self._client.deployments().values():
+            if (resource.tags or {}).get(OWNER) == self._client.owner:
                 self._autoscaling.remove(resource)
 
     def _begin_create(self, name: str, deployment: Deployment, asset: str, environment: str) -> Any:
@@ -140,7 +129,7 @@ class AzureDeployments:
         return self._client.ml.online_deployments.begin_create_or_update(
             ManagedOnlineDeployment(
                 name=name,
-                endpoint_name=self._name,
+                endpoint_name=self._client.name,
                 model=asset,
                 environment=environment,
                 environment_variables=self._settings.variables(),
@@ -150,7 +139,7 @@ class AzureDeployments:
                     max_concurrent_requests_per_instance=self._settings.concurrency,
                     request_timeout_ms=round(self._settings.request_timeout * 1e3),
                 ),
-                tags={OWNER: self._owner, **record_tags(deployment), SCALING: self._autoscaling.tag},
+                tags={OWNER: self._client.owner, **record_tags(deployment), SCALING: self._autoscaling.tag},
             )
         )
 
@@ -168,52 +157,27 @@ class AzureDeployments:
                 image=self._settings.image,
                 inference_config={"liveness_route": live, "readiness_route": live, "scoring_route": scoring},
             )
-            self._client.write(where, lambda: _CompletedOperation(environments.create_or_update(environment)))
+            self._client.retry(where, lambda: environments.create_or_update(environment))
         return f"{self._client.workspace.path}/environments/{name}/versions/1"
 
     def _environment_name(self) -> str:
         return f"onnx-ops-{short_digest(digest_bytes(self._settings.image.encode()))}"
 
     def _require_ours(self, resource: ManagedOnlineDeployment) -> None:
-        if (resource.tags or {}).get(OWNER) != self._owner or record_of(resource.tags or {}) is None:
+        if (resource.tags or {}).get(OWNER) != self._client.owner or record_of(resource.tags or {}) is None:
             raise RefusedError(
                 f"a deployment {resource.name} exists that is not ours",
-                where=self._owner,
+                where=self._client.owner,
                 remedy="Delete it, or choose another `name` for the endpoint.",
             )
 
 
-class _CompletedOperation:
-    """The poller of an operation whose answer is its result."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def wait(self, timeout: float | None = None) -> None:
-        del timeout
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> object:
-        return self._value
-
-
 class Autoscaling:
-    """Instance counts of an endpoint's deployments: fixed by the settings, or kept by Azure Monitor.
+    """Instance counts of an endpoint's deployments: fixed by the settings, or kept by Azure Monitor."""
 
-    Args:
-        client: of the workspace.
-        settings: of the endpoint.
-        name: the endpoint's name in Azure.
-        owner: its name in onnx-ops.
-    """
-
-    def __init__(self, client: AzureClient, settings: AzureSettings, name: str, owner: str) -> None:
+    def __init__(self, client: AzureClient) -> None:
         self._client = client
-        self._settings = settings
-        self._name = name
-        self._owner = owner
+        self._settings = client.settings
 
     @property
     def tag(self) -> str:
@@ -293,7 +257,7 @@ class Autoscaling:
         }
         return {
             "location": workspace.get("location"),
-            "tags": {OWNER: self._owner},
+            "tags": {OWNER: self._client.owner},
             "properties": {"enabled": True, "targetResourceUri": target, "profiles": [profile]},
         }
 
@@ -304,10 +268,10 @@ class Autoscaling:
         return f"{group}/providers/Microsoft.Insights/autoscaleSettings"
 
     def _setting_path(self, name: str) -> str:
-        return f"{self._settings_path}/{self._client.workspace.workspace}--{self._name}--{name}?{_MONITOR_API}"
+        return f"{self._settings_path}/{self._client.workspace.workspace}--{self._client.name}--{name}?{_MONITOR_API}"
 
     def _deployment_path(self, name: str) -> str:
-        return f"{self._client.workspace.path}/onlineEndpoints/{self._name}/deployments/{name}"
+        return f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
         """Return what Azure Resource Manager answers; None if the resource does not exist.
@@ -325,12 +289,12 @@ class Autoscaling:
                 if error.why.startswith("HTTP 404"):
                     return (None,)
                 if error.why.startswith("HTTP 409"):
-                    raise BusyError("Azure is changing it", where=self._owner, why=error.why) from error
+                    raise BusyError("Azure is changing it", where=self._client.owner, why=error.why) from error
                 what = "Azure does not permit us to scale a deployment"
-                raise RefusedError(what, where=self._owner, why=error.why, remedy=_MONITOR_REMEDY) from error
+                raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
 
         tries = self._client.policy.attempts(self._client.policy.answer_s)
-        return converge(send, tries, lambda: no_answer(self._owner), retried=(ServiceUnavailableError,))[0]
+        return converge(send, tries, lambda: no_answer(self._client.owner), retried=(ServiceUnavailableError,))[0]
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:

@@ -18,7 +18,6 @@ from onnx_ops import codec
 from onnx_ops.adapters.azure import credential, request_resource, timeouts
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, OWNER
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import verified_files
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError
@@ -36,10 +35,10 @@ _BLOCK_BYTES = 8 << 20
 class AzureModels:
     """The models of one endpoint."""
 
-    def __init__(self, client: AzureClient, settings: AzureSettings, endpoint: str) -> None:
+    def __init__(self, client: AzureClient) -> None:
         self._client = client
-        self._settings = settings
-        self._endpoint = endpoint
+        self._settings = client.settings
+        self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
         """Return the resource id of the model of that name, or its path in the registry; upload it if it is missing.
@@ -163,7 +162,7 @@ class AzureModels:
 
         store: Any = self._client.ml.datastores.get(self._settings.datastore)
         url = self._settings.blob_url or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
-        answer_s = self._client.answer_s
+        answer_s = self._settings.api_timeout
         return ContainerClient(
             url,
             store.container_name,

@@ -23,7 +23,6 @@ from onnx_ops.adapters.endpoints.azureml_client import (
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, foreign_tags, generation_of
-from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.endpoints.cloud import converge
 from onnx_ops.adapters.files import durable_file, exclusive_lock
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
@@ -80,23 +79,16 @@ class AzureEndpoint:
     """One endpoint in Azure: reads that are not stale, and changes under the fence of its generation.
 
     Args:
-        client: of the workspace.
-        settings: of the endpoint.
+        client: for the endpoint.
         sent: what this machine sent last.
-        name: the endpoint's name in Azure.
-        owner: its name in onnx-ops, which its tags hold.
     """
 
-    def __init__(
-        self, client: AzureClient, settings: AzureSettings, sent: SentGeneration, name: str, owner: str
-    ) -> None:
+    def __init__(self, client: AzureClient, sent: SentGeneration) -> None:
         self.client = client
-        self.name = name
-        self.models = AzureModels(client, settings, name)
-        self.deployments = AzureDeployments(client, settings, self.models, name, owner)
-        self._settings = settings
+        self.models = AzureModels(client)
+        self.deployments = AzureDeployments(client, self.models)
         self._sent = sent
-        self._owner = owner
+        self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
         """Return the endpoint, no older than what this machine sent, unless that never arrived.
@@ -107,7 +99,7 @@ class AzureEndpoint:
         policy, sent = self.client.policy, self._sent.value
         endpoint = None
         for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
-            endpoint = self.client.endpoint(self.name)
+            endpoint = self.client.endpoint()
             if endpoint is not None and (sent is None or generation_of(endpoint.tags or {}) >= sent):
                 break
             if endpoint is not None and OWNER not in (endpoint.tags or {}):
@@ -118,7 +110,7 @@ class AzureEndpoint:
             self._sent.store(None if endpoint is None else generation_of(endpoint.tags or {}))
         if endpoint is not None and not self._is_ours(endpoint):
             raise RefusedError(
-                f"an endpoint {self.name} exists in the workspace that is not ours",
+                f"an endpoint {self.client.name} exists in the workspace that is not ours",
                 where=self._owner,
                 why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
                 remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, set its tag.",
@@ -134,7 +126,7 @@ class AzureEndpoint:
 
         def step() -> dict[str, ManagedOnlineDeployment] | None:
             self._ensure_exists(plan)
-            before = self.client.deployments(self.name)
+            before = self.client.deployments()
             for name, deployment in plan.deployments.items():
                 self.deployments.ensure(name, deployment)
             try:
@@ -163,7 +155,7 @@ class AzureEndpoint:
                 lag_s = self.client.policy.lag_s
                 return any(self._has_arrived(plan) for _ in self.client.policy.attempts(lag_s)) or None
 
-        self.client.converge(step, self._owner, retry_reads=True)
+        self.client.converge(step, retry_reads=True)
 
     def remove(self) -> None:
         """Delete the endpoint with all of its deployments, and the files of their models."""
@@ -172,11 +164,10 @@ class AzureEndpoint:
             if self.read() is None:
                 return True
             try:
-                self.client.settled_endpoint(self.name)
+                self.client.settled_endpoint()
                 self.deployments.remove_autoscaling()
-                self.client.write(
-                    f"endpoint {self.name}", lambda: self.client.ml.online_endpoints.begin_delete(self.name)
-                )
+                endpoints = self.client.ml.online_endpoints
+                self.client.write(self.client.where, lambda: endpoints.begin_delete(self.client.name))
             except (BusyError, UnansweredWriteError):
                 self._sent.store(None)
                 raise
@@ -185,7 +176,7 @@ class AzureEndpoint:
             self._sent.store(None)
             return None
 
-        self.client.converge(step, self._owner)
+        self.client.converge(step)
         self._sent.store(None)
         for name in self.models.stored():
             self.models.delete(name)
@@ -195,7 +186,7 @@ class AzureEndpoint:
         tags = endpoint.tags or {}
         if OWNER in tags:
             return str(tags[OWNER]) == self._owner
-        owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments(self.name).values()}
+        owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()}
         return self._owner in owners and owners <= {self._owner, None}
 
     def _ensure_exists(self, plan: TrafficPlan) -> None:
@@ -205,20 +196,20 @@ class AzureEndpoint:
             endpoint = self.read()
             if endpoint is not None:
                 self._fence(endpoint, plan)
-                settled = self.client.settled_endpoint(self.name)
+                settled = self.client.settled_endpoint()
                 if settled is not None and (has_succeeded(settled) or settled.traffic):
                     return True
             with self._sent.lock():
                 self._sent.raise_to(0)
-                self.client.write(f"endpoint {self.name}", self._begin_create)
+                self.client.write(self.client.where, self._begin_create)
             return None
 
-        self.client.converge(step, self._owner)
+        self.client.converge(step)
 
     def _begin_create(self) -> Any:
         from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
 
-        user_assigned = self._settings.identity
+        user_assigned, auth = self.client.settings.identity, self.client.settings.auth
         identity = IdentityConfiguration(
             type="user_assigned" if user_assigned else "system_assigned",
             user_assigned_identities=[ManagedIdentityConfiguration(resource_id=user_assigned)]
@@ -226,9 +217,7 @@ class AzureEndpoint:
             else None,
         )
         return self.client.ml.online_endpoints.begin_create_or_update(
-            ManagedOnlineEndpoint(
-                name=self.name, auth_mode=self._settings.auth, identity=identity, tags={OWNER: self._owner}
-            )
+            ManagedOnlineEndpoint(name=self.client.name, auth_mode=auth, identity=identity, tags={OWNER: self._owner})
         )
 
     def _has_arrived(self, plan: TrafficPlan) -> bool:
@@ -237,9 +226,9 @@ class AzureEndpoint:
         return _matches(endpoint, plan)
 
     def _send(self, plan: TrafficPlan) -> None:
-        if self.client.settled_endpoint(self.name) is None:
+        if self.client.settled_endpoint() is None:
             raise GoneError("the endpoint does not exist", where=self._owner)
-        running = {name for name, found in self.client.deployments(self.name).items() if has_succeeded(found)}
+        running = {name for name, found in self.client.deployments().items() if has_succeeded(found)}
         if lost := sorted(set(plan.deployments) - running):
             raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
         endpoint = self._require()
@@ -250,9 +239,8 @@ class AzureEndpoint:
         before = self._sent.value
         self._sent.raise_to(plan.generation)
         try:
-            self.client.write(
-                f"endpoint {self.name}", lambda: self.client.ml.online_endpoints.begin_create_or_update(endpoint)
-            )
+            endpoints = self.client.ml.online_endpoints
+            self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(endpoint))
         except BusyError:  # it was not taken, so no read can show it
             self._sent.store(before)
             raise

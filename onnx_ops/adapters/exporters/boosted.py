@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.sklearn import SklearnExporter, parts_of
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter, list_estimators
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
@@ -79,15 +79,17 @@ class _BoostedExporter(SklearnExporter):
 
 
 class XgboostExporter(_BoostedExporter):
+    """Export XGBoost estimators, alone or at the end of scikit-learn pipelines."""
+
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
     _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 
     def _convertible(self, model: object) -> object:
-        """A copy whose boosters have no names of columns, which the converter takes for numbers (`f0`, `f1` …)."""
+        """Return a copy whose boosters lack column names, which the converter parses as numbers (`f0`, `f1` …)."""
         copied = copy.deepcopy(model)
-        for part in parts_of(copied):
+        for part in list_estimators(copied):
             if type(part).__module__.startswith("xgboost"):
                 booster: Any = part.get_booster()  # type: ignore[attr-defined]
                 booster.feature_names = booster.feature_types = None
@@ -98,6 +100,8 @@ class XgboostExporter(_BoostedExporter):
 
 
 class LightgbmExporter(_BoostedExporter):
+    """Export LightGBM estimators, alone or at the end of scikit-learn pipelines."""
+
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops.errors import UserError
 
-Fault = tuple[str, str, str]
+ConversionDefect = tuple[str, str, str]
 """What cannot be converted, why, and what to do instead."""
 
 
@@ -25,7 +25,7 @@ def check_convertible(parts: list[object]) -> None:
             raise UserError(f"{what} cannot be converted faithfully", where="export", why=why, remedy=remedy)
 
 
-def _xgboost(part: Any) -> Iterator[Fault]:
+def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     settings = part.get_params()
     objective = str(getattr(part, "objective", "") or settings.get("objective") or "")
     name = type(part).__name__
@@ -81,7 +81,7 @@ def _targets(part: Any) -> int:
     return int(config["learner"]["learner_model_param"].get("num_target", "1"))
 
 
-def _lightgbm(part: Any) -> Iterator[Fault]:
+def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     settings = {**part.get_params(), **getattr(part, "_other_params", {})}
     name = type(part).__name__
     if settings.get("boosting_type") == "rf" or settings.get("boosting") == "rf":
@@ -122,7 +122,7 @@ def _lightgbm(part: Any) -> Iterator[Fault]:
         )
 
 
-def _sklearn(part: Any) -> Iterator[Fault]:
+def _sklearn(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
     if name.startswith("HistGradientBoosting"):
         if getattr(part, "is_categorical_", None) is not None and part.is_categorical_.any():

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.exporters.signature import check_section
-from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.compatibility import (
     CONVERT,
-    ceiling,
     check_libraries,
+    check_model,
     drop_zipmaps,
-    full_check,
-    newer,
-    no_tensors,
-    remedy,
+    explain_newer_version,
+    explain_non_tensors,
+    explain_version_limits,
+    suggest_versions,
 )
-from onnx_ops.onnx_graph.files import copy_model, model_file, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.rewrites import like_source
+from onnx_ops.onnx_graph.files import copy_model, find_model_file, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rewrites import restore_metadata
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -45,6 +45,7 @@ class OnnxExporter:
         self._custom_ops = custom_ops
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> OnnxExporter:
+        """Return an exporter whose reference sessions register these libraries."""
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
@@ -54,7 +55,7 @@ class OnnxExporter:
             UserError: it is not ONNX.
             RefusedError: it names external data outside its folder.
         """
-        source = model_file(Path(str(model)))
+        source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
             drop_zipmaps(model)
@@ -63,10 +64,11 @@ class OnnxExporter:
         copy_model(source, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        return model_file(folder)
+        """Return the path of the saved file."""
+        return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy it, or convert it with option `convert`.
+        """Copy it, or convert it with option `convert_opset`.
 
         Raises:
             UserError: the file is newer than the pipeline asks for and nobody asked for a conversion, or something that
@@ -74,15 +76,15 @@ class OnnxExporter:
             UserError: it cannot be converted.
         """
         source = Path(str(model))
-        found, section = info(source), request.section
-        if why := no_tensors(source):
+        found, section = read_model_info(source), request.section
+        if why := explain_non_tensors(source):
             raise UserError("the file cannot be brought", where=source.name, why=why)
         converts = _is_conversion(section, request.samples)
         if converts and (found.opsets.get("", 0), found.ir_version) != (section.opset, section.ir_version):
-            convert(source, request.path, section)
+            convert_opset(source, request.path, section)
             return
-        if why := newer(found, section):
-            raise UserError("the file is newer than asked for", where="export", why=why, remedy=remedy(found))
+        if why := explain_newer_version(found, section):
+            raise UserError("the file is newer than asked for", where="export", why=why, remedy=suggest_versions(found))
         copy_model(source, request.path)
 
     def reference(
@@ -99,7 +101,7 @@ class OnnxExporter:
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")
-        if ceiling(info(Path(str(model))), _THIS_BUILD):
+        if explain_version_limits(read_model_info(Path(str(model))), _THIS_BUILD):
             return _evaluated(Path(str(model)), inputs)
         ort = importlib.import_module("onnxruntime")
         options = ort.SessionOptions()
@@ -116,7 +118,7 @@ class OnnxExporter:
 
 
 def _is_conversion(section: Export, samples: Tensors) -> bool:
-    """Raises UserError for an option that does not exist."""
+    """Return option `convert_opset`; refuse other options."""
     others = {name: value for name, value in section.options.items() if name != CONVERT}
     if others:
         check_section(replace(section, options=others), samples)
@@ -127,7 +129,11 @@ def _is_conversion(section: Export, samples: Tensors) -> bool:
 
 
 def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
-    """Raises ValueError if the model refuses the inputs."""
+    """Run the file in ONNX's reference evaluator.
+
+    Raises:
+        ValueError: the model refuses the inputs.
+    """
     from onnx.reference import ReferenceEvaluator
 
     try:
@@ -137,21 +143,21 @@ def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
         raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
-def convert(source: Path, result: Path, section: Export) -> None:
+def convert_opset(source: Path, result: Path, section: Export) -> None:
     """Write the file at exactly the opset and IR version of the section.
 
     Raises:
         UserError: the converter cannot, or what it made is not valid at that version.
     """
     try:
-        shielded(_run_converter, source, result, section.opset, section.ir_version)
-    except Fallen as fallen:
+        run_guarded(_run_converter, source, result, section.opset, section.ir_version)
+    except ProcessCrashError as fallen:
         raise UserError(
             f"the file cannot be converted to opset {section.opset}",
             where="export",
             why="\n".join(part for part in (fallen.how, fallen.said) if part),
             remedy=f"Export the model anew at opset {section.opset}, or choose another export.opset "
-            f"(the file has {info(source).opsets.get('', 0)}).",
+            f"(the file has {read_model_info(source).opsets.get('', 0)}).",
         ) from None
 
 
@@ -160,7 +166,7 @@ def _run_converter(source: Path, result: Path, opset: int, ir_version: int) -> N
 
     model = read_model(source)
     converted = version_converter.convert_version(model, opset)
-    like_source(converted, model)
+    restore_metadata(converted, model)
     converted.ir_version = ir_version
     write_model(converted, result)
-    full_check(result)
+    check_model(result)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
+    list_output_values,
     name_axes,
-    output_names,
-    output_values,
+    name_outputs,
     rename_outputs,
 )
 from onnx_ops.errors import NotFoundError, UserError, quoted
@@ -42,6 +42,7 @@ class PaddleExporter:
     )
 
     def save(self, model: object, folder: Path) -> None:
+        """Save a static layer with `paddle.jit.save`."""
         paddle: Any = importlib.import_module("paddle")
         static = isinstance(model, paddle.nn.Layer) and isinstance(
             getattr(model, "forward", None),
@@ -57,6 +58,7 @@ class PaddleExporter:
         paddle.jit.save(model, str(folder / STEM))
 
     def load(self, folder: Path) -> object:
+        """Load the one program of a folder that `paddle.jit.save` wrote."""
         files = sorted(folder.glob("*.json"))
         if len(files) != 1:
             raise NotFoundError(
@@ -70,6 +72,7 @@ class PaddleExporter:
         return layer
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the saved program with paddle2onnx."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "paddle2onnx")
@@ -89,7 +92,7 @@ class PaddleExporter:
                     why=f"{type(error).__name__}: {quoted(error)}",
                     remedy="Look for the operator that it names; another opset may be convertible.",
                 ) from error
-        rename_outputs(converted, output_names(answer))
+        rename_outputs(converted, name_outputs(answer))
         name_axes(converted, section)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
@@ -110,7 +113,9 @@ class PaddleExporter:
             answer = _call(model, inputs)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
-        return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
+        return {
+            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
+        }
 
 
 def _call(model: Any, inputs: Tensors) -> Any:

@@ -17,11 +17,12 @@ OUTPUT = "output"
 """Name of a single output; several are `output_0`, `output_1` …, or the keys of a dictionary."""
 
 
-def free_axes(section: Export, name: str) -> Mapping[int, str]:
+def get_free_axes(section: Export, name: str) -> Mapping[int, str]:
+    """Return the free axes of an input: those of `export.dynamic`, else the batch."""
     return section.dynamic.get(name, FREE_BATCH)
 
 
-def output_names(answer: object) -> list[str]:
+def name_outputs(answer: object) -> list[str]:
     """Names of a framework's answer: of one value, a list of them, or a dictionary."""
     if isinstance(answer, Mapping):
         return [str(key) for key in answer]
@@ -29,7 +30,8 @@ def output_names(answer: object) -> list[str]:
     return [OUTPUT] if count == 1 else [f"{OUTPUT}_{index}" for index in range(count)]
 
 
-def output_values(answer: object) -> tuple[Any, ...]:
+def list_output_values(answer: object) -> tuple[Any, ...]:
+    """Return the values of a framework's outputs, in the order of `name_outputs`."""
     if isinstance(answer, Mapping):
         return tuple(answer.values())
     return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
@@ -44,8 +46,8 @@ def name_axes(model: Any, section: Export) -> None:
     """
     for value in model.graph.input:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
-            _rename_axis(dimension, free_axes(section, value.name).get(axis, ""))
-    batch = {free_axes(section, value.name).get(0, "") for value in model.graph.input}
+            _rename_axis(dimension, get_free_axes(section, value.name).get(axis, ""))
+    batch = {get_free_axes(section, value.name).get(0, "") for value in model.graph.input}
     for value in model.graph.output:
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim):
             _rename_axis(dimension, next(iter(batch)) if axis == 0 and len(batch) == 1 else "")
@@ -62,7 +64,11 @@ def rename_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Raises UserError for an opset that the converter does not write; some end the process instead of saying so."""
+    """Refuse an opset that the converter does not write; some converters end the process instead.
+
+    Raises:
+        UserError: the opset is out of range.
+    """
     if not lowest <= section.opset <= highest:
         raise UserError(
             f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
@@ -85,11 +91,11 @@ def check_section(section: Export, samples: Tensors, options: Collection[str] = 
     Raises:
         UserError: an entry would take no effect.
     """
-    for _, problem in section_problems(section, samples, options):
+    for _, problem in find_section_problems(section, samples, options):
         raise problem
 
 
-def section_problems(
+def find_section_problems(
     section: Export, samples: Tensors, options: Collection[str]
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
     """Yield entries that would take no effect, each with its location in the section."""

@@ -13,16 +13,16 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.known_defects import check_convertible
 from onnx_ops.adapters.exporters.signature import check_section
 from onnx_ops.adapters.exporters.sklearn_signature import (
-    Layout,
+    InputLayout,
+    build_rows,
     check_runnable,
-    connect,
-    layout_of,
-    rows_of,
+    choose_layout,
+    connect_inputs,
     tidy_outputs,
 )
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.rewrites import renumber
+from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tree
 
@@ -59,6 +59,7 @@ class SklearnExporter:
     converters: tuple[str, ...] = ("skl2onnx", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the estimator with joblib."""
         _joblib().dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
@@ -76,12 +77,13 @@ class SklearnExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
         check_runnable(model)
         samples = request.samples
-        check_convertible(parts_of(model))
-        layout = layout_of(model, parts_of(model), samples)
-        from onnx_ops.adapters.exporters.sklearn_trees import send_missing
+        check_convertible(list_estimators(model))
+        layout = choose_layout(model, list_estimators(model), samples)
+        from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
         section = request.section
         check_section(section, samples)
@@ -92,16 +94,16 @@ class SklearnExporter:
             del converted.graph.output[1:]
         tidy_outputs(converted, model, label=LABEL, variable=VARIABLE, regressor=_is_regressor(model))
         _set_locale(converted)
-        connect(converted, layout, samples)
+        connect_inputs(converted, layout, samples)
         batch = next((axes[0] for axes in section.dynamic.values() if 0 in axes), "batch")
         _name_dimensions(converted, batch)
-        _set_targets(converted, model, rows_of(model, {n: array[:1] for n, array in samples.items()}, "float64"))
-        send_missing(converted, model)
-        renumber(converted, _GENERATED)
+        _set_targets(converted, model, build_rows(model, {n: array[:1] for n, array in samples.items()}, "float64"))
+        route_missing_values(converted, model)
+        renumber_names(converted, _GENERATED)
         write_model(converted, request.path)
 
     def _convertible(self, model: object) -> object:
-        """The model as the converters take it."""
+        """Return the model in the form that the converters take."""
         return model
 
     def reference(
@@ -113,7 +115,7 @@ class SklearnExporter:
             ValueError: the estimator refuses the inputs (NaN, no rows).
         """
         estimator: Any = _rounded(model) if precision == "float32" else model
-        rows = rows_of(model, inputs, precision)
+        rows = build_rows(model, inputs, precision)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # edge inputs overflow on purpose
@@ -127,9 +129,9 @@ class SklearnExporter:
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
         """Those of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None."""
-        from onnx_ops.adapters.exporters.sklearn_trees import source_trees
+        from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
-        return source_trees(model)
+        return read_source_trees(model)
 
 
 def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
@@ -167,7 +169,7 @@ def _is_regressor(model: object) -> bool:
     return bool(is_regressor(model)) or type(last).__name__ in RANKERS
 
 
-def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
+def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
     import skl2onnx
     from skl2onnx.common import data_types
 
@@ -204,7 +206,7 @@ def _convert(model: object, layout: Layout, opset: int, own: str) -> Any:
 
 @contextmanager
 def _whole_numbers() -> Iterator[None]:
-    """Some converters write truth values where the file holds integers, which protobuf 7 refuses."""
+    """Write booleans as integers while converters run: some pass booleans, which protobuf 7 refuses."""
     container: Any = importlib.import_module("skl2onnx.common._container")
     make_node = container.make_node
 
@@ -223,7 +225,7 @@ def _whole_numbers() -> Iterator[None]:
 
 
 def _remedy(model: object, own: str) -> str:
-    for part in parts_of(model):
+    for part in list_estimators(model):
         package = type(part).__module__.partition(".")[0]
         if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
             return f"Set export.framework: {package}, which converts pipelines with its estimators too."
@@ -246,7 +248,7 @@ def _options(model: object) -> dict[Any, Any]:
         last = last.steps[-1][1]
     if is_classifier(last):  # LinearSVC has no ZipMap, and in a pipeline takes the default of one without own options
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
-    for part in parts_of(model):
+    for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
         if hasattr(part, "build_analyzer"):
@@ -256,7 +258,7 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """The export cuts texts into words as the default pattern does.
+    """Refuse vectorizers that split texts other than by the default pattern, which the export uses.
 
     Raises:
         UserError: another pattern, or a function of the user, decides what a word is.
@@ -277,8 +279,8 @@ def _check_analyzer(part: Any) -> None:
         )
 
 
-def parts_of(model: object) -> list[object]:
-    """The estimator and all steps and estimators within it."""
+def list_estimators(model: object) -> list[object]:
+    """Return the estimator and all steps and estimators within it."""
     found = [model]
     for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
         listed = getattr(model, attribute, None)
@@ -286,12 +288,12 @@ def parts_of(model: object) -> list[object]:
             parts = entry if isinstance(entry, tuple | list) else (entry,)
             for part in parts:
                 if hasattr(part, "get_params"):
-                    found += parts_of(part)
+                    found += list_estimators(part)
     return found
 
 
 def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
-    """Converters of ensembles declare one target, however many there are."""
+    """Write the number of targets into the file: converters of ensembles always declare one."""
     for value in model.graph.output:
         dimensions = value.type.tensor_type.shape.dim
         if value.name == VARIABLE and len(dimensions) == 2:
@@ -314,7 +316,7 @@ def _name_dimensions(model: Any, batch: str) -> None:
 
 
 def _rounded(model: object) -> object:
-    """A copy whose float64 arrays are float32, wherever they hang."""
+    """Return a copy whose float64 arrays, wherever they are stored, are float32."""
     copied = copy.deepcopy(model)
     _round_in_place(copied, set())
     return copied

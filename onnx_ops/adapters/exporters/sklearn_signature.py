@@ -15,7 +15,7 @@ _INNER = "_inside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class InputLayout:
     """How the inputs of the data reach the converter.
 
     Args:
@@ -29,14 +29,14 @@ class Layout:
     split: bool = False
 
 
-def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
+def choose_layout(model: object, parts: list[object], samples: Tensors) -> InputLayout:
     """Choose by what the estimator was fitted on.
 
     Raises:
         UserError: the inputs are not those of the estimator.
     """
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
-    names = fitted_names(model)
+    names = read_fitted_names(model)
     for name, array in samples.items():
         if array.ndim > 2 or array.ndim == 0:
             raise UserError(f"input {name} must be a matrix, not of shape {array.shape}", where="data inputs")
@@ -48,8 +48,8 @@ def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
         if names is not None and columns != len(names):
             raise _not_fitted(list(samples), names)
         if by_column and names is not None and columns > 1:
-            return Layout(types=tuple((column, _kind(rows), 1) for column in names), split=True)
-        return Layout(types=((names[0] if by_column and names else name, _kind(rows), columns),))
+            return InputLayout(types=tuple((column, _kind(rows), 1) for column in names), split=True)
+        return InputLayout(types=((names[0] if by_column and names else name, _kind(rows), columns),))
     ordered = _ordered(samples, names)
     if wide := next((name for name, array in ordered.items() if array.ndim != 2 or array.shape[1] != 1), None):
         raise UserError(
@@ -58,7 +58,7 @@ def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
             remedy="Name one array in `inputs:`, or leave `inputs:` out for a table.",
         )
     if by_column:
-        return Layout(types=tuple((name, _kind(array), 1) for name, array in ordered.items()))
+        return InputLayout(types=tuple((name, _kind(array), 1) for name, array in ordered.items()))
     kinds = {_kind(array) for array in ordered.values()}
     if kinds != {"U"} and "U" in kinds:
         raise UserError(
@@ -67,15 +67,15 @@ def layout_of(model: object, parts: list[object], samples: Tensors) -> Layout:
             remedy="Begin the pipeline with a ColumnTransformer, which says what becomes of each column.",
         )
     kind = "U" if "U" in kinds else "f8" if kinds == {"f8"} else "f4"
-    return Layout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
+    return InputLayout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
 
 
-def rows_of(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
-    """What `predict` is asked with: a data frame where the estimator was fitted on one."""
+def build_rows(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
+    """Build the argument of `predict`: a data frame where the estimator was fitted on one."""
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
-    names = fitted_names(model)
+    names = read_fitted_names(model)
     if _reads_texts(model):
         return next(iter(arrays.values())).reshape(-1)
     if names is None:
@@ -94,7 +94,7 @@ def rows_of(model: object, inputs: Tensors, precision: Literal["float32", "float
     return frame
 
 
-def fitted_names(model: object) -> list[str] | None:
+def read_fitted_names(model: object) -> list[str] | None:
     """Names of the columns of the data frame that the estimator was fitted on; None if it was fitted on an array."""
     try:
         names = getattr(model, "feature_names_in_", None)
@@ -103,7 +103,7 @@ def fitted_names(model: object) -> list[str] | None:
     return None if names is None else [str(name) for name in names]
 
 
-def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
+def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
     """Give the graph the inputs of the data: joined, split, or cast in front where the converter knows no such type.
 
     Args:
@@ -132,7 +132,7 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
         wanted = kinds[layout.types[0][1].replace("f4", "f")]
         parts = [
             _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
-            for name in layout_order(samples, layout)
+            for name in order_inputs(samples, layout)
         ]
         front.append(helper.make_node("Concat", parts, [inner[0]], name="join_columns", axis=1))
     elif layout.split:
@@ -143,7 +143,7 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
         _rename_inputs(graph, {one: f"{one}{_INNER}" for one in inner})
     else:
         renamed = {}
-        for name, (one, kind, _) in zip(layout_order(samples, layout), layout.types, strict=True):
+        for name, (one, kind, _) in zip(order_inputs(samples, layout), layout.types, strict=True):
             have, want = declared[name].type.tensor_type.elem_type, kinds[kind.replace("f4", "f")]
             if have != want:
                 renamed[one] = _cast(helper, front, name, have, want)
@@ -161,7 +161,7 @@ def connect(converted: Any, layout: Layout, samples: Tensors) -> None:
     graph.input.extend(declared[name] for name in samples)
 
 
-def layout_order(samples: Tensors, layout: Layout) -> list[str]:
+def order_inputs(samples: Tensors, layout: InputLayout) -> list[str]:
     """Names of the inputs in the order of the layout's columns."""
     names = [name for name, _, _ in layout.types]
     return names if set(names) == set(samples) else list(samples)
@@ -188,7 +188,7 @@ def _kind(array: Any) -> str:
 
 
 def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
-    """The inputs in the order of the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
+    """Order the inputs like the columns that the estimator was fitted on. LightGBM replaces spaces in names."""
     if names is None:
         return samples
     plain = {name.replace(" ", "_"): name for name in samples}
@@ -235,7 +235,11 @@ _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
 
 
 def check_runnable(model: object) -> None:
-    """Raises UserError for an estimator whose conversion does not run."""
+    """Refuse an estimator whose conversion does not run.
+
+    Raises:
+        UserError: ONNX Runtime refuses to run its conversion.
+    """
     name = type(_last(model)).__name__
     if name in _NOT_RUN:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])

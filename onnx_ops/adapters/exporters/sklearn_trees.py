@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, preorder
+from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, order_nodes
 from onnx_ops.ports.export import Tree
 
 _FORESTS = ("RandomForestClassifier", "RandomForestRegressor", "ExtraTreesClassifier", "ExtraTreesRegressor")
 _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
-def source_trees(model: object) -> tuple[Tree, ...] | None:
-    """The trees of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None.
+def read_source_trees(model: object) -> tuple[Tree, ...] | None:
+    """Return the trees of a decision tree, a forest or gradient boosting, alone or last in a pipeline; else None.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
     classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
@@ -33,12 +33,12 @@ def source_trees(model: object) -> tuple[Tree, ...] | None:
 
 
 def _last(model: object) -> Any:
-    """The model, or the last step of a pipeline."""
+    """Return the model, or the last step of a pipeline."""
     return model[-1] if isinstance(model, importlib.import_module("sklearn.pipeline").Pipeline) else model
 
 
 def _estimators(model: object) -> list[Any]:
-    """The trees that a model ends in, in the order of the export; none for other models."""
+    """Return the trees that a model ends in, in the order of the export; none for other models."""
     last = _last(model)
     if isinstance(last, importlib.import_module("sklearn.tree").BaseDecisionTree):
         return [last]
@@ -72,11 +72,11 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
         for node in np.flatnonzero(inner)
     }
     leaves = {int(node): dict(enumerate(values[node].tolist())) for node in np.flatnonzero(~inner)}
-    return preorder([0], splits, leaves, values.shape[1])
+    return order_nodes([0], splits, leaves, values.shape[1])
 
 
 def _limits(thresholds: Any) -> Any:
-    """The estimator compares float32 features with float64 thresholds: the largest float32 that is still at most so."""
+    """Round thresholds down to float32: the estimator compares float32 features with float64 thresholds."""
     nearest = thresholds.astype(np.float32)
     below = np.nextafter(nearest, np.float32(-np.inf))
     return np.where(nearest.astype(np.float64) > thresholds, below, nearest)
@@ -92,7 +92,7 @@ def _weights(estimator: Any, value: Any) -> Any:
     return shares[:, 1:] if shares.shape[1] == 2 else shares
 
 
-def send_missing(converted: Any, model: object) -> None:
+def route_missing_values(converted: Any, model: object) -> None:
     """Let NaN take the way in the export that it takes in the source, which the converter does not tell.
 
     A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.

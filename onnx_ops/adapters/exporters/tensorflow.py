@@ -12,16 +12,16 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
-    free_axes,
+    get_free_axes,
+    list_output_values,
     name_axes,
-    output_names,
-    output_values,
+    name_outputs,
     rename_outputs,
 )
 from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.rewrites import renumber
+from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -47,7 +47,8 @@ class TensorflowExporter:
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:
-        tf, module = tensorflow(), importlib.import_module("keras")
+        """Save a Keras model as `.keras`, or a `tf.Module` as a SavedModel."""
+        tf, module = import_tensorflow(), importlib.import_module("keras")
         if isinstance(model, module.Model):
             model.save(folder / KERAS_FILE)
         elif isinstance(model, tf.Module):
@@ -60,7 +61,7 @@ class TensorflowExporter:
             )
 
     def load(self, folder: Path) -> object:
-        """A `.keras` file, or a SavedModel.
+        """Load a `.keras` file or a SavedModel.
 
         Raises:
             NotFoundError: the folder holds neither.
@@ -69,7 +70,7 @@ class TensorflowExporter:
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
             raise NotFoundError(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
-        tf = tensorflow()
+        tf = import_tensorflow()
         try:
             if files:
                 import_classes(files[0])
@@ -79,13 +80,14 @@ class TensorflowExporter:
             raise UserError(f"cannot load the model: {error}", where=folder.name) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Trace the model for the inputs of the data and convert it with tf2onnx."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
-        tf = tensorflow()
+        tf = import_tensorflow()
         specs = [
             tf.TensorSpec(
-                [None if axis in free_axes(section, name) else size for axis, size in enumerate(array.shape)],
+                [None if axis in get_free_axes(section, name) else size for axis, size in enumerate(array.shape)],
                 tf.as_dtype(array.dtype),
                 name=name,
             )
@@ -95,16 +97,16 @@ class TensorflowExporter:
 
         def answer(*tensors: Any) -> list[Any]:
             found = _call(model, dict(zip(request.samples, tensors, strict=True)))
-            names[:] = output_names(found)
-            return list(output_values(found))
+            names[:] = name_outputs(found)
+            return list(list_output_values(found))
 
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
                 tf.function(answer, input_signature=specs), input_signature=specs, opset=section.opset
             )
         except Exception as error:  # the converter raises whatever its parts raise
-            raise conversion_failure("tf2onnx", error) from error
-        finish(converted, names, request)
+            raise build_conversion_error("tf2onnx", error) from error
+        write_converted(converted, names, request)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
@@ -116,12 +118,14 @@ class TensorflowExporter:
         """
         if precision == "float64":
             return None
-        tf = tensorflow()
+        tf = import_tensorflow()
         try:
             answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
         except (tf.errors.OpError, TypeError) as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        return {name: value.numpy() for name, value in zip(output_names(answer), output_values(answer), strict=True)}
+        return {
+            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
+        }
 
 
 class TfliteExporter:
@@ -133,13 +137,14 @@ class TfliteExporter:
     requirements = REQUIREMENTS
 
     def save(self, model: object, folder: Path) -> None:
-        """The bytes that a TFLiteConverter gives, or the path of a file."""
+        """Write the bytes that a TFLiteConverter returned, or copy a file."""
         if isinstance(model, bytes):
             (folder / "model.tflite").write_bytes(model)
         else:
             shutil.copyfile(Path(str(model)), folder / "model.tflite")
 
     def load(self, folder: Path) -> object:
+        """Return the path of the one `.tflite` file."""
         files = sorted(folder.glob("*.tflite"))
         if len(files) != 1:
             raise NotFoundError(
@@ -148,22 +153,22 @@ class TfliteExporter:
         return files[0]
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """The file's own input names are replaced, in their order, by those of the data set."""
+        """Convert the file with tf2onnx; its inputs get the names of the data's inputs, in order."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
-        tensorflow()
+        import_tensorflow()
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
         except Exception as error:  # the converter raises whatever its parts raise
-            raise conversion_failure("tf2onnx", error) from error
+            raise build_conversion_error("tf2onnx", error) from error
         _rename_inputs(converted, list(request.samples))
-        finish(converted, output_names([None] * len(converted.graph.output)), request)
+        write_converted(converted, name_outputs([None] * len(converted.graph.output)), request)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """The interpreter's answers without its accelerated kernels.
+        """Run the interpreter without its accelerated kernels.
 
         Raises:
             ValueError: the model refuses the inputs, or some are not finite: its kernels promise nothing of those.
@@ -174,7 +179,7 @@ class TfliteExporter:
 
         if not all(np.isfinite(array).all() for array in inputs.values()):
             raise ValueError("LiteRT's kernels do not say what they make of NaN and infinity")
-        tf = tensorflow()
+        tf = import_tensorflow()
         interpreter = tf.lite.Interpreter(
             model_path=str(model), experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_REF
         )
@@ -189,16 +194,16 @@ class TfliteExporter:
         except RuntimeError as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
         found = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-        return dict(zip(output_names(found), found, strict=True))
+        return dict(zip(name_outputs(found), found, strict=True))
 
 
-def tensorflow() -> Any:
-    """The package, told to keep its remarks to itself."""
+def import_tensorflow() -> Any:
+    """Import TensorFlow with its log messages switched off."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     return importlib.import_module("tensorflow")
 
 
-def finish(converted: Any, names: list[str], request: ExportRequest) -> None:
+def write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
     """Write what a converter gave, under the names of the pipeline and without traces of the process."""
     rename_outputs(converted, names)
     name_axes(converted, request.section)
@@ -206,11 +211,12 @@ def finish(converted: Any, names: list[str], request: ExportRequest) -> None:
     converted.producer_version = converted.doc_string = ""
     converted.graph.name, converted.graph.doc_string = "model", ""
     del converted.graph.value_info[:]
-    renumber(converted, _GENERATED)
+    renumber_names(converted, _GENERATED)
     write_model(converted, request.path)
 
 
-def conversion_failure(tool: str, error: Exception) -> UserError:
+def build_conversion_error(tool: str, error: Exception) -> UserError:
+    """Return the error of a converter that failed, with the converter's own message."""
     return UserError(
         f"{tool} cannot convert the model",
         where="export",

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.exporters.signature import check_section, free_axes, output_names, output_values
+from onnx_ops.adapters.exporters.signature import check_section, get_free_axes, list_output_values, name_outputs
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_functions import load_function
-from onnx_ops.onnx_graph.files import graphs, nodes, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, write_model
 from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
@@ -51,6 +51,7 @@ class TorchExporter:
     converters: tuple[str, ...] = ("onnxscript", "onnx-ir", "onnx")
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the whole module with `torch.save`."""
         torch = importlib.import_module("torch")
         torch.save(model, folder / FILE)
 
@@ -70,6 +71,7 @@ class TorchExporter:
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the module and remove from the file what depends on this machine."""
         section = request.section
         program = _export(importlib.import_module("torch"), model, request)
         proto = program.model_proto
@@ -125,7 +127,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     table = _translations(section)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = output_names(_try_out(torch, module, rows))
+    outputs = name_outputs(_try_out(torch, module, rows))
     try:
         with _quiet():
             return torch.onnx.export(
@@ -177,7 +179,7 @@ def _translations(section: Export) -> Mapping[Any, Any] | None:
 def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) -> Any:
     """Free axes as `forward` takes its inputs: one by one, or all of them in one `*argument`."""
     axes = tuple(
-        {axis: torch.export.Dim(symbol) for axis, symbol in free_axes(section, name).items()} for name in names
+        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in names
     )
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return (axes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else axes
@@ -202,7 +204,7 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     except (RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise ValueError(f"the program refuses these inputs: {error}") from error
-    pairs = zip(output_names(answer), output_values(answer), strict=True)
+    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
     return kept | {name: value.detach().numpy() for name, value in pairs if name in names}
 
 
@@ -212,7 +214,7 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
 
 
 def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
-    """The module's answer to the samples, which must be tensors."""
+    """Call the module with the samples; its outputs must be tensors."""
     try:
         answer = _forward(torch, module, rows)
     except Exception as error:  # forward is the user's own code
@@ -222,7 +224,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             why=f"{type(error).__name__}: {quoted(error)}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
-    values = dict(zip(output_names(answer), output_values(answer), strict=True))
+    values = dict(zip(name_outputs(answer), list_output_values(answer), strict=True))
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
@@ -257,7 +259,7 @@ def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Arra
         answer = _forward(torch, module.eval(), rows)
     except (RuntimeError, IndexError, TypeError) as error:
         raise ValueError(f"the module refuses these inputs: {error}") from error
-    pairs = zip(output_names(answer), output_values(answer), strict=True)
+    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
     return {name: value.detach().numpy() for name, value in pairs}
 
 
@@ -279,10 +281,10 @@ def _check_opset(proto: Any, wanted: int) -> None:
 
 
 def _check_free_axes(proto: Any, section: Export) -> None:
-    """The exporter fixes a size that code makes a plain number of, and says nothing."""
+    """Refuse a file in which the exporter fixed a free axis, which it does without a warning."""
     for value in proto.graph.input:
         sizes = value.type.tensor_type.shape.dim
-        for axis, symbol in free_axes(section, value.name).items():
+        for axis, symbol in get_free_axes(section, value.name).items():
             if sizes[axis].HasField("dim_value"):
                 raise UserError(
                     f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
@@ -294,7 +296,7 @@ def _check_free_axes(proto: Any, section: Export) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints its progress, warns of its own internals, and logs which packages it does without."""
+    """Suppress the exporter's progress output, its warnings about its own internals, and its log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
     # Others, and those made meanwhile, inherit the level of their root. Setting one empties the caches of all loggers.
     loggers = [logger for name in {*_NOISY, *known} if (logger := logging.getLogger(name)).level or name in _NOISY]
@@ -317,13 +319,13 @@ def _quiet() -> Iterator[None]:
 def _strip(proto: Any) -> None:
     """Leave nothing in the file that depends on where it was made."""
     proto.producer_version = ""
-    for node in nodes(proto):
+    for node in iterate_nodes(proto):
         kept = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
         del node.metadata_props[:]
         node.doc_string = ""
         for key, value in kept:
             node.metadata_props.add(key=key, value=value)
-    for graph in graphs(proto):
+    for graph in iterate_graphs(proto):
         for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
             del value.metadata_props[:]
 
@@ -339,6 +341,7 @@ class KerasExporter(TorchExporter):
     tools = ("keras", *TorchExporter.tools)
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the model as `.keras`."""
         keras = _keras()
         if not isinstance(model, keras.Model):
             raise UserError(
@@ -347,6 +350,7 @@ class KerasExporter(TorchExporter):
         model.save(folder / KERAS_FILE)
 
     def load(self, folder: Path) -> object:
+        """Load the one `.keras` file of a folder as a PyTorch module."""
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1:
             raise NotFoundError(
@@ -405,6 +409,7 @@ class HuggingfaceExporter(TorchExporter):
     tools = ("transformers", *TorchExporter.tools)
 
     def save(self, model: object, folder: Path) -> None:
+        """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             raise UserError(
                 f"{type(model).__name__} is no model of transformers",
@@ -421,7 +426,7 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """A folder that `save_pretrained` wrote. Nothing is asked of a hub, and no code of the folder runs."""
+        """Load a folder that `save_pretrained` wrote, without network access and without running code of the folder."""
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(
@@ -439,19 +444,22 @@ class HuggingfaceExporter(TorchExporter):
         return found.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the model with its inputs in the order of the data."""
         super().export(_named(model, tuple(request.samples)), request)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
+        """Return a tracer of the model with its inputs in the order of the data."""
         return super().tracer(_named(model, tuple(request.samples)), request)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
+        """Run the model with inputs by name; raises as for PyTorch modules."""
         return super().reference(_named(model, tuple(inputs)), inputs, precision)
 
 
 def _named(model: Any, names: tuple[str, ...]) -> object:
-    """The model as a module that takes its inputs in order and answers tensors only."""
+    """Wrap the model as a module that takes its inputs in order and returns tensors only."""
     torch: Any = importlib.import_module("torch")
 
     class Named(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]

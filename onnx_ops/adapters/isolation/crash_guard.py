@@ -17,19 +17,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
-from onnx_ops.adapters.isolation.process import Tail
+from onnx_ops.adapters.isolation.process import OutputTail
 from onnx_ops.errors import OnnxOpsError, quoted
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800.0
+DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a function gets where nobody says otherwise."""
 
 _GRACE_S = 2.0
 _PRELOADED = ["onnx", "onnxruntime", __name__]
 
 
-class Fallen(Exception):
+class ProcessCrashError(Exception):
     """The function did not return. `how` is why, in words; `said` its last lines of output; `late`: its time was up."""
 
     def __init__(self, how: str, said: str = "", *, late: bool = False) -> None:
@@ -39,8 +39,10 @@ class Fallen(Exception):
         self.late = late
 
 
-def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIENCE_S, memory: int | None = None) -> T:
-    """What `work` returns for the arguments, all of which can be pickled.
+def run_guarded(
+    work: Callable[..., T], *arguments: object, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None
+) -> T:
+    """Call a function in a forked process and return its result. Everything passed must be picklable.
 
     Args:
         work: a function of a module.
@@ -62,7 +64,7 @@ def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIEN
     began = time.monotonic()
     theirs.close()
     printed.close()
-    tail = Tail(os.fdopen(os.dup(output.fileno()), "rb"))
+    tail = OutputTail(os.fdopen(os.dup(output.fileno()), "rb"))
     output.close()
     try:
         kind, value = answers.recv() if answers.poll(timeout + _GRACE_S) else ("late", None)
@@ -76,11 +78,13 @@ def shielded(work: Callable[..., T], *arguments: object, timeout: float = PATIEN
         return cast("T", value)
     if isinstance(value, OnnxOpsError):
         raise value
-    raise Fallen(_how(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), late=kind == "late")
+    raise ProcessCrashError(
+        _how(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), late=kind == "late"
+    )
 
 
 def _end(process: Any) -> None:
-    """It has answered and ends by itself, or it never will."""
+    """Wait for the process to end, and kill it if it does not."""
     process.join(_GRACE_S)
     if process.exitcode is None:
         process.kill()

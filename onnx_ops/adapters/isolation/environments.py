@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from onnx_ops.adapters.files import durable_file
-from onnx_ops.adapters.isolation.process import clean_environ, last_lines
+from onnx_ops.adapters.isolation.process import build_clean_environ, select_last_lines
 from onnx_ops.domain.artifact import digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.quantities import Json
@@ -31,7 +31,7 @@ _LAYOUT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environments:
+class PythonEnvironments:
     """Environments below a folder, each named for the digest of its requirements and Python version."""
 
     folder: Path
@@ -40,7 +40,8 @@ class Environments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """The interpreter of the environment, which is made if it is not there. Asks no network if it is.
+        """Return the interpreter of the environment; make the environment if it is missing. An existing one needs no
+        network.
 
         Raises:
             UserError: a requirement is none.
@@ -49,7 +50,7 @@ class Environments:
         """
         place = self.place(wanted)
         python = place / "bin" / "python"
-        made_once(place, python, lambda: self._make(place, wanted))
+        make_once(place, python, lambda: self._make(place, wanted))
         return python
 
     def place(self, wanted: Environment) -> Path:
@@ -67,7 +68,7 @@ class Environments:
 
     def _make(self, place: Path, wanted: Environment) -> Mapping[str, Json]:
         requirements = [*self.base, *wanted.requirements]
-        python, clean = str(place / "bin" / "python"), clean_environ()
+        python, clean = str(place / "bin" / "python"), build_clean_environ()
         if self.uv:
             run_installer([self.uv, "venv", "--quiet", "--python", wanted.python or sys.executable, str(place)], clean)
             run_installer([self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean)
@@ -81,7 +82,7 @@ class Environments:
 
 
 def find_uv() -> str | None:
-    """The uv on the path, or beside this interpreter."""
+    """Return the uv on the path, or beside this interpreter."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
@@ -113,7 +114,7 @@ class NpmPackages:
     folder: Path
 
     def installed(self, requirements: Sequence[str]) -> Path:
-        """The folder whose `node_modules` holds the packages, which is made if it is not there.
+        """Return the folder whose `node_modules` holds the packages; make it if it is missing.
 
         No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
 
@@ -122,13 +123,13 @@ class NpmPackages:
             MeasurementError: there is no npm to make it with.
             StageError: the packages could not be installed.
         """
-        pinned(requirements)
+        parse_pins(requirements)
         place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
-        made_once(place, place / "node_modules", lambda: _install(place, requirements))
+        make_once(place, place / "node_modules", lambda: _install(place, requirements))
         return place
 
 
-def pinned(requirements: Sequence[str]) -> Mapping[str, str]:
+def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
     """Versions by name.
 
     Raises:
@@ -162,7 +163,7 @@ MARKER = "onnx-ops.json"
 """Written last: a folder without it was being made when its maker died."""
 
 
-def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
+def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
     """Have `make` fill the folder `place`, unless it is whole; its answer is kept in the marker.
 
     Args:
@@ -170,7 +171,7 @@ def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
         needed: a file below it, without which it is not whole.
         make: fills it.
     """
-    with locked(place.with_suffix(".lock")):
+    with hold_lock(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
             return
         shutil.rmtree(place, ignore_errors=True)
@@ -181,7 +182,7 @@ def made_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """What it prints.
+    """Run an installer and return its output.
 
     Raises:
         StageError: it failed.
@@ -199,14 +200,14 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
         raise StageError(
             "its environment cannot be made",
             where="env.requirements",
-            why=last_lines(done.stdout),
+            why=select_last_lines(done.stdout),
             remedy="Mend the requirements, or look whether the package index can be reached; then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Hold a file's lock; the file is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:

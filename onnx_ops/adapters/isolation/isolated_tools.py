@@ -1,8 +1,13 @@
-"""Run exporters and optimizers whose packages live in an isolated environment."""
+"""Run exporters and optimizers whose packages live in an isolated environment: both sides of the process boundary.
+
+What this module imports, every environment has: the standard library, annotated-types, cattrs, numpy and onnx.
+"""
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,27 +16,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import Limits, Process, interpreter
-from onnx_ops.adapters.isolation.worker_main import get_arrays, put_arrays
-from onnx_ops.domain.pipeline import Quantize
+from onnx_ops.adapters.isolation.process import ProcessLimits, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays, serve
+from onnx_ops.domain.pipeline import Export, Quantize
 from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import NotFoundError
+from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import ExportRequest
+from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
 
-_EXPORTER_WORKER = "onnx_ops.adapters.isolation.worker_main:run_exporter"
+_EXPORTER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_exporter"
 
-PATIENCE_S = 1800.0
+DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
+class RemoteModel:
     """A model that was loaded elsewhere: the folder it was saved in, and the process that holds it."""
 
     folder: Path
-    process: Process
+    process: WorkerProcess
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,15 +55,16 @@ class IsolatedExporter:
     exporter: str
     python: Callable[[], Path]
     root: Path
-    limits: Limits = field(default_factory=Limits)
+    limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
     """None of this installation."""
 
     def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
+        """Run the training function in the environment and save its model."""
         process = self._start("train")
         try:
             files = {
-                name: str(put_arrays(_with_label(rows), process.folder / f"{name}.npz")) for name, rows in data.items()
+                name: str(save_arrays(_with_label(rows), process.folder / f"{name}.npz")) for name, rows in data.items()
             }
             process.ask(
                 "train",
@@ -70,8 +78,8 @@ class IsolatedExporter:
             process.stop()
 
     def save(self, model: object, folder: Path) -> None:
-        """What was loaded, or a model that was brought as a file or folder."""
-        source = model.folder if isinstance(model, Remote) else Path(str(model))
+        """Copy a loaded model, or a model that the user supplied as a file or folder."""
+        source = model.folder if isinstance(model, RemoteModel) else Path(str(model))
         if source.is_dir():
             shutil.copytree(source, folder, dirs_exist_ok=True)
         elif source.is_file():
@@ -80,45 +88,50 @@ class IsolatedExporter:
             raise NotFoundError("no such model", where=str(source))
 
     def load(self, folder: Path) -> object:
+        """Load the model in a new process of the environment."""
         process = self._start("export")
         process.ask("load", timeout=self._timeout, folder=str(folder.resolve()))
-        return Remote(folder=folder, process=process)
+        return RemoteModel(folder=folder, process=process)
 
     def export(self, model: object, request: ExportRequest) -> None:
+        """Export the loaded model in its process."""
         remote = _remote(model)
         with _scratch(remote.process) as folder:
             remote.process.ask(
                 "export",
                 timeout=self._timeout,
                 section=codec.to_json(request.section),
-                samples=str(put_arrays(request.samples, folder / "samples.npz")),
+                samples=str(save_arrays(request.samples, folder / "samples.npz")),
                 path=str(request.path.resolve()),
             )
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
+        """Run the loaded model in its process; None where the precision is not available."""
         remote = _remote(model)
         with _scratch(remote.process) as folder:
-            given, answers = put_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
+            given, answers = save_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
             asked = {"inputs": str(given), "precision": precision, "outputs": str(answers)}
             if not remote.process.ask("answer", timeout=self._timeout, **asked):
                 return None
-            return get_arrays(answers)
+            return load_arrays(answers)
 
     @property
     def _timeout(self) -> float:
-        return self.limits.timeout or PATIENCE_S
+        return self.limits.timeout or DEFAULT_TIMEOUT_S
 
-    def _start(self, where: str) -> Process:
+    def _start(self, where: str) -> WorkerProcess:
         package = self.exporter.partition(".")[0].partition(":")[0]
-        process = Process(interpreter(self.python(), _EXPORTER_WORKER, (package,)), self.limits, where)
+        process = WorkerProcess(
+            build_interpreter_command(self.python(), _EXPORTER_WORKER, (package,)), self.limits, where
+        )
         process.ask("start", timeout=self._timeout, exporter=self.exporter, root=str(self.root.resolve()))
         return process
 
 
-def _remote(model: object) -> Remote:
-    if not isinstance(model, Remote):
+def _remote(model: object) -> RemoteModel:
+    if not isinstance(model, RemoteModel):
         raise TypeError(f"{type(model).__name__} was not loaded by this exporter")
     return model
 
@@ -129,13 +142,13 @@ def _with_label(rows: Dataset) -> dict[str, Any]:
 
 
 @contextmanager
-def _scratch(process: Process) -> Iterator[Path]:
-    """A folder that both sides see, gone after the answer: arrays may be large."""
+def _scratch(process: WorkerProcess) -> Iterator[Path]:
+    """Make a folder that both processes see; it is removed after the request."""
     with tempfile.TemporaryDirectory(dir=process.folder) as folder:
         yield Path(folder)
 
 
-_OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.worker_main:run_optimizer"
+_OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_optimizer"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +165,7 @@ class IsolatedOptimizer:
     here: Optimizer
     place: str
     python: Callable[[], Path]
-    limits: Limits = field(default_factory=Limits)
+    limits: ProcessLimits = field(default_factory=ProcessLimits)
     tools: tuple[str, ...] = ()
     """None of this installation."""
 
@@ -163,26 +176,32 @@ class IsolatedOptimizer:
         self.quantized, self.needs_calibration = self.here.quantized, self.here.needs_calibration
 
     def files(self, section: Quantize) -> tuple[str, ...]:
+        """Return the files that the section names."""
         return self.here.files(section) if isinstance(self.here, ConfiguredOptimizer) else ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
+        """Return the section with the content of its files in place of their names."""
         return self.here.settle(section, root) if isinstance(self.here, ConfiguredOptimizer) else section
 
     def quantizes(self, section: Quantize) -> bool:
+        """Return whether the section changes what is computed."""
         return self.here.quantizes(section) if isinstance(self.here, ConfiguredOptimizer) else self.quantized
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Run the optimizer in a process of the environment."""
         package = self.place.partition(".")[0].partition(":")[0]
-        process = Process(
-            interpreter(self.python(), _OPTIMIZER_WORKER, (package,)), self.limits, f"variant {request.section.name}"
+        process = WorkerProcess(
+            build_interpreter_command(self.python(), _OPTIMIZER_WORKER, (package,)),
+            self.limits,
+            f"variant {request.section.name}",
         )
         try:
             with tempfile.TemporaryDirectory(dir=process.folder) as scratch:
                 given = request.calibration
-                rows = None if given is None else str(put_arrays(given, Path(scratch) / "calibration.npz"))
+                rows = None if given is None else str(save_arrays(given, Path(scratch) / "calibration.npz"))
                 notes = process.ask(
                     "optimize",
-                    timeout=self.limits.timeout or PATIENCE_S,
+                    timeout=self.limits.timeout or DEFAULT_TIMEOUT_S,
                     optimizer=self.place,
                     section=codec.to_json(request.section),
                     source=str(request.source.resolve()),
@@ -193,3 +212,81 @@ class IsolatedOptimizer:
         finally:
             process.stop()
         return tuple(notes)
+
+
+class ExporterWorker:
+    """One exporter and at most one loaded model."""
+
+    where = "export"
+    refusing: tuple[str, ...] = ("answer",)
+
+    def __init__(self) -> None:
+        self._exporter: Any = None
+        self._model: object = None
+
+    def start(self, exporter: str, root: str) -> None:
+        """Import the project's exporter."""
+        module, _, name = exporter.partition(":")
+        sys.path.insert(0, root)
+        made: Exporter = getattr(importlib.import_module(module), name)()
+        self._exporter = made
+
+    def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
+        """Call the training function and save its model."""
+        sets = {name: _dataset(path) for name, path in data.items()}
+        self._exporter.save(call_training(run, sets, parameters), Path(folder))
+
+    def load(self, folder: str) -> None:
+        """Load the model."""
+        self._model = self._exporter.load(Path(folder))
+
+    def export(self, section: Any, samples: str, path: str) -> None:
+        """Export the loaded model."""
+        asked = codec.from_json(section, Export, where="export")
+        self._exporter.export(
+            self._model, ExportRequest(section=asked, samples=load_arrays(Path(samples)), path=Path(path))
+        )
+
+    def answer(self, inputs: str, precision: str, outputs: str) -> bool:
+        """Write the reference outputs of the loaded model; return whether there are any."""
+        answers = self._exporter.reference(self._model, load_arrays(Path(inputs)), precision)
+        if answers is not None:
+            save_arrays(answers, Path(outputs))
+        return answers is not None
+
+
+def run_exporter() -> None:
+    """Serve one exporter."""
+    serve(ExporterWorker())
+
+
+def _dataset(path: str) -> Dataset:
+    arrays = load_arrays(Path(path))
+    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
+    return Dataset(inputs=inputs, label=arrays.get("label"))
+
+
+class OptimizerWorker:
+    """One optimizer."""
+
+    where = "quantize"
+    refusing: tuple[str, ...] = ()
+
+    def optimize(
+        self, optimizer: str, section: Any, source: str, path: str, calibration: str | None, machines: Any
+    ) -> list[str]:
+        """Run the optimizer and return its notes."""
+        module, _, name = optimizer.partition(":")
+        request = OptimizeRequest(
+            section=codec.from_json(section, Quantize, where=self.where),
+            source=Path(source),
+            path=Path(path),
+            calibration=None if calibration is None else load_arrays(Path(calibration)),
+            machines=tuple(codec.from_json(one, Arithmetic, where=self.where) for one in machines),
+        )
+        return list(getattr(importlib.import_module(module), name)().optimize(request))
+
+
+def run_optimizer() -> None:
+    """Serve one optimizer."""
+    serve(OptimizerWorker())

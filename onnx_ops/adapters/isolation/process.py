@@ -40,7 +40,7 @@ _NOT_INHERITED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProcessLimits:
     """`memory` in bytes of the process's own data, by default what the machine has; `timeout` in seconds of one
     answer."""
 
@@ -48,7 +48,7 @@ class Limits:
     timeout: float | None = None
 
 
-class Process:
+class WorkerProcess:
     """One process and whatever it starts, in a group of its own.
 
     Args:
@@ -58,7 +58,7 @@ class Process:
         where: the stage, section or target that errors name.
     """
 
-    def __init__(self, command: Command, limits: Limits, where: str) -> None:
+    def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
         self._where = where
         self._limits = limits
         self._memory = limits.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -70,13 +70,13 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(inner,),
-            env={**clean_environ(), "TMPDIR": str(self._scratch.path)},
+            env={**build_clean_environ(), "TMPDIR": str(self._scratch.path)},
             cwd=self._scratch.path,
             start_new_session=True,
         )
         os.close(inner)
         self._answers = os.fdopen(answers, "rb", buffering=0)
-        self._tail = Tail(self._process.stdout)  # type: ignore[arg-type]
+        self._tail = OutputTail(self._process.stdout)  # type: ignore[arg-type]
         self._end = weakref.finalize(self, _end, self._process, self._answers, self._scratch)
 
     @property
@@ -92,7 +92,7 @@ class Process:
         return self._scratch.path
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
-        """The answer to one request.
+        """Send one request and return the answer.
 
         Raises:
             ValueError: what was asked refuses its inputs.
@@ -131,7 +131,7 @@ class Process:
             self._process.wait(GRACE_S)
         code, said = self._process.poll(), self._tail.summary()
         self.stop()
-        how = "closed its answers" if code is None else f"ended with {ending(code)}"
+        how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         return StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
@@ -195,7 +195,7 @@ Command = Callable[[Path, int, int], list[str]]
 """Given a scratch folder, the descriptor for answers, and bytes of memory: what to start."""
 
 
-def interpreter(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
+def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
     """Return a command that calls a function of this package in an isolated environment.
 
     Args:
@@ -218,7 +218,7 @@ def interpreter(python: Path, entry: str, packages: Collection[str] = ()) -> Com
 
 
 def _place(name: str) -> Path:
-    """The folder or file of a top-level package or module of this installation."""
+    """Return the folder or file of a top-level package or module of this installation."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise NotFoundError(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
@@ -234,17 +234,17 @@ _MUCH = 1_000_000
 
 
 @dataclass(frozen=True)
-class Marked:
+class LineListener:
     """Lines that begin with `mark` go to `tell`, without it, as they come; they are not kept."""
 
     mark: bytes
     tell: Callable[[str], None]
 
 
-class Tail:
+class OutputTail:
     """Reads a stream to its end in a thread of its own and keeps its last 64 KiB."""
 
-    def __init__(self, stream: IO[bytes], marked: Marked | None = None) -> None:
+    def __init__(self, stream: IO[bytes], marked: LineListener | None = None) -> None:
         self.total = 0
         self._kept = b""
         self._marked = marked
@@ -256,7 +256,7 @@ class Tail:
         """Its last lines. A process that has ended may have left something to read."""
         self._thread.join(patience)
         with self._lock:
-            return last_lines(self._kept)
+            return select_last_lines(self._kept)
 
     def summary(self) -> str:
         """Its last lines, and how much there was if it was much."""
@@ -278,7 +278,7 @@ class Tail:
                     rest = b""
         self._keep(rest)
 
-    def _hear(self, line: bytes, marked: Marked) -> None:
+    def _hear(self, line: bytes, marked: LineListener) -> None:
         if line.startswith(marked.mark):
             marked.tell(line.removeprefix(marked.mark).decode("utf-8", errors="replace").rstrip("\n"))
         else:
@@ -290,25 +290,25 @@ class Tail:
             self._kept = (self._kept + output)[-KEPT_BYTES:]
 
 
-def last_lines(output: bytes) -> str:
-    """The last lines of an output, each cut where it is too long for a person."""
+def select_last_lines(output: bytes) -> str:
+    """Return the last lines of an output, each cut to a readable length."""
     lines = output[-KEPT_BYTES:].decode("utf-8", errors="replace").splitlines()
     return "\n".join(line[:_LONGEST_LINE] for line in lines[-LAST_LINES:])
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """How a process ended, in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 @dataclass(slots=True)
-class Held:
+class RetainedProcess:
     """At most one process: a second would take the machine's cores from the first."""
 
-    _kept: tuple[str, Process] | None = None
+    _kept: tuple[str, WorkerProcess] | None = None
 
-    def get(self, key: str, start: Callable[[], Process]) -> Process:
-        """The one that was started under the key, if it lives; else a new one, after the old one has ended."""
+    def get(self, key: str, start: Callable[[], WorkerProcess]) -> WorkerProcess:
+        """Return the process that was started under the key if it is alive; else stop it and start a new one."""
         if self._kept is not None:
             kept, process = self._kept
             if kept == key and process.alive:
@@ -325,6 +325,6 @@ class Held:
             self._kept = None
 
 
-def clean_environ() -> dict[str, str]:
-    """This process's variables without those that would let one Python see into another, or choose for it."""
+def build_clean_environ() -> dict[str, str]:
+    """Return the environment variables without those that select another Python or expose its packages."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

@@ -1,9 +1,8 @@
-"""Answer requests inside an isolated environment, which brings annotated-types, cattrs, numpy and onnx at least."""
+"""Answer requests inside an isolated environment. Needs the standard library only, and numpy where arrays travel."""
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
 import queue
@@ -14,16 +13,12 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from onnx_ops import codec
-from onnx_ops.domain.pipeline import Export, Quantize
-from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, quoted
-from onnx_ops.measure.user_functions import call_training
-from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import Exporter, ExportRequest
-from onnx_ops.ports.optimize import OptimizeRequest
+
+if TYPE_CHECKING:
+    from onnx_ops.ports.data import Array, Tensors
 
 
 class Worker(Protocol):
@@ -97,7 +92,7 @@ PREFIX = "input/"
 """Stands before each name in a file: a tensor may be called as savez calls an argument of its own."""
 
 
-def put_arrays(tensors: Tensors, path: Path) -> Path:
+def save_arrays(tensors: Tensors, path: Path) -> Path:
     """Write named tensors to an `.npz` file; texts as such, since objects would need pickle.
 
     Raises:
@@ -110,8 +105,8 @@ def put_arrays(tensors: Tensors, path: Path) -> Path:
     return path
 
 
-def get_arrays(path: Path) -> Mapping[str, Array]:
-    """What `put_arrays` wrote; texts are objects again."""
+def load_arrays(path: Path) -> Mapping[str, Array]:
+    """Read a file of `save_arrays`; texts become objects again."""
     import numpy as np
 
     with np.load(path, allow_pickle=False) as archive:
@@ -126,73 +121,3 @@ def _plain(name: str, array: Any) -> Any:
         remedy = "Export the model with tensors, for example without ZipMap."
         raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
     return array.astype(str) if array.dtype == object else array
-
-
-class ExporterWorker:
-    """One exporter and at most one loaded model."""
-
-    where = "export"
-    refusing: tuple[str, ...] = ("answer",)
-
-    def __init__(self) -> None:
-        self._exporter: Any = None
-        self._model: object = None
-
-    def start(self, exporter: str, root: str) -> None:
-        module, _, name = exporter.partition(":")
-        sys.path.insert(0, root)
-        made: Exporter = getattr(importlib.import_module(module), name)()
-        self._exporter = made
-
-    def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
-        sets = {name: _dataset(path) for name, path in data.items()}
-        self._exporter.save(call_training(run, sets, parameters), Path(folder))
-
-    def load(self, folder: str) -> None:
-        self._model = self._exporter.load(Path(folder))
-
-    def export(self, section: Any, samples: str, path: str) -> None:
-        asked = codec.from_json(section, Export, where="export")
-        self._exporter.export(
-            self._model, ExportRequest(section=asked, samples=get_arrays(Path(samples)), path=Path(path))
-        )
-
-    def answer(self, inputs: str, precision: str, outputs: str) -> bool:
-        answers = self._exporter.reference(self._model, get_arrays(Path(inputs)), precision)
-        if answers is not None:
-            put_arrays(answers, Path(outputs))
-        return answers is not None
-
-
-def run_exporter() -> None:
-    serve(ExporterWorker())
-
-
-def _dataset(path: str) -> Dataset:
-    arrays = get_arrays(Path(path))
-    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
-    return Dataset(inputs=inputs, label=arrays.get("label"))
-
-
-class OptimizerWorker:
-    """One optimizer."""
-
-    where = "quantize"
-    refusing: tuple[str, ...] = ()
-
-    def optimize(
-        self, optimizer: str, section: Any, source: str, path: str, calibration: str | None, machines: Any
-    ) -> list[str]:
-        module, _, name = optimizer.partition(":")
-        request = OptimizeRequest(
-            section=codec.from_json(section, Quantize, where=self.where),
-            source=Path(source),
-            path=Path(path),
-            calibration=None if calibration is None else get_arrays(Path(calibration)),
-            machines=tuple(codec.from_json(one, Arithmetic, where=self.where) for one in machines),
-        )
-        return list(getattr(importlib.import_module(module), name)().optimize(request))
-
-
-def run_optimizer() -> None:
-    serve(OptimizerWorker())

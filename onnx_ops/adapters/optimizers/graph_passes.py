@@ -12,12 +12,19 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, MinLen
 
-from onnx_ops.adapters.isolation.crash_guard import PATIENCE_S, Fallen, shielded
-from onnx_ops.adapters.optimizers.library import Names, check_interface, quiet, read_options, told
+from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
+from onnx_ops.adapters.optimizers.library import Names, check_interface, convert_failures, read_options, suppress_output
 from onnx_ops.errors import StageError, UserError
-from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, external_names, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.rewrites import follow, like_source
+from onnx_ops.onnx_graph.files import (
+    EXTERNAL_LIMIT,
+    iterate_nodes,
+    list_external_names,
+    read_model,
+    read_structure,
+    write_model,
+)
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rewrites import restore_metadata, trace_nodes
 from onnx_ops.plugins import imported, missing_package
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -63,6 +70,7 @@ class GraphOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Save the graph as ONNX Runtime optimizes it."""
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
         if level == "all" and len({(one.family, one.wide) for one in request.machines}) > 1:
@@ -71,12 +79,12 @@ class GraphOptimizer:
                 where=f"variant {request.section.name}, options",
                 remedy="Set level: extended, or make a pipeline for each kind.",
             )
-        with Scratch() as folder, quiet():
+        with Scratch() as folder, suppress_output():
             result = folder / "result.onnx"
-            with told("ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT):
+            with convert_failures("ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT):
                 _save(request.source, result, level)
             derived = read_model(result)
-        like_source(derived, source)
+        restore_metadata(derived, source)
         write_model(derived, request.path)
         laid = ", laid out for this kind of machine" if level == "all" else ""
         return (f"graph level {level}{laid}: {_changes(source, derived)}",)
@@ -94,10 +102,14 @@ class FusionOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Fuse transformer patterns into single operators."""
         options = read_options(request.section, self.options)
         family = str(options.get("family", "bert"))
         source = _checked(request, read_structure(request.source))
-        with quiet(), told("the patterns of transformers cannot be fused", request.section.name, _LEAVE_OUT):
+        with (
+            suppress_output(),
+            convert_failures("the patterns of transformers cannot be fused", request.section.name, _LEAVE_OUT),
+        ):
             library = importlib.import_module("onnxruntime.transformers.optimizer")
             fused = library.optimize_model(
                 str(request.source),
@@ -115,7 +127,7 @@ class FusionOptimizer:
                 remedy="Give another `family`, or leave this variant out: on a CPU, fusion rarely pays.",
             )
         derived = fused.model
-        like_source(derived, source)
+        restore_metadata(derived, source)
         write_model(derived, request.path)
         return (f"fused: {', '.join(f'{name} {count}' for name, count in counts.items())}",)
 
@@ -132,6 +144,7 @@ class ShapeOptimizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Replace symbolic dimensions by fixed sizes."""
         where = f"variant {request.section.name}, options"
         dims = read_options(request.section, self.options).get("dims", {})
         model = _checked(request, read_model(request.source))
@@ -144,7 +157,7 @@ class ShapeOptimizer:
             raise UserError(told_, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")
         del model.graph.value_info[:]
-        with told("the shapes cannot be fixed", request.section.name, _LEAVE_OUT):
+        with convert_failures("the shapes cannot be fixed", request.section.name, _LEAVE_OUT):
             for name, size in dims.items():
                 library.make_dim_param_fixed(model.graph, name, size)
         write_model(model, request.path)
@@ -153,7 +166,7 @@ class ShapeOptimizer:
 
 def _checked(request: OptimizeRequest, source: Any) -> Any:
     """The source. What is excluded must be there; in float it stays by itself."""
-    follow(request.section.exclude, source, source)
+    trace_nodes(request.section.exclude, source, source)
     return source
 
 
@@ -163,7 +176,7 @@ def _save(source: Path, result: Path, level: str) -> None:
     options.log_severity_level = _ERRORS_ONLY
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
     options.optimized_model_filepath = str(result)
-    if source.stat().st_size > EXTERNAL_LIMIT or external_names(source):  # whose places mean another folder
+    if source.stat().st_size > EXTERNAL_LIMIT or list_external_names(source):  # whose places mean another folder
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_file_name", f"{result.name}.data"
         )
@@ -171,7 +184,7 @@ def _save(source: Path, result: Path, level: str) -> None:
 
 
 def _changes(source: Any, derived: Any) -> str:
-    before, after = _operators(nodes(source)), _operators(nodes(derived))
+    before, after = _operators(iterate_nodes(source)), _operators(iterate_nodes(derived))
     new = ", ".join(f"{name} {count}" for name, count in sorted((after - before).items()) if name not in before)
     return f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
 
@@ -180,7 +193,7 @@ def _operators(found: Iterable[Any]) -> Counter[str]:
     return Counter(node.op_type for node in found)
 
 
-Clean = Callable[[Path, Path, Sequence[str]], None]
+CleanupTool = Callable[[Path, Path, Sequence[str]], None]
 """Writes to the second path what a tool makes of the model at the first."""
 
 
@@ -198,7 +211,7 @@ class SkipOptions:
     skip: Names = ()
 
 
-class _Passes:
+class _CleanupOptimizer:
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
     Args:
@@ -208,12 +221,12 @@ class _Passes:
 
     tool: str
     option: str
-    clean: Clean
+    clean: CleanupTool
     tools: tuple[str, ...]
     quantized = False
     needs_calibration = False
 
-    def __init__(self, timeout: float = PATIENCE_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         self._timeout = timeout
         self._memory = memory
 
@@ -226,20 +239,20 @@ class _Passes:
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
-        follow(request.section.exclude, source, source)  # in float they stay by themselves
+        trace_nodes(request.section.exclude, source, source)  # in float they stay by themselves
         with Scratch() as folder:
             result = folder / "result.onnx"
             self._run(request.source, result, chosen, where)
             derived = read_model(result)
-            like_source(derived, source)
+            restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, self.tool, where)
         return (f"{self.tool} {version(self.tool)}: {_effect(request, source, derived)}",)
 
     def _run(self, source: Path, result: Path, chosen: tuple[str, ...], where: str) -> None:
         try:
-            shielded(type(self).clean, source, result, chosen, timeout=self._timeout, memory=self._memory)
-        except Fallen as fallen:
+            run_guarded(type(self).clean, source, result, chosen, timeout=self._timeout, memory=self._memory)
+        except ProcessCrashError as fallen:
             raise StageError(
                 f"{self.tool} failed",
                 where=where,
@@ -267,7 +280,7 @@ def _optimize(source: Path, result: Path, passes: Sequence[str]) -> None:
     write_model(library.optimize(read_model(source), chosen, fixed_point=True), result)
 
 
-class SlimOptimizer(_Passes):
+class SlimOptimizer(_CleanupOptimizer):
     """onnxslim: constants folded, what repeats or does nothing removed, neighbours fused. Option `skip`."""
 
     tool = "onnxslim"
@@ -276,7 +289,7 @@ class SlimOptimizer(_Passes):
     tools = ("onnxslim", "onnx")
 
 
-class SimplifyOptimizer(_Passes):
+class SimplifyOptimizer(_CleanupOptimizer):
     """onnxsim: constants folded by ONNX Runtime, shapes inferred, its own set of fusions. Option `skip`."""
 
     tool = "onnxsim"
@@ -285,7 +298,7 @@ class SimplifyOptimizer(_Passes):
     tools = ("onnxsim", "onnxruntime", "onnx")
 
 
-class PassOptimizer(_Passes):
+class PassOptimizer(_CleanupOptimizer):
     """onnxoptimizer: its passes that eliminate and fuse, until nothing changes; or those of option `passes`."""
 
     tool = "onnxoptimizer"
@@ -295,7 +308,11 @@ class PassOptimizer(_Passes):
 
 
 def _library(name: str) -> Any:
-    """Raises MissingPackageError if the tool is not installed."""
+    """Import a tool.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -310,8 +327,8 @@ def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:
 
 
 def _effect(request: OptimizeRequest, source: Any, derived: Any) -> str:
-    before, after = sum(1 for _ in nodes(source)), sum(1 for _ in nodes(derived))
-    sizes = info(request.source).size_bytes, info(request.path).size_bytes
+    before, after = sum(1 for _ in iterate_nodes(source)), sum(1 for _ in iterate_nodes(derived))
+    sizes = read_model_info(request.source).size_bytes, read_model_info(request.path).size_bytes
     if before == after:
         return f"nothing to tidy: {before} nodes as before, {sizes[1] / sizes[0]:.2f} times the size"
     return f"{before} nodes became {after}, {sizes[1] / sizes[0]:.2f} times the size"

@@ -18,8 +18,8 @@ from onnx_ops.domain.artifact import ModelInfo
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import OnnxOpsError, StageError, UserError, quoted
-from onnx_ops.onnx_graph.files import constants, nodes
-from onnx_ops.onnx_graph.model_info import info
+from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.data import Array, Tensors
 
 Names = Annotated[tuple[str, ...], MinLen(1)]
@@ -51,7 +51,7 @@ _QUANTIZED = frozenset(
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Nothing is printed; root logger and levels are afterwards as they were."""
     ort = importlib.import_module("onnxruntime")
     root = logging.getLogger()
@@ -69,8 +69,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """A failure of the library is one of the stage.
+def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
+    """Raise whatever the library raises as a failure of the stage.
 
     Raises:
         StageError: whatever the library raised, in one line.
@@ -91,7 +91,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
     Raises:
         StageError: the tool changed one.
     """
-    before, after = info(source), info(derived)
+    before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
         if old != new:
             raise StageError(
@@ -102,7 +102,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
             )
 
 
-def nothing_quantized(
+def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
     """Return the error of a variant in which nothing was quantized, with the reason for each kind of operator.
@@ -113,16 +113,16 @@ def nothing_quantized(
         op_types: the types of operators that the method quantizes.
         what: what happened.
     """
-    if any(node.op_type in _QUANTIZED for node in nodes(source)):
+    if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         return UserError(
             what,
             where=f"variant {section.name}",
             why="the model is quantized already",
             remedy="Give the float model that it was made from.",
         )
-    stored = constants(source)
+    stored = collect_constants(source)
     reasons: Counter[tuple[str, str]] = Counter()
-    for node in nodes(source):
+    for node in iterate_nodes(source):
         place = 0 if node.op_type == "Gather" else 1
         if node.op_type not in {*op_types, *_WEIGHTED} or len(node.input) <= place:
             continue
@@ -138,7 +138,7 @@ def nothing_quantized(
         else:
             reason = "the quantizer left it in float"
         reasons[node.op_type, reason] += 1
-    others = ", ".join(sorted({node.op_type for node in nodes(source)})[:_NAMED])
+    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:_NAMED])
     remedy = "Leave this variant out of `quantize`."
     if any("only float32" in reason for _, reason in reasons):
         remedy = "Quantize the model as it was in float32."
@@ -195,10 +195,11 @@ class BatchReader:
         return iter(self.get_next, None)
 
     def set_range(self, start_index: int, end_index: int) -> None:
+        """Read batches from `start_index` up to `end_index` (exclusive) next."""
         self._queue = iter(range(start_index, min(end_index, self._batches)))
 
     def get_next(self) -> dict[str, Array] | None:
-        """The next batch of the range; None after the last."""
+        """Return the next batch of the range; None after the last."""
         index = next(self._queue, None)
         if index is None:
             return None

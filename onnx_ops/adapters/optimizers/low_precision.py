@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onnx_ops.adapters.optimizers.library import Names, nothing_quantized, quiet, read_options, told
+from onnx_ops.adapters.optimizers.library import (
+    Names,
+    build_no_effect_error,
+    convert_failures,
+    read_options,
+    suppress_output,
+)
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import TooLargeError, UserError
-from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, constants, read_model, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.rewrites import follow, like_source, split_gemms
+from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, read_model, write_model
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rewrites import restore_metadata, split_gemms, trace_nodes
 from onnx_ops.plugins import require
 from onnx_ops.ports.optimize import OptimizeRequest
 
@@ -25,7 +31,7 @@ _MOVES = "moves weights by more than rounding, so as to keep the answers: parity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightOptions:
+class WeightOnlyOptions:
     """Options of the quantization of weights."""
 
     bits: Literal[4, 8] | None = None
@@ -35,7 +41,7 @@ class WeightOptions:
     accuracy: Literal[0, 1, 2, 3, 4] | None = None
 
 
-class WeightQuantizer:
+class WeightOnlyQuantizer:
     """Constant matrices in blocks of few bits. A recipe for size, and for memory-bound models.
 
     Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq have 4 bits only and
@@ -43,29 +49,32 @@ class WeightQuantizer:
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
-    options = WeightOptions
+    options = WeightOnlyOptions
     quantized = True
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Store constant matrices in blocks of 4 or 8 bits."""
         options = read_options(request.section, self.options)
         algorithm = str(options.get("algorithm", "rtn"))
         _check(request, options, algorithm)
         source, model = read_model(request.source), read_model(request.source)
-        follow(request.section.exclude, source, source)
+        trace_nodes(request.section.exclude, source, source)
         del model.graph.value_info[:]
         split_gemms(model, set(request.section.exclude))
         with (
-            quiet(),
+            suppress_output(),
             contextlib.redirect_stderr(io.StringIO()),
             warnings.catch_warnings(action="ignore"),
-            told("the weights cannot be narrowed", request.section.name, "Leave this variant out of `quantize`."),
+            convert_failures(
+                "the weights cannot be narrowed", request.section.name, "Leave this variant out of `quantize`."
+            ),
         ):
             derived = _narrowed(model, request, options, algorithm)
         found = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
         if not found:
-            raise nothing_quantized(request.section, source, frozenset({"Gemm", "MatMul"}))
-        like_source(derived, source)
+            raise build_no_effect_error(request.section, source, frozenset({"Gemm", "MatMul"}))
+        restore_metadata(derived, source)
         write_model(derived, request.path)
         return _notes(request, options, algorithm, len(found))
 
@@ -96,7 +105,7 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
     elif algorithm == "gptq":
         from onnx_ops.adapters.optimizers.library import BatchReader
 
-        reader = BatchReader(request.calibration or {}, info(request.source))
+        reader = BatchReader(request.calibration or {}, read_model_info(request.source))
         config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
     else:
         config = library.DefaultWeightOnlyQuantConfig(
@@ -118,7 +127,7 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
 
 def _name_doubles(model: Any) -> list[str]:
     """Return the names of products with weights in float64: MatMulNBits has no kernel for them."""
-    stored = constants(model)
+    stored = collect_constants(model)
     found = [
         n
         for n in model.graph.node
@@ -147,37 +156,38 @@ _WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HalfOptions:
+class Fp16Options:
     """Options of the conversion to float16."""
 
     keep: Names = ()
 
 
-class HalfOptimizer:
+class Fp16Optimizer:
     """Weights and arithmetic in float16; inputs and outputs keep their types.
 
     Excluded nodes stay in float32, and so do operators of the types that option `keep` lists.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
-    options = HalfOptions
+    options = Fp16Options
     quantized = True
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Convert weights and arithmetic to float16."""
         options = read_options(request.section, self.options)
-        if info(request.source).size_bytes > PROTOBUF_LIMIT:
+        if read_model_info(request.source).size_bytes > PROTOBUF_LIMIT:
             raise TooLargeError(
                 "the model has more than 2 GiB, which the converter does not take",
                 where=f"variant {request.section.name}",
                 remedy="Convert it before its export, as in torch with model.half(), or use method: weight-only.",
             )
         source, model = read_model(request.source), read_model(request.source)
-        follow(request.section.exclude, source, source)
+        trace_nodes(request.section.exclude, source, source)
         del model.graph.value_info[:]
         with (
-            quiet(),
-            told(
+            suppress_output(),
+            convert_failures(
                 "the model cannot be converted to float16",
                 request.section.name,
                 "Keep the node that it names in float32 with `exclude`, or leave this variant out.",
@@ -194,7 +204,7 @@ class HalfOptimizer:
             models.OnnxModel(derived).topological_sort(is_deterministic=True)
         halves = _round_as_numpy_does(derived, source, request.section)
         _check_kept(derived, request)
-        like_source(derived, source)
+        restore_metadata(derived, source)
         write_model(derived, request.path)
         kept = f", {len(request.section.exclude)} nodes kept in float32" if request.section.exclude else ""
         notes = [f"{halves} constants in float16{kept}"]
@@ -208,10 +218,10 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     import numpy as np
     from onnx import numpy_helper
 
-    originals = constants(source)
-    halves = {name: t for name, t in constants(derived).items() if t.data_type == _HALF and name in originals}
+    originals = collect_constants(source)
+    halves = {name: t for name, t in collect_constants(derived).items() if t.data_type == _HALF and name in originals}
     if all(originals[name].data_type == _HALF for name in halves):
-        raise nothing_quantized(section, source, _WITH_WEIGHTS, "nothing was converted")
+        raise build_no_effect_error(section, source, _WITH_WEIGHTS, "nothing was converted")
     for name, tensor in halves.items():
         with np.errstate(over="ignore"):
             rounded = numpy_helper.to_array(originals[name]).astype(np.float16)
@@ -227,7 +237,7 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
 
 def _check_kept(derived: Any, request: OptimizeRequest) -> None:
     """Every excluded node is there under its name, and reads no half."""
-    halves = {name for name, tensor in constants(derived).items() if tensor.data_type == _HALF}
+    halves = {name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF}
     kept = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
     if lost := sorted(set(request.section.exclude) - kept):
         raise UserError(

@@ -17,7 +17,7 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.rewrites import follow, like_source, still_quantized
+from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, restore_metadata, trace_nodes
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -69,11 +69,12 @@ class OliveOptimizer:
     needs_calibration = False
 
     def files(self, section: Quantize) -> tuple[str, ...]:
+        """Return the configuration file that the section names, if it names one."""
         config = section.options.get(CONFIG)
         return (config,) if isinstance(config, str) else ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
-        """The section with the part of the configuration that decides the variant, in place of its file's name.
+        """Return the section with the used part of the configuration in place of its file name.
 
         Raises:
             NotFoundError, UserError, ConfigError: there is no such file, or it is not of that kind.
@@ -98,9 +99,10 @@ class OliveOptimizer:
         return any(_NARROWING.search(str(one["type"])) for one in _passes(config["passes"]))
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Run the configured passes in order and check what they made."""
         section = request.section
         source = read_model(request.source)
-        follow(section.exclude, source, source)
+        trace_nodes(section.exclude, source, source)
         config: Any = section.options[CONFIG]
         if any(_names_data(one) for one in _passes(config["passes"])) and request.calibration is None:
             raise UserError(
@@ -111,7 +113,7 @@ class OliveOptimizer:
         with Scratch() as folder:
             made = _run(_workflow(request, config, folder), section.name)
             derived = read_model(made)
-            like_source(derived, source)
+            restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, "Olive", f"variant {section.name}")
         _check_excluded(section, derived)
@@ -133,7 +135,7 @@ def _read(root: Path, name: str, where: str) -> Any:
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """The part of a configuration that decides a variant.
+    """Return the part of a configuration that decides a variant.
 
     Raises:
         UserError: it is no configuration, searches, runs code, or runs somewhere else.
@@ -188,7 +190,7 @@ def _names_data(one: Any) -> bool:
 
 
 def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """A configuration of Olive's for one model and these rows."""
+    """Build the configuration of an Olive workflow for one model and these rows."""
     passes = {}
     for name, one in zip(config["passes"], _passes(config["passes"]), strict=True):
         options = {key: value for key, value in one.items() if key != "evaluator"}
@@ -212,7 +214,7 @@ def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path
 
 
 def _with_rows(value: Any) -> Any:
-    """The options of a pass with our rows wherever they name data."""
+    """Return the options of a pass with the calibration rows wherever they name data."""
     if isinstance(value, Mapping):
         return {key: _ROWS if key == "data_config" and inner else _with_rows(inner) for key, inner in value.items()}
     return value
@@ -245,7 +247,7 @@ def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
 
 
 def _run(workflow: Mapping[str, Any], variant: str) -> Path:
-    """The model that Olive made of it.
+    """Run a workflow and return the path of the model that Olive made.
 
     Raises:
         StageError: it failed, or made none: Olive calls both done.
@@ -268,7 +270,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What Olive warns of meanwhile, in order: it goes on after most of its errors."""
+    """Collect Olive's warnings, in order: it continues after most of its errors."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -287,7 +289,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _check_excluded(section: Quantize, derived: Any) -> None:
-    if kept := still_quantized(section.exclude, derived, _GEMM_SUFFIX):
+    if kept := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
         raise UserError(
             f"Olive quantized {', '.join(kept)}, which `exclude` names",
             where=f"variant {section.name}",

@@ -9,12 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from onnx_ops.adapters.optimizers.library import Names, nothing_quantized, quiet, read_options, told
+from onnx_ops.adapters.optimizers.library import (
+    Names,
+    build_no_effect_error,
+    convert_failures,
+    read_options,
+    suppress_output,
+)
 from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
-from onnx_ops.onnx_graph.files import EXTERNAL_LIMIT, constants, nodes, read_model, read_structure, write_model
-from onnx_ops.onnx_graph.model_info import info
-from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS, flatten_biases, follow, like_source, still_quantized
+from onnx_ops.onnx_graph.files import (
+    EXTERNAL_LIMIT,
+    collect_constants,
+    iterate_nodes,
+    read_model,
+    read_structure,
+    write_model,
+)
+from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.rewrites import (
+    DEFAULT_DOMAINS,
+    find_quantized_nodes,
+    flatten_biases,
+    restore_metadata,
+    trace_nodes,
+)
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
@@ -88,11 +107,12 @@ class DynamicQuantizer:
     needs_calibration = False
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Quantize weights; activations are quantized in each run."""
         options = read_options(request.section, self.options)
         source = read_structure(request.source)
         types = frozenset(options.get("op_types", DYNAMIC_OPERATORS))
-        if types.isdisjoint(node.op_type for node in nodes(source)):
-            raise nothing_quantized(request.section, source, types)
+        if types.isdisjoint(node.op_type for node in iterate_nodes(source)):
+            raise build_no_effect_error(request.section, source, types)
         reduce_range, why = choose_reduce_range(options, request.machines)
         _quantize(request, {"op_types": DYNAMIC_OPERATORS, **options, "reduce_range": reduce_range}, _dynamic)
         return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
@@ -111,6 +131,7 @@ class StaticQuantizer:
     needs_calibration = True
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Quantize weights and activations with ranges from calibration rows."""
         if request.section.calibrate is None or not request.calibration:
             raise UserError(
                 f"variant {request.section.name} needs calibration rows",
@@ -157,7 +178,7 @@ def _static(job: _Job) -> None:
     library.quantize_static(
         str(job.prepared),
         str(job.result),
-        BatchReader(rows or {}, info(job.prepared)),
+        BatchReader(rows or {}, read_model_info(job.prepared)),
         quant_format=library.QuantFormat.QDQ,
         op_types_to_quantize=list(job.options["op_types"]),
         per_channel=section.per_channel,
@@ -180,12 +201,12 @@ def _static(job: _Job) -> None:
 
 
 def _type(library: Any, name: str) -> Any:
-    """The library's own name of a type of numbers."""
+    """Return the library's constant for a type name."""
     return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
 
 
 def _check_opset(request: OptimizeRequest, activations: str) -> None:
-    opsets = info(request.source).opsets
+    opsets = read_model_info(request.source).opsets
     opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
     if request.section.per_channel and opset < PER_CHANNEL_OPSET:
         raise UserError(
@@ -203,7 +224,7 @@ def _check_opset(request: OptimizeRequest, activations: str) -> None:
 
 def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]) -> None:
     source = read_model(request.source)
-    with Scratch() as folder, quiet():
+    with Scratch() as folder, suppress_output():
         large = sum(len(tensor.raw_data) for tensor in source.graph.initializer) > EXTERNAL_LIMIT
         prepared = _prepare(source, folder, large)
         job = _Job(
@@ -211,10 +232,10 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
             options=options,
             prepared=prepared,
             result=folder / "result.onnx",
-            excluded=follow(request.section.exclude, source, read_model(prepared)),
+            excluded=trace_nodes(request.section.exclude, source, read_model(prepared)),
             large=large,
         )
-        with told(
+        with convert_failures(
             "ONNX Runtime cannot quantize the model",
             request.section.name,
             _UNFUSED if any(node.domain == _FUSED for node in source.graph.node) else _KEEP,
@@ -222,7 +243,7 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
             library_call(job)
         derived = read_model(job.result)
     _check_effect(job, source, derived, options["op_types"])
-    like_source(derived, source)
+    restore_metadata(derived, source)
     write_model(derived, request.path)
 
 
@@ -230,7 +251,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
     """Shapes inferred anew and the graph simplified; but not if that made weights of which the source knows nothing,
     since a quantized weight must remain comparable with its original. The shapes that the source brings are dropped
     first: the quantizers give weights other shapes and then stumble over the old ones."""
-    known = set(constants(source))
+    known = set(collect_constants(source))
     del source.graph.value_info[:]
     plain = folder / "plain.onnx"
     write_model(source, plain)
@@ -263,7 +284,7 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
 def _check_effect(job: _Job, source: Any, derived: Any, types: Collection[str]) -> None:
     section = job.request.section
     kept = {name for names in job.excluded.values() for name in names}
-    ignored = still_quantized(sorted(kept), derived, _REWRITTEN_GEMM)
+    ignored = find_quantized_nodes(sorted(kept), derived, _REWRITTEN_GEMM)
     if ignored:
         names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
         raise UserError(
@@ -275,4 +296,4 @@ def _check_effect(job: _Job, source: Any, derived: Any, types: Collection[str]) 
     given = read_structure(job.request.source)
     known = {tensor.name for tensor in given.graph.initializer}  # a source that is quantized has such names too
     if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
-        raise nothing_quantized(section, given, frozenset(types))
+        raise build_no_effect_error(section, given, frozenset(types))

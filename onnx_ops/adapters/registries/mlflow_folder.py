@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_file
 from onnx_ops.domain.release import VariantRecord
 from onnx_ops.errors import DigestMismatchError, RefusedError, UserError
-from onnx_ops.onnx_graph.files import external_names, parse
+from onnx_ops.onnx_graph.files import list_external_names, parse_model
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -65,7 +65,7 @@ def validate_record(record: VariantRecord) -> None:
 
 def _check_weights(files: Mapping[str, Path], where: str) -> None:
     """Require all weights among the files: a model that takes them from elsewhere could not be verified."""
-    named = {PurePosixPath(name).as_posix() for name in external_names(files[model_file(files)])}
+    named = {PurePosixPath(name).as_posix() for name in list_external_names(files[model_file(files)])}
     if outside := sorted(named - set(files)):
         raise RefusedError(
             f"its external data {outside[0]!r} is not among the files of the version",
@@ -159,7 +159,7 @@ def _signature(path: Path) -> ModelSignature | None:
     """Return inputs and outputs as MLflow describes them; None if it cannot describe one of them."""
     from mlflow.models import ModelSignature
 
-    graph = parse(path).graph
+    graph = parse_model(path).graph
     constants = {initializer.name for initializer in graph.initializer}
     inputs = _schema([value for value in graph.input if value.name not in constants])
     outputs = _schema(list(graph.output))

@@ -79,20 +79,8 @@ def _title(entry: LedgerEntry) -> str:
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case OperatorCommandSent():
             return f"command: {body.word.value}"
-        case (
-            EndpointBound()
-            | AliasesWritten()
-            | VersionRefused()
-            | OverrideRecorded()
-            | EndpointDeleted()
-            | EndpointAbandoned()
-            | RequestWithdrawn()
-        ):
-            return body.kind
-        case ThresholdsFixed() | MetricsRecorded() | RolloutPaused() | NotificationSent() | LeaseRenewed():
-            return body.kind
         case _:
-            assert_never(body)
+            return body.kind
 
 
 def _details(entry: LedgerEntry) -> dict[str, str]:

@@ -94,20 +94,21 @@ class MlflowWebhooks:
             UserError: MLflow does not accept the URL.
             ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
         """
+        from mlflow.entities.webhook import WebhookEvent
+
+        events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
         with self._session() as client:
-            found = _named(client, self._name)
-            did = _wrong(found[0], url) if found else ("created",)
-            if found[1:]:
-                did += ("removed a duplicate",)
-            for extra in found[1:]:
-                client.delete_webhook(extra.webhook_id)
-            if found:
-                client.update_webhook(found[0].webhook_id, url=url, events=_events(), secret=secret, status="ACTIVE")
+            webhooks = self._webhooks(client)
+            changes = _find_faults(webhooks[0], url) if webhooks else ("created",)
+            for duplicate in webhooks[1:]:
+                client.delete_webhook(duplicate.webhook_id)
+                changes = (*changes, "removed a duplicate")
+            if webhooks:
+                client.update_webhook(webhooks[0].webhook_id, url=url, events=events, secret=secret, status="ACTIVE")
             else:
-                client.create_webhook(
-                    self._name, url, _events(), "Wakes onnx-ops; see docs/reconcile.md.", secret, "ACTIVE"
-                )
-            return self._tested(client, did)
+                about = "Wakes onnx-ops; see docs/reconcile.md."
+                client.create_webhook(self._name, url, events, about, secret, "ACTIVE")
+            return self._test(client, changes)
 
     def repair(self, secret: str) -> WebhookReport | None:
         """Install the webhook again at its URL if `check` finds a problem; return None if there is no webhook."""
@@ -125,42 +126,47 @@ class MlflowWebhooks:
             ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
         """
         with self._session() as client:
-            found = _named(client, self._name)
-            if not found:
+            webhooks = self._webhooks(client)
+            if not webhooks:
                 raise NotFoundError(
                     "no webhook is installed",
                     where=f"{self._mlflow.shown}, {self._name}",
                     remedy="`onnx-ops webhooks install --url URL`; without one the reconciler polls.",
                 )
-            if wrong := _wrong(found[0], found[0].url):
-                remedy = f"onnx-ops webhooks install --url {found[0].url}"
-                return WebhookReport(
-                    name=self._name, url=found[0].url, problem=f"wrong: {', '.join(wrong)}", remedy=remedy
-                )
-            return self._tested(client, ())
+            url = webhooks[0].url
+            if faults := _find_faults(webhooks[0], url):
+                remedy = f"onnx-ops webhooks install --url {url}"
+                return WebhookReport(name=self._name, url=url, problem=f"wrong: {', '.join(faults)}", remedy=remedy)
+            return self._test(client, ())
 
     def remove(self) -> bool:
         """Delete the webhook; return whether there was one."""
         with self._session() as client:
-            found = _named(client, self._name)
-            for webhook in found:
+            webhooks = self._webhooks(client)
+            for webhook in webhooks:
                 client.delete_webhook(webhook.webhook_id)
-            return bool(found)
+            return bool(webhooks)
 
-    def _tested(self, client: MlflowClient, did: tuple[str, ...]) -> WebhookReport:
-        (webhook, *_) = _named(client, self._name)
-        report = WebhookReport(name=self._name, url=webhook.url, did=did)
+    def _test(self, client: MlflowClient, changes: tuple[str, ...]) -> WebhookReport:
+        webhook = self._webhooks(client)[0]
+        report = WebhookReport(name=self._name, url=webhook.url, did=changes)
         statuses = self._mlflow.statuses("/api/2.0/mlflow/webhooks", _READS)
         if unread := sum(status >= _SERVER_ERROR for status in statuses):
             problem = f"{unread} of {_READS} requests for the webhooks failed: MLflow's workers cannot read the secret"
             return replace(report, problem=problem, remedy=KEY_REMEDY)
-        for number in range(1, TEST_DELIVERIES + 1):
+        for number in range(TEST_DELIVERIES):
             result = client.test_webhook(webhook.webhook_id)
             if not result.success:
-                problem, remedy = _diagnose(result.response_status, result.error_message or result.response_body or "")
-                what = f"a test delivery failed: {problem}"
-                return replace(report, tests=number, arrived=number - 1, problem=what, remedy=remedy)
+                reason, remedy = _explain(result.response_status, result.error_message or result.response_body or "")
+                problem = f"a test delivery failed: {reason}"
+                return replace(report, tests=number + 1, arrived=number, problem=problem, remedy=remedy)
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
+
+    def _webhooks(self, client: MlflowClient) -> list[Webhook]:
+        """Return the webhooks of this name, oldest first."""
+        webhooks = read_pages(lambda token: client.list_webhooks(max_results=100, page_token=token))
+        named = (webhook for webhook in webhooks if webhook.name == self._name)
+        return sorted(named, key=lambda webhook: (webhook.creation_timestamp, webhook.webhook_id))
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
@@ -177,39 +183,25 @@ class MlflowWebhooks:
             raise ServiceUnavailableError(error.what, where=error.where, why=error.why, remedy=remedy) from error
 
 
-def _named(client: MlflowClient, name: str) -> list[Webhook]:
-    """Return the webhooks of that name, oldest first."""
-    webhooks = read_pages(lambda token: client.list_webhooks(max_results=100, page_token=token))
-    named = (webhook for webhook in webhooks if webhook.name == name)
-    return sorted(named, key=lambda webhook: (webhook.creation_timestamp, webhook.webhook_id))
-
-
-def _events() -> list[WebhookEvent | WebhookEventStr]:
-    from mlflow.entities.webhook import WebhookEvent
-
-    return [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
-
-
-def _wrong(webhook: Webhook, url: str) -> tuple[str, ...]:
-    """Return what is not as it should be. Its secret cannot be read; the test shows whether it is right."""
-    wrong = {
+def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
+    """Return what is not as it should be. The secret cannot be read; the test shows whether it is right."""
+    faults = {
         "url": webhook.url != url,
         "events": {str(event) for event in webhook.events} != set(ALIAS_EVENTS),
         "disabled": not webhook.status.is_active(),
     }
-    return tuple(what for what, is_so in wrong.items() if is_so)
+    return tuple(name for name, is_fault in faults.items() if is_fault)
 
 
-def _diagnose(status: int | None, message: str) -> tuple[str, str]:
+def _explain(status: int | None, message: str) -> tuple[str, str]:
+    """Return the reason of a failed delivery, and the remedy."""
+    text = message.replace("\\", "")
     if status is not None:
-        return f"the receiver answered {status} {_short(message)}".rstrip(), _STATUS_HINTS.get(status, "")
-    return _short(message.rpartition("(Caused by ")[2]), _hint(message)
+        answer = quoted(text) if text.strip() else ""
+        return f"the receiver answered {status} {answer}".rstrip(), _STATUS_HINTS.get(status, "")
+    return quoted(text.rpartition("(Caused by ")[2]), _hint(message)
 
 
 def _hint(message: str) -> str:
     lower = message.lower()
     return next((hint for text, hint in _HINTS if text in lower), "")
-
-
-def _short(text: str) -> str:
-    return quoted(text.replace("\\", ""))

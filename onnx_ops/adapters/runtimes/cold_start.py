@@ -16,35 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.worker_main import get_arrays, put_arrays
-from onnx_ops.adapters.runtimes.onnxruntime_session import check_machine, failures, new_session
-from onnx_ops.adapters.runtimes.ort_format import loaded_file
+from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays
+from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, check_machine, convert_runtime_errors
+from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError, from_document
 from onnx_ops.ports.data import Tensors
 from onnx_ops.scratch import Scratch
 
 CHILD = "onnx_ops.adapters.runtimes.cold_start"
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 """A process that takes longer hangs."""
 
 _LAST_LINES = 15
 
 
 @contextmanager
-def stored_feed(feed: Tensors) -> Iterator[Path]:
+def store_feed(feed: Tensors) -> Iterator[Path]:
     """One request as a file, for processes that have none of this one's memory."""
     with Scratch() as folder:
-        yield put_arrays(feed, folder / "feed.npz")
+        yield save_arrays(feed, folder / "feed.npz")
 
 
-def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, int, int]:
+def measure_start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, int, int]:
     """Load a model in a fresh process.
 
     Args:
         model: ONNX file.
         target: how to run it.
-        feed: one request, as `stored_feed` writes it.
+        feed: one request, as `store_feed` writes it.
         requests: inferences before the peak of memory is read, the first included; at least 1.
 
     Returns:
@@ -55,7 +55,7 @@ def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, 
         MeasurementError: the machine lacks something, or the process crashed, hung or could not run the model.
     """
     check_machine(target)
-    loaded = loaded_file(model, target)
+    loaded = prepare_model_file(model, target)
     request = {"model": str(loaded), "target": codec.to_json(target), "feed": str(feed), "requests": requests}
     try:
         done = subprocess.run(
@@ -64,12 +64,12 @@ def start(model: Path, target: Target, feed: Path, requests: int) -> tuple[int, 
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise MeasurementError(
-            f"a fresh process did not answer within {PATIENCE_S:g} s and was stopped", where=model.name
+            f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped", where=model.name
         ) from error
     answer = _last_document(done.stdout)
     if "error" in answer:
@@ -101,41 +101,42 @@ UNKNOWN = -1
 
 def main() -> None:
     # Whatever libraries print belongs with the errors: the answer is alone on standard output.
+    """Serve one request of `measure_start` in the fresh process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        document = measure(json.loads(sys.stdin.readline()))
+        document = measure_in_this_process(json.loads(sys.stdin.readline()))
     except OnnxOpsError as error:
         document = {"error": error.as_document()}
     answers.write(json.dumps(document) + "\n")
     answers.close()
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
     """Nanoseconds to build the session and of the first inference; bytes added at the peak, or UNKNOWN."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
-    feed = dict(get_arrays(Path(request["feed"])))
+    feed = dict(load_arrays(Path(request["feed"])))
     check_machine(target)  # imports the runtime
-    resident, mark = memory_mark()
+    resident, mark = mark_memory()
     begun = time.perf_counter_ns()
-    session = new_session(model, target)
+    session = build_session(model, target)
     loaded = time.perf_counter_ns()
     names = [output.name for output in session.get_outputs()]
-    with failures(model):
+    with convert_runtime_errors(model):
         asked = time.perf_counter_ns()
         session.run(names, feed)
         answered = time.perf_counter_ns()
         for _ in range(request["requests"] - 1):
             session.run(names, feed)
-    return {"load_ns": loaded - begun, "first_ns": answered - asked, "peak_bytes": added(resident, mark)}
+    return {"load_ns": loaded - begun, "first_ns": answered - asked, "peak_bytes": compute_added_memory(resident, mark)}
 
 
-def memory_mark() -> tuple[int, int]:
+def mark_memory() -> tuple[int, int]:
     """Bytes resident now, and the highest so far, which the kernel is asked to forget first.
 
     Where there is no /proc, both are the highest so far.
     """
-    # Where that is not allowed the peak of the imports stands, and `added` does not take it for the model's.
+    # Where that is not allowed, the peak is that of the imports, which `compute_added_memory` recognizes.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     status = _status()
@@ -144,8 +145,8 @@ def memory_mark() -> tuple[int, int]:
     return _highest(), _highest()
 
 
-def added(resident: int, mark: int) -> int:
-    """Peak of resident memory since `memory_mark`, less `resident`; UNKNOWN if it has not risen above `mark`."""
+def compute_added_memory(resident: int, mark: int) -> int:
+    """Peak of resident memory since `mark_memory`, less `resident`; UNKNOWN if it has not risen above `mark`."""
     highest = _status().get("VmHWM") or _highest()
     return highest - resident if highest > mark else UNKNOWN
 
@@ -161,7 +162,7 @@ def _status() -> dict[str, int]:
 
 
 def _highest() -> int:
-    """The peak that getrusage tells: kB, but bytes on macOS. On Linux it may be the parent's, hence only a fallback."""
+    """Return the peak of getrusage in bytes. On Linux it may be that of the parent, hence only a fallback."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

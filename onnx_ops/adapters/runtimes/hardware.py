@@ -12,8 +12,8 @@ from pathlib import Path
 from onnx_ops.domain.target import SPEED_FLAGS, HardwareFingerprint
 
 
-def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
-    """What figures of a runtime are bound to here."""
+def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
+    """Return the hardware and runtime that measurements are bound to."""
     model, flags = _cpu()
     accelerators, driver = _accelerators()
     return HardwareFingerprint(
@@ -29,8 +29,8 @@ def fingerprint(runtime: str, runtime_version: str) -> HardwareFingerprint:
     )
 
 
-def conditions() -> Mapping[str, str]:
-    """What may have disturbed a measurement: load, steal, frequency governor, limits of the control group."""
+def read_conditions() -> Mapping[str, str]:
+    """Return what may have disturbed a measurement: load, steal time, frequency governor, cgroup limits."""
     files = {
         "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
         "cgroup.cpu.max": "/sys/fs/cgroup/cpu.max",

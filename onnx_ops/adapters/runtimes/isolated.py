@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import Held, Limits, Process, interpreter
-from onnx_ops.adapters.isolation.worker_main import get_arrays, put_arrays, serve
-from onnx_ops.adapters.runtimes.hardware import fingerprint
+from onnx_ops.adapters.isolation.process import ProcessLimits, RetainedProcess, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays, serve
+from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
@@ -36,7 +36,7 @@ from onnx_ops.ports.runtime import (
 
 _WORKER = "onnx_ops.adapters.runtimes.isolated:run_runtime"
 
-PATIENCE_S = 1800.0
+DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an answer where `env.timeout` says nothing."""
 
 _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version>\d[\w.+!-]*)", re.ASCII)
@@ -52,46 +52,55 @@ class IsolatedRuntime:
     python: Callable[[Environment], Path]
     """The interpreter of an environment, which is made if it is not there."""
 
-    _held: Held = field(default_factory=Held)
+    _held: RetainedProcess = field(default_factory=RetainedProcess)
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        name, version = build_of(target)
-        return fingerprint(target.runtime, f"{version} ({name})")
+        """Return the hardware and runtime that measurements on the target are bound to."""
+        name, version = read_runtime_build(target)
+        return read_hardware(target.runtime, f"{version} ({name})")
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         return codec.from_json(self._ask("facts", target, model=str(model.resolve())), RuntimeFacts)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._ask("rewritten", target, model=str(model.resolve()), copy=str(copy.resolve()))
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._ask("package", target, model=str(model.resolve()), folder=str(folder.resolve()))
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
-            feeds = [put_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
+            feeds = [save_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
             answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
             files = {"feeds": [str(path) for path in feeds], "answers": [str(path) for path in answers]}
             self._ask("run", target, model=str(model.resolve()), **files)
-            return tuple(get_arrays(path) for path in answers)
+            return tuple(load_arrays(path) for path in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         found = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
         return RunSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"])
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         found = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return PairedBenchmarkSamples(
             nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe")
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         found = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return LoadSamples(nanoseconds=found["nanoseconds"], requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         found = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return StartSamples(load_ns=found["load"], first_ns=found["first"], peak_bytes=found["peak"])
 
@@ -99,7 +108,7 @@ class IsolatedRuntime:
         import numpy as np
 
         with self._scratch(target) as folder:
-            stored, answers = put_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
+            stored, answers = save_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
             self._ask(do, target, feed=str(stored), answers=str(answers), **arguments)
             with np.load(answers, allow_pickle=False) as archive:
                 return {name: archive[name] for name in archive.files}
@@ -113,16 +122,16 @@ class IsolatedRuntime:
         with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
             yield Path(folder)
 
-    def _process(self, target: Target) -> Process:
+    def _process(self, target: Target) -> WorkerProcess:
         return self._held.get(target.digest(), lambda: self._started(target))
 
-    def _started(self, target: Target) -> Process:
-        build_of(target)
+    def _started(self, target: Target) -> WorkerProcess:
+        read_runtime_build(target)
         python = self.python(target.env or Environment())
-        return Process(interpreter(python, _WORKER), _limits(target), f"target {target.name}")
+        return WorkerProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
 
 
-def build_of(target: Target) -> tuple[str, str]:
+def read_runtime_build(target: Target) -> tuple[str, str]:
     """Name and version of the build of ONNX Runtime that a target's environment holds.
 
     Raises:
@@ -138,9 +147,9 @@ def build_of(target: Target) -> tuple[str, str]:
     )
 
 
-def _limits(target: Target) -> Limits:
+def _limits(target: Target) -> ProcessLimits:
     env = target.env or Environment()
-    return Limits(memory=env.memory, timeout=env.timeout or PATIENCE_S)
+    return ProcessLimits(memory=env.memory, timeout=env.timeout or DEFAULT_TIMEOUT_S)
 
 
 def _names(models: Sequence[Path]) -> list[str]:
@@ -157,44 +166,53 @@ class RuntimeWorker:
         self._runtime = OnnxRuntime()
 
     def facts(self, model: str, target: Any) -> Any:
+        """Build a session and report its providers and which nodes they run."""
         return codec.to_json(self._runtime.facts(Path(model), _target(target)))
 
     def rewritten(self, model: str, target: Any, copy: str) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._runtime.rewritten(Path(model), _target(target), Path(copy))
 
     def package(self, model: str, target: Any, folder: str) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._runtime.package(Path(model), _target(target), Path(folder))
 
     def run(self, model: str, target: Any, feeds: list[str], answers: list[str]) -> None:
-        batches = tuple(get_arrays(Path(feed)) for feed in feeds)
+        """Run each batch and return its outputs by name."""
+        batches = tuple(load_arrays(Path(feed)) for feed in feeds)
         found = self._runtime.run(Path(model), _target(target), batches)
         for answer, path in zip(found, answers, strict=True):
-            put_arrays(answer, Path(path))
+            save_arrays(answer, Path(path))
 
     def sample(self, model: str, target: Any, feed: str, answers: str, runs: int, warmup: int) -> None:
-        found = self._runtime.sample(Path(model), _target(target), get_arrays(Path(feed)), runs=runs, warmup=warmup)
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
+        found = self._runtime.sample(Path(model), _target(target), load_arrays(Path(feed)), runs=runs, warmup=warmup)
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted})
 
     def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
+        """Time several models in alternating order, as the schedule says."""
         asked = codec.from_json(schedule, PairedBenchmarkSchedule)
-        found = self._runtime.race(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.race(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         probe = {} if found.probe is None else {"probe": found.probe}
         _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted, **probe})
 
     def under_load(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
+        """Time windows of concurrent requests to each model."""
         asked = codec.from_json(schedule, LoadSchedule)
-        found = self._runtime.under_load(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.under_load(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         _save(answers, {"nanoseconds": found.nanoseconds})
 
     def starts(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
+        """Measure cold starts of each model in fresh processes."""
         os.environ["PYTHONPATH"] = sys.argv[1]
         asked = codec.from_json(schedule, StartSchedule)
-        found = self._runtime.starts(_paths(models), _target(target), get_arrays(Path(feed)), asked)
+        found = self._runtime.starts(_paths(models), _target(target), load_arrays(Path(feed)), asked)
         _save(answers, {"load": found.load_ns, "first": found.first_ns, "peak": found.peak_bytes})
 
 
 def run_runtime() -> None:
+    """Serve the runtime of the environment."""
     serve(RuntimeWorker())
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Barrier
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_ops.adapters.runtimes.cold_start import start, stored_feed
-from onnx_ops.adapters.runtimes.onnxruntime_session import failures, machine, new_session
+from onnx_ops.adapters.runtimes.cold_start import measure_start, store_feed
+from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, convert_runtime_errors, fingerprint_target
 from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
@@ -46,11 +46,13 @@ class OnnxRuntime:
     """Fulfils `RewritingRuntime` and `PackagingRuntime` of the ports. Every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        return machine(target)
+        """Return the hardware and runtime that measurements on the target are bound to."""
+        return fingerprint_target(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         ort = importlib.import_module("onnxruntime")
-        session = new_session(model, target, record_assignment=True)
+        session = build_session(model, target, record_assignment=True)
         nodes: Counter[str] = Counter()
         for part in session.get_provider_graph_assignment_info():
             nodes[part.ep_name] += len(part.get_nodes())
@@ -66,25 +68,28 @@ class OnnxRuntime:
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Graphs of providers that compile their part cannot be written."""
-        new_session(model, target, write_to=copy)
+        build_session(model, target, write_to=copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        session = new_session(model, target)
+        """Run each batch and return its outputs by name."""
+        session = build_session(model, target)
         names = [output.name for output in session.get_outputs()]
         answers = []
         for feed in batches:
-            with failures(model):
+            with convert_runtime_errors(model):
                 answers.append(dict(zip(names, session.run(names, dict(feed)), strict=True)))
         return tuple(answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
-        timed = _timed(new_session(model, target), feed)
-        with failures(model), _undisturbed():
+        timed = _timed(build_session(model, target), feed)
+        with convert_runtime_errors(model), _undisturbed():
             for _ in range(warmup):
                 timed()
             samples = [timed() for _ in range(runs)]
@@ -96,14 +101,15 @@ class OnnxRuntime:
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
         figures = np.zeros((3, schedule.heats, schedule.blocks, len(models), schedule.runs), dtype=np.int64)
 
         def warm(model: Path) -> Timed:
-            timed = _timed(new_session(model, target), feed)
-            with failures(model):
+            timed = _timed(build_session(model, target), feed)
+            with convert_runtime_errors(model):
                 for _ in range(schedule.warmup):
                     timed()
             return timed
@@ -113,11 +119,12 @@ class OnnxRuntime:
                 sessions = _fresh(models, order, warm)
                 for block in range(schedule.blocks):
                     for turn in order.permutation(len(models)):
-                        with failures(models[turn]):
+                        with convert_runtime_errors(models[turn]):
                             figures[:, heat, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
         return PairedBenchmarkSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -125,34 +132,35 @@ class OnnxRuntime:
         with ThreadPoolExecutor(schedule.concurrency, thread_name_prefix="load") as pool:
 
             def loaded(model: Path) -> Callable[[], int]:
-                call = _call(new_session(model, target), feed)
-                return lambda: window(call, pool, schedule.concurrency, schedule.requests)
+                call = _call(build_session(model, target), feed)
+                return lambda: run_load_window(call, pool, schedule.concurrency, schedule.requests)
 
             for heat in range(schedule.heats):
                 sessions = _fresh(models, order, loaded)
                 with _undisturbed():
                     for number in range(-1, schedule.windows):
                         for turn in order.permutation(len(models)):
-                            with failures(models[turn]):
+                            with convert_runtime_errors(models[turn]):
                                 spent = sessions[turn]()
                             if number >= 0:
                                 nanoseconds[heat, number, turn] = spent
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
         figures = np.zeros((3, schedule.heats, len(models)), dtype=np.int64)
-        with stored_feed(feed) as stored:
+        with store_feed(feed) as stored:
             for heat in range(schedule.heats):
                 for turn in order.permutation(len(models)):
-                    figures[:, heat, turn] = start(models[turn], target, stored, schedule.requests)
+                    figures[:, heat, turn] = measure_start(models[turn], target, stored, schedule.requests)
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 
 def _fresh(models: Sequence[Path], order: Generator, make: Callable[[Path], _T]) -> list[_T]:
-    """A session of each model, built and warmed up in random order: memory layout is part of a session's latency."""
+    """Build and warm up a session of each model in random order: memory layout is part of a session's latency."""
     built = {int(turn): make(models[turn]) for turn in order.permutation(len(models))}
     return [built[turn] for turn in range(len(models))]
 
@@ -178,7 +186,7 @@ def _probe() -> int:
 
 
 def _clock_step() -> float:
-    """The shortest step of the clock, in nanoseconds, of a thousand."""
+    """Return the shortest step of the clock in nanoseconds, of a thousand readings."""
     clock = time.perf_counter_ns
     steps = (second - first for first, second in ((clock(), clock()) for _ in range(1000)))
     return float(min(step for step in steps if step > 0))
@@ -217,7 +225,7 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
+def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int, requests: int) -> int:
     """Answer `requests` requests, `concurrency` of them at any moment.
 
     Args:

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.adapters.runtimes.hardware import fingerprint
-from onnx_ops.adapters.runtimes.ort_format import REPLAYED, loaded_file
+from onnx_ops.adapters.runtimes.hardware import read_hardware
+from onnx_ops.adapters.runtimes.ort_format import REPLAYED, prepare_model_file
 from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.execution import PROVIDER_PACKAGES, Provider, SessionSettings
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, quoted
 from onnx_ops.onnx_graph.compatibility import check_libraries
-from onnx_ops.onnx_graph.files import external_names, model_digest
-from onnx_ops.onnx_graph.ort_format import is_ort
+from onnx_ops.onnx_graph.files import digest_model, list_external_names
+from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 DISTRIBUTION = "onnxruntime"
 
@@ -49,9 +49,9 @@ _QUIET = 4
 """Fatal messages only: an error is raised too, and told once; a warning would be taken for one of onnx-ops."""
 
 
-def machine(target: Target) -> HardwareFingerprint:
-    """What figures of the target are bound to here."""
-    return fingerprint(target.runtime, runtime_version(target, plugins.version(DISTRIBUTION)))
+def fingerprint_target(target: Target) -> HardwareFingerprint:
+    """Return the hardware and runtime that measurements on the target are bound to."""
+    return read_hardware(target.runtime, describe_runtime_version(target, plugins.version(DISTRIBUTION)))
 
 
 def check_machine(target: Target) -> None:
@@ -65,7 +65,7 @@ def check_machine(target: Target) -> None:
         raise MeasurementError(
             "its runtime build lives in an environment of its own, not here", where=f"target {target.name}"
         )
-    build = available_providers()
+    build = list_providers()
     missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
     if missing:
         remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
@@ -77,12 +77,12 @@ def check_machine(target: Target) -> None:
         )
     for provider in target.providers:
         if provider.package:
-            plug_in(provider, target)
+            register_plugin(provider, target)
             check_devices(provider, target)
 
 
-def new_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
-    """A session as the target says.
+def build_session(model: Path, target: Target, *, record_assignment: bool = False, write_to: Path | None = None) -> Any:
+    """Build a session as the target describes it.
 
     Where the target has an `ort_format`, what is made of the model is loaded, unless more is asked for than to run it.
 
@@ -99,10 +99,10 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
     check_machine(target)
     check_libraries(target.custom_ops, f"target {target.name}")
     ort = importlib.import_module("onnxruntime")
-    loaded = model if record_assignment or write_to is not None else loaded_file(model, target)
-    with failures(model):
+    loaded = model if record_assignment or write_to is not None else prepare_model_file(model, target)
+    with convert_runtime_errors(model):
         options = _options(ort, target.session)
-        if is_ort(loaded):  # else the runtime goes by the file's name
+        if is_ort_format(loaded):  # else the runtime goes by the file's name
             options.add_session_config_entry("session.load_model_format", "ORT")
         if target.ort_format is not None and target.ort_format.style == "runtime":
             options.add_session_config_entry(REPLAYED, "1")
@@ -112,17 +112,17 @@ def new_session(model: Path, target: Target, *, record_assignment: bool = False,
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if write_to is not None:
             options.optimized_model_filepath = str(write_to)
-            if model.stat().st_size > _LARGE or external_names(model):  # whose places mean another folder
+            if model.stat().st_size > _LARGE or list_external_names(model):  # whose places mean another folder
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
         return _built(ort, loaded, target, options)
 
 
 def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
-    here = partial(machine, target)
-    wanted = [(provider, provider_values(provider, model, here)) for provider in target.providers]
+    here = partial(fingerprint_target, target)
+    wanted = [(provider, resolve_provider_options(provider, model, here)) for provider in target.providers]
     if any(provider.package for provider in target.providers):
         for provider, values in wanted:
-            append(options, provider, values)
+            append_provider(options, provider, values)
         return ort.InferenceSession(str(model), options, enable_fallback=0)
     providers = [(provider.name, dict(values)) for provider, values in wanted]
     # Its fallback would print, and measure another provider than the one asked for.
@@ -130,8 +130,8 @@ def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
 
 
 @contextmanager
-def failures(model: Path) -> Iterator[None]:
-    """The runtime's own exceptions share no base class; each is told in one line."""
+def convert_runtime_errors(model: Path) -> Iterator[None]:
+    """Raise the runtime's exceptions, which share no base class, as measurement errors."""
     try:
         yield
     except Exception as error:
@@ -171,18 +171,18 @@ _PLUGGED: dict[str, Path] = {}
 """Libraries of plug-ins that this process has registered, by provider."""
 
 
-def available_providers() -> tuple[str, ...]:
-    """Execution providers of the installed build."""
+def list_providers() -> tuple[str, ...]:
+    """Return the execution providers of the installed build."""
     return tuple(name for name in _ort().get_available_providers() if name not in _PLUGGED)
 
 
-def devices() -> tuple[str, ...]:
+def list_devices() -> tuple[str, ...]:
     """Devices that ONNX Runtime finds by itself, each with the provider that takes it and its vendor."""
     found = ((one.ep_name, one.device) for one in _ort().get_ep_devices() if one.ep_name not in _PLUGGED)
     return tuple(f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in found)
 
 
-def plug_in(provider: Provider, target: Target) -> None:
+def register_plugin(provider: Provider, target: Target) -> None:
     """Register the library of a provider's package, once in a process; it stays until the process ends.
 
     Raises:
@@ -214,7 +214,7 @@ def plug_in(provider: Provider, target: Target) -> None:
     _PLUGGED[provider.name] = library
 
 
-def append(options: Any, provider: Provider, values: Mapping[str, str]) -> None:
+def append_provider(options: Any, provider: Provider, values: Mapping[str, str]) -> None:
     """Add a provider to session options. One that is plugged in and named in a session's `providers` is left out in
     silence by ONNX Runtime 1.31; only its devices bring it in.
     """
@@ -239,20 +239,22 @@ def check_devices(provider: Provider, target: Target) -> None:
         )
 
 
-def runtime_version(target: Target, own: str) -> str:
-    """The runtime's version, with those of the plug-ins that the target names."""
+def describe_runtime_version(target: Target, own: str) -> str:
+    """Return the runtime's version with the versions of the target's plug-ins."""
     return ", ".join([own, *(f"{p.package} {_version(p.package)}" for p in target.providers if p.package)])
 
 
-def provider_values(provider: Provider, model: Path, machine: Callable[[], HardwareFingerprint]) -> Mapping[str, str]:
-    """A provider's options, with the folder that `{cache}` stands for.
+def resolve_provider_options(
+    provider: Provider, model: Path, machine: Callable[[], HardwareFingerprint]
+) -> Mapping[str, str]:
+    """Return a provider's options with `{cache}` replaced by a folder.
 
     What a provider compiles holds for one model, one device, one driver and one version of the runtime. TensorRT's own
     file names do not hold the weights, so that a model trained anew would be answered by its predecessor's engine.
     """
     if _CACHE not in "".join(provider.options.values()):
         return provider.options
-    key = hex_digits(digest_json([model_digest(model), machine().digest(), provider.name, dict(provider.options)]))
+    key = hex_digits(digest_json([digest_model(model), machine().digest(), provider.name, dict(provider.options)]))
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "onnx-ops" / "providers" / key[:32]
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from onnx_ops.adapters.isolation.crash_guard import Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.domain.artifact import digest_json, hex_digits
 from onnx_ops.domain.target import OrtFormat, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.compatibility import check_libraries
-from onnx_ops.onnx_graph.files import model_digest
+from onnx_ops.onnx_graph.files import digest_model
 from onnx_ops.scratch import Scratch
 
 MODEL = "model.ort"
@@ -31,8 +31,8 @@ REPLAYED = "session.enable_saved_runtime_optimizations"
 _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all": "all"}
 
 
-def loaded_file(model: Path, target: Target) -> Path:
-    """The file that runs on the target: the model itself, or what is made of it, which this process makes once.
+def prepare_model_file(model: Path, target: Target) -> Path:
+    """Return the file that runs on the target: the model, or its `.ort` file, made once per process.
 
     Raises:
         MeasurementError: it cannot be made.
@@ -41,7 +41,7 @@ def loaded_file(model: Path, target: Target) -> Path:
     if target.ort_format is None or model.suffix == ".ort":
         return model
     try:
-        key = hex_digits(digest_json([model_digest(model), target.digest()]))
+        key = hex_digits(digest_json([digest_model(model), target.digest()]))
     except UserError as error:
         raise MeasurementError(
             "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
@@ -59,7 +59,7 @@ def write_package(model: Path, target: Target, folder: Path) -> None:
     Raises:
         MeasurementError: it cannot be made.
     """
-    source = loaded_file(model, target).parent
+    source = prepare_model_file(model, target).parent
     for name in (MODEL, OPERATORS, USABILITY):
         shutil.copyfile(source / name, folder / name)
 
@@ -73,8 +73,8 @@ def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
     library = Path(target.custom_ops[0].path) if target.custom_ops else None
     level = _LEVELS[target.session.graph_level]
     try:
-        shielded(_convert, model, folder, form, level, library)
-    except Fallen as fallen:
+        run_guarded(_convert, model, folder, form, level, library)
+    except ProcessCrashError as fallen:
         raise MeasurementError(
             "the model cannot be made an .ort file",
             where=f"target {target.name}: ort_format",
@@ -90,7 +90,7 @@ def _scratch() -> Scratch:
 
 
 def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Path | None) -> None:
-    """Runs in a process of its own: the converter prints, and is told its level by an environment variable."""
+    """Convert in a forked process: the converter prints, and reads its level from an environment variable."""
     tool = importlib.import_module("onnxruntime.tools.convert_onnx_models_to_ort")
     os.environ["ORT_CONVERT_ONNX_MODELS_TO_ORT_OPTIMIZATION_LEVEL"] = level
     style = tool.OptimizationStyle[form.style.capitalize()]
@@ -112,7 +112,7 @@ def _convert(model: Path, folder: Path, form: OrtFormat, level: str, library: Pa
 
 
 def _usability(model: Path) -> str:
-    """The checker's own words. What it cannot check is told in its place: the file is no worse for it."""
+    """Return the report of the usability checker, or the error that kept it from reporting."""
     lines: list[str] = []
     logger = logging.Logger("usability")
     handler = logging.Handler()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from onnx_ops.adapters.isolation.crash_guard import PATIENCE_S, Fallen, shielded
+from onnx_ops.adapters.isolation.crash_guard import DEFAULT_TIMEOUT_S, ProcessCrashError, run_guarded
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
-from onnx_ops.adapters.runtimes.ort_format import loaded_file
+from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
@@ -42,38 +42,49 @@ class TargetedRuntime:
     _elsewhere: IsolatedRuntime | None = None
 
     def housed(self, folder: Path) -> TargetedRuntime:
+        """Return the same runtime with its environments below `folder`."""
         return TargetedRuntime(here=self.here, folder=folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
+        """Report nothing: ONNX Runtime is part of the installation."""
         return ()
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         return self._of(target).fingerprint(target)
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         return self._of(target).facts(model, target)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._of(target).rewritten(model, target, copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         self._of(target).package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         return self._of(target).run(model, target, batches)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         return self._of(target).sample(model, target, feed, runs=runs, warmup=warmup)
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         return self._of(target).race(models, target, feed, schedule)
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         return self._of(target).under_load(models, target, feed, schedule)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         return self._of(target).starts(models, target, feed, schedule)
 
     def _of(self, target: Target) -> OnnxRuntime | IsolatedRuntime:
@@ -91,18 +102,18 @@ class TargetedRuntime:
 
     def _isolated(self, target: Target) -> IsolatedRuntime:
         # Most runs have no such target, and need not import what starts processes.
-        from onnx_ops.adapters.isolation.environments import Environments, find_uv
+        from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
         from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
 
         if self.folder is None:
             raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
-        return IsolatedRuntime(python=Environments(folder=self.folder, uv=find_uv()).python)
+        return IsolatedRuntime(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
 
 
 _Answers = tuple[Mapping[str, Array], ...]
 
 
-class ShieldedRuntime(OnnxRuntime):
+class GuardedRuntime(OnnxRuntime):
     """Runs each call of `run` in a process of its own.
 
     Args:
@@ -110,16 +121,17 @@ class ShieldedRuntime(OnnxRuntime):
         memory: bytes that its process may use, by default what the machine has.
     """
 
-    def __init__(self, timeout: float = PATIENCE_S, memory: int | None = None) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         super().__init__()
         self._timeout = timeout
         self._memory = memory
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
-        loaded = loaded_file(model, target)  # a shielded process starts no other
+        """Run each batch in a forked process and return its outputs by name."""
+        loaded = prepare_model_file(model, target)  # a shielded process starts no other
         try:
-            return shielded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
-        except Fallen as fallen:
+            return run_guarded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+        except ProcessCrashError as fallen:
             what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
             remedy = (
                 "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
@@ -127,9 +139,9 @@ class ShieldedRuntime(OnnxRuntime):
             raise MeasurementError(what, where=model.name, why=fallen.how, remedy=remedy) from None
 
 
-def shielded_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """The same runtime, shielded where it runs models in this process; `timeout` in seconds of one call."""
-    shield = ShieldedRuntime(timeout or PATIENCE_S)
+def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
+    """Return the runtime with a crash guard around runs in this process; `timeout` is in seconds per call."""
+    shield = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=shield)
     return shield if type(runtime) is OnnxRuntime else runtime

@@ -35,9 +35,9 @@ from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metric
 from onnx_ops.measure.speed import ComparisonSpec, measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
-from onnx_ops.onnx_graph.compatibility import refusal
+from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.onnx_graph.files import read_structure
-from onnx_ops.onnx_graph.model_info import count_operators, info
+from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
 from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
 from onnx_ops.scratch import Scratch
@@ -122,7 +122,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             scores=metrics.scores,
             grouped=metrics.grouped,
             sampled=sampled if sampled.used < sampled.total else None,
-            opsets=info(context.candidate).opsets,
+            opsets=read_model_info(context.candidate).opsets,
             operators=count_operators(read_structure(context.candidate)),
             comparisons=speed.comparisons,
             latency=speed.latency,
@@ -166,7 +166,7 @@ def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
 
 def _check_compatibility(context: BenchmarkContext, where: str) -> None:
     """Check the file's versions first: a runtime's own message is unclear or missing."""
-    if reason := refusal(context.candidate, context.target):
+    if reason := explain_incompatibility(context.candidate, context.target):
         raise UserError(
             reason,
             where=where,

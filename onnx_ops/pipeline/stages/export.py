@@ -23,8 +23,8 @@ from onnx_ops.measure.files import (
 )
 from onnx_ops.measure.reference_outputs import collect_reference_outputs, put_reference
 from onnx_ops.measure.user_functions import importable
-from onnx_ops.onnx_graph.compatibility import carry_libraries
-from onnx_ops.onnx_graph.model_info import info, write_lineage
+from onnx_ops.onnx_graph.compatibility import copy_libraries
+from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import get_exporter, read_operators
 from onnx_ops.ports import ExportRequest, Ports
 from onnx_ops.scratch import Scratch
@@ -57,11 +57,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
         )
         write_lineage(path, _properties(lineage, reference.limits))
-        carry_libraries(path, read_operators(stage))
+        copy_libraries(path, read_operators(stage))
         return Manifest(
             files={
                 **put_folder(ports.store, exported, MODEL),
-                "info.json": put_document(ports.store, info(path)),
+                "info.json": put_document(ports.store, read_model_info(path)),
                 "lineage.json": put_document(ports.store, lineage),
                 "reference.npz": put_reference(ports.store, reference.groups),
                 "source.json": put_document(ports.store, reference.limits),

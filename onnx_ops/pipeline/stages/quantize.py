@@ -14,8 +14,8 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, SearchRecord, 
 from onnx_ops.measure.files import MODEL, checkout_files, get_dataset, put_document, put_folder
 from onnx_ops.measure.quantization import ACTIVATION_ROWS, AS_WRITTEN, measure_activations, measure_weights
 from onnx_ops.measure.search import describe_recipe
-from onnx_ops.onnx_graph.compatibility import carry_libraries
-from onnx_ops.onnx_graph.model_info import info, write_lineage
+from onnx_ops.onnx_graph.compatibility import copy_libraries
+from onnx_ops.onnx_graph.model_info import read_model_info, write_lineage
 from onnx_ops.pipeline.stage_settings import read_environment, read_operators
 from onnx_ops.ports import Dataset, OptimizeRequest, Ports, Tensors
 from onnx_ops.scratch import Scratch
@@ -36,7 +36,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         made = _take_found(settings, inputs, ports, folder) if "search" in settings else None
         made = made or _derive(section, stage, dataset, source, folder, ports)
         write_lineage(made.path, {"onnx-ops.variant": stage.variant or section.name})
-        carry_libraries(made.path, read_operators(stage))
+        copy_libraries(made.path, read_operators(stage))
         files = put_folder(ports.store, made.path.parent, MODEL)
         runtime = ports.runtime(AS_WRITTEN.runtime)
         unseen = _select_unseen(dataset, section.calibrate.samples) if dataset and section.calibrate else None
@@ -46,7 +46,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             files={
                 **files,
                 **searched,
-                "info.json": put_document(ports.store, info(made.path)),
+                "info.json": put_document(ports.store, read_model_info(made.path)),
                 "weights.json": put_document(ports.store, measure_weights(source, made.path, runtime, unseen)),
                 "activations.json": put_document(ports.store, activations),
                 "excluded.json": put_document(ports.store, made.excluded),

@@ -24,7 +24,7 @@ from onnx_ops.measure.parity import (
 )
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.user_functions import importable
-from onnx_ops.onnx_graph.compatibility import full_check
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.tree_ensembles import has_trees, read_trees
 from onnx_ops.pipeline.stage_settings import get_exporter, read_reference_operators
 from onnx_ops.ports import Exporter, ExportRequest, Ports, Tensors, Tracer, TracingExporter, TreeExporter
@@ -42,7 +42,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     with Scratch() as folder:
         path = checkout_files(ports.store, export, MODEL, folder) / MODEL_FILE
         try:
-            full_check(path)
+            check_model(path)
             runtime = ports.runtime(target.runtime)
             reference = get_reference(ports.store, export["reference.npz"])
             measured = measure_parity(runtime, path, target, reference)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from onnx_ops.adapters.external_model import BroughtModels
+from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.ledgers.log import MemoryLedger
 from onnx_ops.adapters.objects import FsspecObjects
@@ -89,7 +89,7 @@ class FakeWorld:
             store=ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache"),
             ledger=self.ledger,
             files=self.files,
-            models=BroughtModels(root=root, registered=lambda: _missing("models")),
+            models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),
             clock=self.clock,
             host=FakeHost(process, self.dead),
             registry=lambda: self.registry,

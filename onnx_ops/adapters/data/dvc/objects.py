@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops.adapters.data.dvc.config import DvcConfig
 from onnx_ops.adapters.data.dvc.pointers import FOLDER_MARK, Pointer
-from onnx_ops.adapters.isolation.process import Limits, Process, interpreter
+from onnx_ops.adapters.isolation.process import ProcessLimits, WorkerProcess, build_interpreter_command
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError
 
 INSIDE = "onnx_ops.adapters.data.dvc.inside:main"
@@ -38,7 +38,7 @@ class Objects:
     remote: str
     python: Callable[[tuple[str, ...]], Path]
     scratch: Path
-    _process: Process | None = field(default=None, init=False)
+    _process: WorkerProcess | None = field(default=None, init=False)
 
     def file(self, pointer: Pointer) -> Path:
         """A copy of the file that a pointer stands for, checked.
@@ -99,7 +99,7 @@ class Objects:
         remote = self.config.remote(self.remote, pointer.remote)
         if self._process is None:
             python = self.python(self.config.packages(remote))
-            self._process = Process(interpreter(python, INSIDE), Limits(), "data")
+            self._process = WorkerProcess(build_interpreter_command(python, INSIDE), ProcessLimits(), "data")
             self._process.ask("open", timeout=PATIENCE_S, folder=str(self.config.folder), remote=remote)
         answer = self._process.ask("fetch", timeout=PATIENCE_S, relative=relative, path=str(copy))
         if not answer["found"]:

@@ -15,7 +15,7 @@ from onnx_ops.adapters.data.dvc.objects import Objects
 from onnx_ops.adapters.data.dvc.pointers import LOCK, SUFFIX, Pointer, find_pointer, working_pointer
 from onnx_ops.adapters.data.dvc.settings import DvcSettings, settings_of
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
-from onnx_ops.adapters.isolation.environments import Environments, find_uv, locked
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv, hold_lock
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection
 from onnx_ops.errors import DigestMismatchError, NotFoundError
@@ -120,7 +120,7 @@ class DvcSource:
     def _mirrored(self, settings: DvcSettings) -> Commit:
         url = settings.repo
         mirror = self.repositories / hashlib.sha256(url.encode()).hexdigest()[:16]
-        with locked(mirror.with_suffix(".lock")):
+        with hold_lock(mirror.with_suffix(".lock")):
             refresh_mirror(url, mirror, settings.rev)
             return find_commit(mirror, settings.rev, shown=url)
 
@@ -139,7 +139,7 @@ class DvcSource:
 
     def _python(self, settings: DvcSettings, packages: tuple[str, ...]) -> Path:
         wanted = settings.requirements or (*self.requirements, *packages)
-        environments = Environments(folder=self.environments.resolve(), base=(), uv=find_uv())
+        environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
         return environments.python(Environment(requirements=wanted))
 
 

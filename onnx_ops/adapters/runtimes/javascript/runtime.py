@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.environments import NpmPackages, pinned
-from onnx_ops.adapters.isolation.process import Command, Held, Limits, Process
-from onnx_ops.adapters.runtimes.hardware import fingerprint
-from onnx_ops.adapters.runtimes.ort_format import loaded_file, write_package
+from onnx_ops.adapters.isolation.environments import NpmPackages, parse_pins
+from onnx_ops.adapters.isolation.process import Command, ProcessLimits, RetainedProcess, WorkerProcess
+from onnx_ops.adapters.runtimes.hardware import read_hardware
+from onnx_ops.adapters.runtimes.ort_format import prepare_model_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.onnx_graph.files import external_names
+from onnx_ops.onnx_graph.files import list_external_names
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -45,7 +45,7 @@ NATIVE = "onnxruntime-node@1.30.0"
 WEB = "onnxruntime-web@1.30.0"
 DRIVER = "playwright-core@1.65.1"
 
-PATIENCE_S = 900.0
+DEFAULT_TIMEOUT_S = 900.0
 """Seconds for an answer where `env.timeout` says nothing."""
 
 
@@ -62,40 +62,50 @@ class NodeRuntime:
     folder: Path | None = None
     """Of packages; a temporary one where none was given."""
 
-    _held: Held = field(default_factory=Held)
+    _held: RetainedProcess = field(default_factory=RetainedProcess)
     _temporary: Scratch | None = None
 
     def housed(self, folder: Path) -> NodeRuntime:
+        """Return the same runtime with its packages below `folder`."""
         return type(self)(folder=folder)
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        return diagnosed("runtimes node", (NODE, ("npm",)))
+        """Report whether its programs are installed."""
+        return diagnose_programs("runtimes node", (NODE, ("npm",)))
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
+        """Return the hardware and runtime that measurements on the target are bound to."""
         name = self._library(target)
-        return fingerprint(target.runtime, f"{pinned(self._requirements(target))[name]} ({name}, {self._engine()})")
+        return read_hardware(
+            target.runtime, f"{parse_pins(self._requirements(target))[name]} ({name}, {self._engine()})"
+        )
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
+        """Build a session and report its providers and which nodes they run."""
         document = self._ask("facts", target, model=_model(model))
         asked = [provider.name for provider in target.providers]
         return codec.from_json({"runtime": target.runtime, "asked": asked, **document}, RuntimeFacts)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
+        """Write the graph as the runtime has optimized it."""
         self._ask("rewritten", target, model=_model(model), copy=str(copy.resolve()))
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
+        """Write what a device needs to run the model into a folder."""
         write_package(model, target, folder)
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
+        """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
             asked = [
-                {"feed": put_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
+                {"feed": write_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
                 for number, feed in enumerate(batches)
             ]
             answers = self._ask("run", target, model=_loaded(model, target), batches=asked)
-            return tuple(get_tensors(answer) for answer in answers)
+            return tuple(read_tensors(answer) for answer in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
+        """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
         found = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
@@ -107,6 +117,7 @@ class NodeRuntime:
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
+        """Time several models in alternating order, as the schedule says."""
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
@@ -122,6 +133,7 @@ class NodeRuntime:
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
+        """Time windows of concurrent requests to each model."""
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.windows + 1)
@@ -132,6 +144,7 @@ class NodeRuntime:
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
+        """Measure cold starts of each model in fresh processes."""
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
@@ -144,7 +157,7 @@ class NodeRuntime:
 
     def _start(self, model: Path, target: Target, feed: Tensors, requests: int) -> Any:
         """Asked of a process of its own."""
-        kept, self._held = self._held, Held()
+        kept, self._held = self._held, RetainedProcess()
         try:
             return self._measure("start", target, feed, model=_loaded(model, target), requests=requests)
         finally:
@@ -153,7 +166,7 @@ class NodeRuntime:
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Any:
         with self._scratch(target) as folder:
-            return self._ask(do, target, feed=put_tensors(feed, folder / "feed"), **arguments)
+            return self._ask(do, target, feed=write_tensors(feed, folder / "feed"), **arguments)
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
         there = codec.to_json(replace(target, env=None))
@@ -164,18 +177,18 @@ class NodeRuntime:
         with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
             yield Path(folder)
 
-    def _process(self, target: Target) -> Process:
+    def _process(self, target: Target) -> WorkerProcess:
         return self._held.get(target.digest(), lambda: self._started(target))
 
-    def _started(self, target: Target) -> Process:
+    def _started(self, target: Target) -> WorkerProcess:
         if target.custom_ops:
             raise MeasurementError(
                 "libraries of custom operators cannot be loaded from JavaScript", where=f"target {target.name}"
             )
-        return Process(self._command(target), _limits(target), f"target {target.name}")
+        return WorkerProcess(self._command(target), _limits(target), f"target {target.name}")
 
     def _command(self, target: Target) -> Command:
-        node, program = needed(NODE, target.name), self._program(target)
+        node, program = require_program(NODE, target.name), self._program(target)
         packages = NpmPackages(folder=self._packages_folder()).installed(self._requirements(target))
 
         def command(scratch: Path, answers: int, memory: int) -> list[str]:
@@ -203,7 +216,7 @@ class NodeRuntime:
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
         requirements = target.env.requirements or own
-        if self._library(target) not in pinned(requirements):
+        if self._library(target) not in parse_pins(requirements):
             raise UserError(
                 f"its environment lacks {self._library(target)}",
                 where=f"target {target.name}: env.requirements",
@@ -212,14 +225,14 @@ class NodeRuntime:
         return requirements
 
     def _library(self, target: Target) -> str:
-        return next(iter(pinned(self._defaults(target))))
+        return next(iter(parse_pins(self._defaults(target))))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
-        """The library first."""
+        """Return the default packages, the library first."""
         return (WEB,) if target.providers[0].name == "wasm" else (NATIVE,)
 
     def _engine(self) -> str:
-        return f"Node {version_of(NODE)}"
+        return f"Node {read_program_version(NODE)}"
 
     def _program(self, target: Target) -> str:
         del target
@@ -233,17 +246,18 @@ class BrowserRuntime(NodeRuntime):
     kind: ClassVar[str] = "browser"
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        return diagnosed("runtimes browser", (NODE, ("npm",), BROWSER))
+        """Report whether its programs are installed."""
+        return diagnose_programs("runtimes browser", (NODE, ("npm",), BROWSER))
 
     def _defaults(self, target: Target) -> tuple[str, ...]:
         del target
         return WEB, DRIVER
 
     def _engine(self) -> str:
-        return f"Chromium {version_of(BROWSER)}"
+        return f"Chromium {read_program_version(BROWSER)}"
 
     def _program(self, target: Target) -> str:
-        return needed(BROWSER, target.name)
+        return require_program(BROWSER, target.name)
 
 
 def _orders(draw: Generator, models: int, heats: int, blocks: int) -> list[dict[str, Any]]:
@@ -257,9 +271,9 @@ def _orders(draw: Generator, models: int, heats: int, blocks: int) -> list[dict[
     ]
 
 
-def _limits(target: Target) -> Limits:
+def _limits(target: Target) -> ProcessLimits:
     env = target.env or Environment()
-    return Limits(timeout=env.timeout or PATIENCE_S)
+    return ProcessLimits(timeout=env.timeout or DEFAULT_TIMEOUT_S)
 
 
 def _models(models: Sequence[Path], target: Target) -> list[dict[str, Any]]:
@@ -267,15 +281,15 @@ def _models(models: Sequence[Path], target: Target) -> list[dict[str, Any]]:
 
 
 def _loaded(model: Path, target: Target) -> dict[str, Any]:
-    return _model(loaded_file(model, target))
+    return _model(prepare_model_file(model, target))
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """A model and the files of its weights, which WebAssembly must be given; none outside the model's folder."""
+    """Describe a model and its weight files, which WebAssembly must be given; none outside the model's folder."""
     place = path.resolve()
     names: tuple[str, ...] = ()
     with contextlib.suppress(UserError):  # `.ort`, or a broken file, of which the runtime tells
-        names = external_names(place)
+        names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {name: file for name, file in files.items() if file.is_relative_to(place.parent) and file.is_file()}
     return {"path": str(place), "external": [{"name": name, "path": str(file)} for name, file in inside.items()]}
@@ -291,18 +305,18 @@ _REMEDIES = {
 }
 
 
-def find(names: Sequence[str]) -> str | None:
-    """The first of the programs that is on the path."""
+def find_program(names: Sequence[str]) -> str | None:
+    """Return the first of the programs that is on the path."""
     return next((place for name in names if (place := shutil.which(name))), None)
 
 
-def needed(names: Sequence[str], target: str) -> str:
-    """The program's place.
+def require_program(names: Sequence[str], target: str) -> str:
+    """Return the path of the program.
 
     Raises:
         MeasurementError: it is not on the path.
     """
-    place = find(names)
+    place = find_program(names)
     if place is None:
         raise MeasurementError(
             f"there is no {names[0]} on this machine", where=f"target {target}", remedy=_REMEDIES[names[0]]
@@ -310,20 +324,22 @@ def needed(names: Sequence[str], target: str) -> str:
     return place
 
 
-def version_of(names: Sequence[str]) -> str:
-    """What the program says of its version, without its name; `not installed` if there is none."""
-    place = find(names)
+def read_program_version(names: Sequence[str]) -> str:
+    """Return the version that the program reports; `not installed` if it is missing."""
+    place = find_program(names)
     return _said(place) if place else "not installed"
 
 
-def diagnosed(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
+def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
     """One line: what is there, or what is missing. A runtime that nobody uses here is no fault."""
-    missing = [names[0] for names in needs if find(names) is None]
+    missing = [names[0] for names in needs if find_program(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
         yield Diagnosis(check=check, ok=True, absent=True, found=f"not installed: {', '.join(missing)}", remedy=remedy)
     else:
-        yield Diagnosis(check=check, ok=True, found=", ".join(f"{names[0]} {version_of(names)}" for names in needs))
+        yield Diagnosis(
+            check=check, ok=True, found=", ".join(f"{names[0]} {read_program_version(names)}" for names in needs)
+        )
 
 
 @functools.cache
@@ -353,7 +369,7 @@ _TYPES = {
 """Layouts by the name that JavaScript and numpy share."""
 
 
-def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
+def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
     """Write each tensor to a file `stem-<number>`, and tell what a worker must know of them.
 
     Raises:
@@ -373,8 +389,8 @@ def put_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
     return found
 
 
-def get_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """What a worker wrote."""
+def read_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+    """Read the tensors that a worker wrote."""
     import numpy as np
 
     found: dict[str, Any] = {}

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from onnx_ops.errors import UserError
 from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.inference.signature import ModelSignature
-from tests.serving.wire.wire_cases import encode, signature, spec
+from tests.serving.inference.tensor_cases import encode, signature, spec
+
+pytestmark = pytest.mark.usefixtures("small_is_large")
 
 PLACE = "\0data"
 KINDS = {

@@ -7,9 +7,9 @@ import pytest
 from onnx_ops.serving.inference import tensors
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def small_is_large() -> Iterator[None]:
-    """Takes the path of large bodies for bodies that a test can afford."""
+    """Take the path of large bodies for bodies that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "LARGE_BODY_BYTES", 2048)
         yield

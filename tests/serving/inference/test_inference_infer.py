@@ -18,7 +18,9 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer, text_bytes
+from tests.serving.inference.tensor_cases import binary, encode, signature, spec, split_answer, text_bytes
+
+pytestmark = pytest.mark.usefixtures("small_is_large")
 
 JSON_TYPES = [dtype for dtype in DATATYPE_OF if dtype != "bfloat16"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)

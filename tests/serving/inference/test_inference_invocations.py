@@ -12,7 +12,9 @@ from onnx_ops.errors import UserError
 from onnx_ops.serving.inference.requests import read_invocation
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature, ResponseFormat
-from tests.serving.wire.wire_cases import binary, encode, signature, spec, split_answer
+from tests.serving.inference.tensor_cases import binary, encode, signature, spec, split_answer
+
+pytestmark = pytest.mark.usefixtures("small_is_large")
 
 JSON = "application/json"
 PIXELS = signature([spec("x", "float32", "batch", 3)])

@@ -1,3 +1,5 @@
+"""JSON documents and tensors."""
+
 from __future__ import annotations
 
 import json
@@ -8,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import TooLargeError
+from onnx_ops.serving.http.app import describe_tensor
 from onnx_ops.serving.inference import tensors
-from onnx_ops.serving.inference.tensors import LazyArray, parse_document
-from tests.serving.wire.wire_cases import encode
+from onnx_ops.serving.inference.tensors import DATATYPE_OF, DTYPE_OF_ONNX, LazyArray, get_numpy_dtype, parse_document
+from tests.serving.inference.tensor_cases import encode
+
+pytestmark = pytest.mark.usefixtures("small_is_large")
+
 
 PAD = {"pad": " " * 3000}
 SCALARS = (
@@ -101,3 +108,15 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_parsed(
     monkeypatch.setattr(tensors, "orjson", None)
     with pytest.raises(TooLargeError, match="binary form"):
         parse_document(body)
+
+
+def test_metadata_shows_free_dimensions_and_optional_inputs() -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", 2))
+    assert describe_tensor(spec) == {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
+    assert describe_tensor(spec, optional=True)["parameters"] == {"optional": True}
+
+
+def test_the_names_of_types_cover_each_other() -> None:
+    assert set(DTYPE_OF_ONNX.values()) == set(DATATYPE_OF)
+    for dtype in DATATYPE_OF:
+        assert np.dtype(get_numpy_dtype(dtype)).name == get_numpy_dtype(dtype)

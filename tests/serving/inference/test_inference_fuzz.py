@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
-from tests.serving.wire.wire_mutations import SIGNATURES, attack, seeds
+import pytest
+
+from tests.serving.inference.request_mutations import SIGNATURES, attack, seeds
+
+pytestmark = pytest.mark.usefixtures("small_is_large")
 
 
 def test_mutated_requests_are_read_or_refused() -> None:

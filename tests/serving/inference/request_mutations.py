@@ -13,7 +13,7 @@ from onnx_ops.serving.inference.requests import parse_header_length, read_infer,
 from onnx_ops.serving.inference.responses import encode_outputs, get_status
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.inference.tensors import get_numpy_dtype
-from tests.serving.wire.wire_cases import binary, encode, signature, spec
+from tests.serving.inference.tensor_cases import binary, encode, signature, spec
 
 SIGNATURES: dict[str, ModelSignature] = {
     "pixels": signature([spec("x", "float32", "batch", 2)]),

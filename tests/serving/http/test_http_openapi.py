@@ -11,7 +11,7 @@ from onnx_ops.serving.http.openapi import build_openapi
 from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
-from tests.serving.wire.wire_cases import encode, signature, spec
+from tests.serving.inference.tensor_cases import encode, signature, spec
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
