@@ -26,7 +26,7 @@ sys.path.insert(0, str(PLUGINS))
 from synthetic_project import in_this_process, write_project  # noqa: E402
 
 from onnx_ops.app.project import Project, execute, open_project, prepare  # noqa: E402
-from onnx_ops.app.summary import summarise  # noqa: E402
+from onnx_ops.app.results import summarise  # noqa: E402
 from onnx_ops.domain.pipeline import StageStatus  # noqa: E402
 
 

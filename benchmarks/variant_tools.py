@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.variant_models import Model
 from benchmarks.variant_peers import PRESETS, Preset, Work, interpreter
 from onnx_ops.adapters.files import FileJournal
-from onnx_ops.app import connect
+from onnx_ops.app.context import build_ports
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -38,7 +38,7 @@ TARGET = Target(name="cpu-1t")
 
 def ours(model: Model, scratch: Path) -> None:
     """The search, told nothing but the budget."""
-    ports = connect(load_settings())
+    ports = build_ports(load_settings())
     folder = scratch / model.name / "ours"
     (folder / "source").mkdir(parents=True)
     source = folder / "source" / "model.onnx"

@@ -124,10 +124,10 @@ class Load:
 
 def roll_out(load: Load, *, ends: int) -> None:
     """Let a reconciler, which is a service elsewhere, judge the rollout under load and move traffic, until it ends."""
-    reconcile = ("reconcile", ENDPOINT, "--watch", "--every", "1s")
+    reconcile = ("reconcile", ENDPOINT, "--watch", "--interval", "1s")
     show_command(*reconcile)
     with load.running(), subprocess.Popen([ONNX_OPS, *reconcile], cwd=ROOT) as reconciler:
-        follow = [ONNX_OPS, "rollout", "status", ENDPOINT, "--watch", "--every", "1s", "--json"]
+        follow = [ONNX_OPS, "rollout", "status", ENDPOINT, "--watch", "--interval", "1s", "--json"]
         code = subprocess.run(follow, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
         reconciler.terminate()
     if code != ends:

@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.app.child import Performer
+from onnx_ops.app.execution import StageExecutor
 from onnx_ops.orchestration.champions import check_champions
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import actor, ends_as_failed
@@ -20,5 +20,5 @@ def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> 
         blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        performer = Performer(settings=project.settings, ports=project.ports)
+        performer = StageExecutor(settings=project.settings, ports=project.ports)
         return check_champions(project.ports, performer, pipelines, by=actor(project.ports))

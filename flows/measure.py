@@ -5,8 +5,7 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
-from onnx_ops.app.child import Performer
-from onnx_ops.app.remote import answer
+from onnx_ops.app.execution import StageExecutor, answer
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import ends_as_failed
 from onnx_ops.orchestration.tasks import failed
@@ -21,6 +20,6 @@ def measure(request: dict[str, Any]) -> State[Any]:
         request: What onnx-ops asks; not written by hand.
     """
     with project_of(()) as project:
-        performer = Performer(settings=project.settings, ports=project.ports)
+        performer = StageExecutor(settings=project.settings, ports=project.ports)
         error = answer(performer.here, project.ports.store, request)
     return Completed(message=f"measured: {request['attempt']}") if error is None else failed(error)

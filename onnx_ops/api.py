@@ -87,7 +87,7 @@ def judge(
         targets: Names of targets to measure on.
         batch: Rows of one request.
         quiet: Show no progress.
-        options: Others of the command, such as `dims`, `cold`, `only`, `rows`, `seed`, `html`.
+        options: Others of the command, such as `dims`, `cold_start`, `only`, `rows`, `seed`, `html`.
 
     Raises:
         UserError: a file or an option is wrong.
@@ -141,7 +141,7 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
         files: Pipeline files.
         overrides: Values to replace, such as `train.with.seed=3`.
         quiet: Show no progress.
-        options: Others of the command: `until`, `fresh`, `jobs`, `abandon`.
+        options: Others of the command: `until`, `no_cache`, `jobs`, `abandon`.
 
     Raises:
         ConfigError: a file is wrong; all of its problems are in the error.
@@ -151,8 +151,8 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
 
     if "until" in options:
         options["until"] = StageKind(options["until"])
-    if "fresh" in options:
-        options["fresh"] = [StageKind(kind) for kind in options["fresh"]]
+    if "no_cache" in options:
+        options["no_cache"] = [StageKind(kind) for kind in options["no_cache"]]
     return _call(command, [Path(file) for file in files], overrides=list(overrides), quiet=quiet, **options)
 
 
@@ -213,7 +213,7 @@ def rollback(
         StillPendingError: it could not be done yet, and is tried again in the background.
         NotFoundError: there is no such endpoint, or nothing to go back to.
     """
-    from onnx_ops.cli.rollback import rollback as command
+    from onnx_ops.cli.rollouts import rollback as command
 
     return _done(
         command,
@@ -224,7 +224,7 @@ def rollback(
         target=target,
         actor=actor,
         force=force,
-        every=not endpoints,
+        all_=not endpoints,
     )
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx_ops.app.history import find_base
 from onnx_ops.app.project import Project, execute, prepare
-from onnx_ops.app.summary import Summary, summarise
+from onnx_ops.app.results import Summary, find_base, summarise
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline import ordered_map

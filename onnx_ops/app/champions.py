@@ -1,25 +1,25 @@
-"""Champions measured again: each by the very benchmark that it was decided upon, with the runtime and machine of now.
+"""Champions measured again: each by the benchmark that it was decided on, with the current runtime and machine.
 
-A benchmark is remembered under the digest of its evidence, which the signed decision of a version holds. So what is
-done again needs no pipeline file of today, and it does not matter how many releases came since.
-"""
+A benchmark is stored under the digest of its evidence, which the signed decision of a version holds. So it can be
+repeated without a pipeline file, however many releases came since."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
-from onnx_ops.app.memory import REQUEST, recall
-from onnx_ops.app.remote import Perform, requested
+from onnx_ops.app.execution import Perform, build_request, parse_request
+from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json
 from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
+from onnx_ops.domain.pipeline import Stage
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Ports, Store
 from onnx_ops.release.audit import load_decision_basis
 from onnx_ops.statistics.drift import judge_drift, list_environment_changes
 
@@ -27,7 +27,7 @@ _CHAMPION = format_alias("champion", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reign:
+class ChampionRecord:
     """A version that should serve a target. `basis` is what it was decided upon and by, or why that is not known."""
 
     record: VersionRecord
@@ -50,7 +50,7 @@ class Reign:
         )
 
 
-def reigns(ports: Ports, names: Sequence[str] = ()) -> tuple[Reign, ...]:
+def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
     """The champions of all targets, or those of some pipelines or models.
 
     Raises:
@@ -70,7 +70,7 @@ def reigns(ports: Ports, names: Sequence[str] = ()) -> tuple[Reign, ...]:
     return tuple(r for r in found if not names or {r.pipeline, r.record.model} & set(names))
 
 
-def measure_again(ports: Ports, perform: Perform, reign: Reign) -> Drift:
+def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drift:
     """Measure a champion, and a second time if the first says that it has drifted, since one alone is sometimes wrong.
 
     Nothing is recorded or changed.
@@ -85,7 +85,7 @@ def measure_again(ports: Ports, perform: Perform, reign: Reign) -> Drift:
         return reign.found(Verdict.ERROR, str(error))
 
 
-def _measured(ports: Ports, perform: Perform, reign: Reign, then: Evidence, gates: tuple[Gate, ...]) -> Drift:
+def _measured(ports: Ports, perform: Perform, reign: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]) -> Drift:
     now = _evidence(ports, perform, reign)
     results = judge_drift(gates, then, now)
     told = Decision(variant=then.variant, target=then.target, results=results)
@@ -94,28 +94,47 @@ def _measured(ports: Ports, perform: Perform, reign: Reign, then: Evidence, gate
     )
 
 
-def _reign(ports: Ports, model: str, version: str, target: str) -> list[Reign]:
+def _reign(ports: Ports, model: str, version: str, target: str) -> list[ChampionRecord]:
     """None for a version that something else than onnx-ops registered."""
     try:
         record = ports.registry().version(model, version)
     except NotFoundError:
         return []
     try:
-        return [Reign(record=record, target=target, basis=load_decision_basis(ports, record, target))]
+        return [ChampionRecord(record=record, target=target, basis=load_decision_basis(ports, record, target))]
     except OnnxOpsError as error:
-        return [Reign(record=record, target=target, basis=error)]
+        return [ChampionRecord(record=record, target=target, basis=error)]
 
 
-def _evidence(ports: Ports, perform: Perform, reign: Reign) -> Evidence:
+def _evidence(ports: Ports, perform: Perform, reign: ChampionRecord) -> Evidence:
     record = reign.record
     digest = record.decisions[reign.target].record.evidence
-    memory = recall(ports.store, digest)
+    memory = load_benchmark(ports.store, digest)
     if memory is None:
         raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
             where=f"{record.model}/{record.version}",
-            remedy=f"Run its pipeline again on this store: onnx-ops run {reign.pipeline}.yaml --fresh benchmark",
+            remedy=f"Run its pipeline again on this store: onnx-ops run {reign.pipeline}.yaml --no-cache benchmark",
         )
-    stage, key, inputs = requested(json.loads(ports.store.read(memory[REQUEST])))
+    stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
     manifest = perform(stage, key, inputs)
     return codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
+
+
+REQUEST = "request.json"
+
+
+def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
+    """Keep what it takes to do a benchmark again, for whoever holds the digest of its evidence."""
+    held = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
+    request = store.put_bytes(canonical_json(build_request(stage, key, inputs)))
+    store.record(_memory(evidence), Manifest(files={**held, REQUEST: request}))
+
+
+def load_benchmark(store: Store, evidence: Digest) -> Manifest | None:
+    """What was remembered: the request, and the files of its inputs."""
+    return store.lookup(_memory(evidence))
+
+
+def _memory(evidence: Digest) -> Digest:
+    return digest_json(["measured", evidence])

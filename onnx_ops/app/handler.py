@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.app.memory import remember
-from onnx_ops.app.turns import claimed
+from onnx_ops.app.champions import save_benchmark
+from onnx_ops.app.execution import hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -61,7 +61,7 @@ class StageHandler:
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         if stage.kind in RELEASE or self.claims is None:
             return contextlib.nullcontext()
-        return claimed(self.claims, key)
+        return hold_key_lock(self.claims, key)
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         if stage.kind is StageKind.REGISTER:
@@ -101,7 +101,7 @@ class StageHandler:
                     manifest = self._with_code(stage, manifest)
                 self.ports.store.record(key, manifest)
                 if stage.kind is StageKind.BENCHMARK:
-                    remember(self.ports.store, stage, key, inputs, manifest["evidence.json"])
+                    save_benchmark(self.ports.store, stage, key, inputs, manifest["evidence.json"])
                 return manifest
 
     def _with_code(self, stage: Stage, trained: Manifest) -> Manifest:

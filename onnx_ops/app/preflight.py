@@ -146,7 +146,7 @@ class Preflight:
                 yield Issue(loc, message)
 
     def _isolated(self, framework: str, env: Any) -> bool:
-        from onnx_ops.app.housing import environment
+        from onnx_ops.app.context import environment
 
         try:
             return environment(plugins.load("exporters", framework), env) is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
-from onnx_ops.app.housing import environment
+from onnx_ops.app.context import environment
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, Quantize

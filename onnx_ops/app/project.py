@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import plugins
-from onnx_ops.app import connect
-from onnx_ops.app.turns import Quiet
+from onnx_ops.app.context import build_ports
+from onnx_ops.app.execution import MeasurementLock
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
@@ -39,7 +39,7 @@ class Project:
 
     settings: Settings
     ports: Ports
-    quiet: Quiet = field(default_factory=Quiet)
+    lock: MeasurementLock = field(default_factory=MeasurementLock)
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
 
     @property
@@ -51,14 +51,14 @@ class Project:
     def handler(self, actor: str = "", observer: Observer | None = None, abandon: str = "") -> StageHandler:
         """How stages are done; `actor` is answerable for what they release, `observer` hears how far they are, and
         `abandon` is why endpoints may be left behind."""
-        from onnx_ops.app.child import Performer
+        from onnx_ops.app.execution import StageExecutor
         from onnx_ops.app.handler import StageHandler
         from onnx_ops.pipeline import SilentObserver
 
         tell = (observer or SilentObserver()).told
         return StageHandler(
             ports=self.ports,
-            perform=Performer(settings=self.settings, ports=self.ports, tell=tell, quiet=self.quiet),
+            perform=StageExecutor(settings=self.settings, ports=self.ports, tell=tell, lock=self.lock),
             actor=actor,
             abandon=abandon,
             claims=self.settings.claims,
@@ -80,7 +80,7 @@ class Prepared:
 def open_project(start: Path | None = None) -> Project:
     """The project around a folder; raises UserError for a bad settings file."""
     settings = load_settings(start)
-    return Project(settings=settings, ports=connect(settings))
+    return Project(settings=settings, ports=build_ports(settings))
 
 
 @dataclass(frozen=True)
@@ -306,8 +306,8 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 def _packages(project: Project, stage: Stage) -> Iterator[str]:
     """Distributions that a stage needs in this installation, those that are missing among them."""
+    from onnx_ops.app.execution import pool_of
     from onnx_ops.app.handler import RELEASE, binding
-    from onnx_ops.app.remote import pool_of
     from onnx_ops.domain.pipeline import StageKind
 
     settings: Mapping[str, Any] = stage.settings
@@ -349,8 +349,7 @@ def execute(
         UserError: an endpoint that exists cannot be changed as the file says.
     """
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.history import base_branch, find_base, record_commit
-    from onnx_ops.app.summary import summarise
+    from onnx_ops.app.results import base_branch, find_base, record_commit, summarise
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
@@ -386,7 +385,7 @@ def execute(
 def _with_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
     """Return the plan whose registration knows who made the release, and what it is compared with."""
     from onnx_ops import codec
-    from onnx_ops.app.history import provenance_of
+    from onnx_ops.app.results import provenance_of
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
 

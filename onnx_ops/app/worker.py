@@ -16,8 +16,8 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.adapters.files import durable_file
-from onnx_ops.app import connect
-from onnx_ops.app.child import PROGRESS
+from onnx_ops.app.context import build_ports
+from onnx_ops.app.execution import PROGRESS
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import Stage
@@ -56,7 +56,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
         with storage_errors(stage.id):
-            ports = replace(connect(load_settings()), tell=_tell)
+            ports = replace(build_ports(load_settings()), tell=_tell)
             manifest = execute(stage, Digest(request["key"]), inputs, ports)
     except OnnxOpsError as error:
         return {"error": error.as_document()}

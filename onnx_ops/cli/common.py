@@ -1,4 +1,4 @@
-"""What every command shares: options, errors as exits, one document for machines."""
+"""Shared by all commands: options, errors as exit codes, one JSON document, the steps of a reconciliation."""
 
 from __future__ import annotations
 
@@ -7,33 +7,41 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from onnx_ops import codec
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError, storage_errors
 from onnx_ops.plugins import has_extra, imported, missing_package
+
+if TYPE_CHECKING:
+    from onnx_ops.release.reconcile import StepReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
-Actor = Annotated[str, typer.Option("--actor", help="Who is answerable; default: user@host.", show_default=False)]
-Reason = Annotated[str, typer.Option("--reason", "-m", help="Why; recorded in the ledger.", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only the result.")]
+Actor = Annotated[
+    str, typer.Option("--actor", help="User recorded in the audit log (default: user@host).", show_default=False)
+]
+Reason = Annotated[str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)]
 SetValue = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
 ]
 
 INTERRUPTED = 130
+_GROUPS = ("drift", "keys", "rollout", "webhooks")
+"""Commands that have sub-commands."""
 
 
 @dataclass(slots=True)
 class Collected:
-    """What a command that is called from Python leaves: its document, and the errors that it told and outlived."""
+    """What a command leaves for a caller in Python: its document, and the errors that did not end it."""
 
     document: Any = None
     errors: list[OnnxOpsError] = field(default_factory=list)
@@ -42,8 +50,8 @@ class Collected:
 collecting: ContextVar[Collected | None] = ContextVar("collecting", default=None)
 
 
-def reported(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors that onnx-ops raises on purpose become a message and an exit code, never a traceback."""
+def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn errors that onnx-ops raises on purpose into a message and an exit code, never a traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,47 +61,50 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
             with talk, storage_errors():
                 return command(*args, **kwargs)
         except OnnxOpsError as error:
-            told = _of_command(error, command.__name__) if isinstance(error, MissingPackageError) else error
-            complain(told, as_json=bool(kwargs.get("as_json")))
+            shown = _name_command(error, command.__name__) if isinstance(error, MissingPackageError) else error
+            print_error(shown, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(error.exit_code) from error
         except ModuleNotFoundError as error:
             if not has_extra(imported(error)):
                 raise
-            missing = _of_command(missing_package(imported(error), where=""), command.__name__)
-            complain(missing, as_json=bool(kwargs.get("as_json")))
+            missing = _name_command(missing_package(imported(error), where=""), command.__name__)
+            print_error(missing, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(missing.exit_code) from error
         except KeyboardInterrupt:
-            typer.echo("interrupted; what was finished is kept, run again to go on", err=True)
+            typer.echo("interrupted; finished work is kept, run again to continue", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
 
 
-def _of_command(error: MissingPackageError, command: str) -> MissingPackageError:
-    """Return the error with the command that needs the package."""
-    where = f"onnx-ops {command.replace('_', '-')}{f', {error.where}' if error.where else ''}"
+def _name_command(error: MissingPackageError, function: str) -> MissingPackageError:
+    """Return the error with the command that needs the package: `rollout_status` is `rollout status`."""
+    group, _, command = function.partition("_")
+    name = f"{group} {command}" if group in _GROUPS else function.replace("_", "-")
+    where = f"onnx-ops {name}{f', {error.where}' if error.where else ''}"
     return MissingPackageError(error.what, where=where, why=error.why, remedy=error.remedy)
 
 
-def complain(error: OnnxOpsError, *, as_json: bool) -> None:
+def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
+    """Print an error for people or, as JSON, for machines."""
     if (collected := collecting.get()) is not None:
         collected.errors.append(error)
     if as_json:
         print_json(error.as_document())
         return
-    from onnx_ops.cli.terminal import error_console, print_error
+    from onnx_ops.cli.terminal import error_console, render_error
 
-    print_error(error_console(), error)
+    render_error(error_console(), error)
 
 
 def print_json(document: Any) -> None:
-    """One document on standard output; figures that are not numbers become null, as JSON has no NaN."""
+    """Print one document on standard output."""
     output = sys.__stdout__ or sys.stdout
     output.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def answer(document: Callable[[], Any], report: Callable[[], None], *, as_json: bool) -> None:
-    """Print a result, for machines or for people; a caller in Python gets the document, too."""
+def print_result(document: Callable[[], Any], report: Callable[[], None], *, as_json: bool) -> None:
+    """Print a result for machines or for people. A caller in Python gets the document, too."""
     if (collected := collecting.get()) is not None:
         collected.document = document()
     if as_json:
@@ -102,11 +113,11 @@ def answer(document: Callable[[], Any], report: Callable[[], None], *, as_json: 
         report()
 
 
-def duration(text: str, option: str) -> float:
-    """Return seconds; `m` is accepted for minutes, as in the shell of every other tool.
+def parse_duration(text: str, option: str) -> float:
+    """Return a duration in seconds; `m` is accepted for minutes.
 
     Raises:
-        UserError: it is no duration.
+        UserError: It is not a duration.
     """
     from onnx_ops.config.quantities import parse_quantity
 
@@ -116,14 +127,46 @@ def duration(text: str, option: str) -> float:
         raise UserError(str(error), where=option) from error
 
 
-def version_of(text: str, command: str) -> tuple[str, str]:
-    """Model and version of `MODEL/VERSION`; `command` is shown in the example.
+def parse_version(text: str, command: str) -> tuple[str, str]:
+    """Return model and version of `MODEL/VERSION`. `command` is shown in the example.
 
     Raises:
-        UserError: it is not of that form.
+        UserError: It is not of that form.
     """
     model, _, number = text.rpartition("/")
     number = number.removeprefix("v")
     if not model or not number:
         raise UserError(f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3")
     return model, number
+
+
+def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
+    """Print the steps of reconciliations by endpoint, and the errors that ended some."""
+    from onnx_ops.cli.terminal import say
+
+    for name, steps in reports.items():
+        for report in steps:
+            say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
+        if steps[-1].registry_down:
+            say(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
+    for error in (errors or {}).values():
+        print_error(error, as_json=False)
+
+
+def steps_to_document(
+    reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
+) -> dict[str, Any]:
+    """Return by endpoint a list of its steps, or the error that it ended with."""
+    return {**codec.to_json(reports), **{name: error.as_document() for name, error in errors.items()}}
+
+
+def exit_after_steps(
+    reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None
+) -> None:
+    """Exit with the worst error's code, else 5 if something was refused, 4 if the registry did not answer."""
+    if errors:
+        raise typer.Exit(max(error.exit_code for error in errors.values()))
+    if any(report.refused for steps in reports.values() for report in steps):
+        raise typer.Exit(5)
+    if any(steps[-1].registry_down for steps in reports.values()):
+        raise typer.Exit(4)

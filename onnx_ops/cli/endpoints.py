@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, answer, complain, duration, print_json, reported
+from onnx_ops.cli.common import (
+    Actor,
+    AsJson,
+    Reason,
+    handle_errors,
+    parse_duration,
+    print_error,
+    print_json,
+    print_result,
+)
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import OnnxOpsError, UserError
 
@@ -25,7 +34,7 @@ OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only those of thi
 _AGO = re.compile(r"[0-9.]+ ?[a-z]+")
 
 
-@reported
+@handle_errors
 def status(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -59,15 +68,15 @@ def status(
         if found or not errors:
             status_report(found, ports.clock.now())
         for error in errors.values():
-            complain(error, as_json=False)
+            print_error(error, as_json=False)
 
-    answer(lambda: [*(status_document(one) for one in found), *_failed(errors)], report, as_json=as_json)
+    print_result(lambda: [*(status_document(one) for one in found), *_failed(errors)], report, as_json=as_json)
     codes = [error.exit_code for error in errors.values()]
     codes += [4 for one in found if one.state.roles.stable is not None and one.actual is None]
     raise typer.Exit(max(codes, default=0))
 
 
-@reported
+@handle_errors
 def history(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -108,11 +117,11 @@ def history(
     else:
         (traffic_chart if traffic else history_table)(lines)
         for error in errors.values():
-            complain(error, as_json=False)
+            print_error(error, as_json=False)
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
-@reported
+@handle_errors
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest releases of each model that stay.")] = 5,
@@ -139,7 +148,7 @@ def prune(
     from onnx_ops.release.prune import prune as remove
 
     ports = open_project().ports
-    older_than_s = duration(older_than, "--older-than")
+    older_than_s = parse_duration(older_than, "--older-than")
     with working("prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json) as progress:
         done = plan_pruning(ports, models, keep=keep, older_than_s=older_than_s)
         if yes:
@@ -151,7 +160,7 @@ def prune(
         prune_report(done, ports.clock.now(), removed=yes)
 
 
-@reported
+@handle_errors
 def delete(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",
@@ -199,7 +208,7 @@ def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
 def _moment(text: str, now: float) -> float:
     """Seconds since the epoch."""
     if _AGO.fullmatch(text):
-        return now - duration(text, "--since")
+        return now - parse_duration(text, "--since")
     try:
         at = datetime.datetime.fromisoformat(text)
     except ValueError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, answer, reported
+from onnx_ops.cli.common import AsJson, Quiet, handle_errors, print_result
 from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _SHOWN = 3
 """Reasons that are printed; the table holds all verdicts."""
 
 
-@reported
+@handle_errors
 def judge(
     baseline: Annotated[str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")],
     candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],
@@ -69,8 +69,8 @@ def judge(
     concurrency: Annotated[
         int | None, typer.Option(min=1, max=256, metavar="N", help="Also the throughput with N requests at once.")
     ] = None,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Also load time, first inference and memory of fresh processes.")
+    cold_start: Annotated[
+        bool, typer.Option("--cold-start", help="Also load time, first inference and memory of fresh processes.")
     ] = False,
     only: Annotated[
         str | None, typer.Option(metavar="PART", help="Judge one part only: parity or latency.", show_default=False)
@@ -97,7 +97,7 @@ def judge(
     """
     from onnx_ops.adapters.runtimes.placement import guard_runtime
     from onnx_ops.app.project import open_project
-    from onnx_ops.cli.inspecting import local_model
+    from onnx_ops.cli.inspect import local_model
     from onnx_ops.cli.tools import telling
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
@@ -141,7 +141,7 @@ def judge(
             functions=_functions(gate),
             max_regression=regression,
             concurrency=concurrency,
-            cold=cold,
+            cold=cold_start,
             only=part,
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
@@ -164,7 +164,7 @@ def judge(
         else:
             _report(heading, decisions)
 
-    answer(lambda: _document(found, heading, baseline, candidate), report, as_json=as_json)
+    print_result(lambda: _document(found, heading, baseline, candidate), report, as_json=as_json)
     raise typer.Exit(found.verdict.exit_code)
 
 

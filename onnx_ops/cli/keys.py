@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, print_json, reported
-from onnx_ops.cli.help import Command, CommandGroup
+from onnx_ops.cli.common import AsJson, handle_errors, print_json
+from onnx_ops.cli.help import Command, make_group
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from onnx_ops.ports import Ports
     from onnx_ops.release.audit import Dependent
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    help="Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
-    epilog="Example: onnx-ops keys list",
+keys = make_group(
+    "keys",
+    "Make, rotate and retire the keys that sign decisions. Private keys are never printed.",
+    "onnx-ops keys list",
 )
 
 
-@app.command("list", cls=Command)
-@reported
-def list_keys(as_json: AsJson = False) -> None:
+@keys.command("list", cls=Command)
+@handle_errors
+def keys_list(as_json: AsJson = False) -> None:
     """List the keys: which one signs here, which are trusted, which are retired.
 
     Example: onnx-ops keys list
@@ -44,9 +43,9 @@ def list_keys(as_json: AsJson = False) -> None:
         say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
 
-@app.command(cls=Command)
-@reported
-def new(
+@keys.command("new", cls=Command)
+@handle_errors
+def keys_new(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Another file than the signing key's.")
     ] = None,
@@ -67,9 +66,9 @@ def new(
         say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
 
 
-@app.command(cls=Command)
-@reported
-def rotate(as_json: AsJson = False) -> None:
+@keys.command("rotate", cls=Command)
+@handle_errors
+def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
     The old public key stays trusted. Its private key is removed, so that it signs nothing more.
@@ -86,9 +85,9 @@ def rotate(as_json: AsJson = False) -> None:
     say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
-@app.command(cls=Command)
-@reported
-def retire(
+@keys.command("retire", cls=Command)
+@handle_errors
+def keys_retire(
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
     force: Annotated[bool, typer.Option("--force", help="Even if versions in use lose their decision.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which versions would lose it.")] = False,
@@ -111,7 +110,7 @@ def retire(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
             where=f"key {_short(known)}",
             why=", ".join(_told(one) for one in lost),
-            remedy="Judge them again with the new key (`onnx-ops run FILE --fresh gate`), or insist with --force.",
+            remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or insist with --force.",
         )
     kept = () if dry_run else keyring.retire(known)
     if as_json:

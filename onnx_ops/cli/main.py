@@ -9,25 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from onnx_ops.cli import (
-    affected,
-    champions,
-    dvc,
     endpoints,
-    init,
-    inspecting,
+    inspect,
     judge,
     keys,
     machine,
-    notify,
+    messages,
     pipelines,
     quantize,
     releases,
-    report,
-    rollback,
-    rollout,
-    serve,
+    rollouts,
     tools,
-    webhooks,
 )
 from onnx_ops.cli.help import Command, CommandGroup
 
@@ -43,38 +35,41 @@ app = typer.Typer(
 
 PIPELINES, RELEASES, TOOLS, MACHINE = "Pipelines", "Releases", "Tools", "Machine"
 
-_COMMANDS: list[tuple[str, Callable[..., Any]]] = [
-    (PIPELINES, init.init),
+_COMMANDS: list[tuple[str, Callable[..., Any] | typer.Typer]] = [
+    (PIPELINES, pipelines.init),
     (PIPELINES, pipelines.check),
     (PIPELINES, pipelines.plan),
     (PIPELINES, pipelines.run),
-    (PIPELINES, affected.affected),
+    (PIPELINES, pipelines.affected),
     (RELEASES, releases.explain),
-    (RELEASES, report.report),
-    (RELEASES, dvc.export_dvc),
-    (RELEASES, champions.champions),
+    (RELEASES, releases.report),
+    (RELEASES, releases.export_dvc),
+    (RELEASES, releases.drift),
     (RELEASES, releases.promote),
-    (RELEASES, rollout.rollout),
-    (RELEASES, rollback.rollback),
+    (RELEASES, rollouts.rollout),
+    (RELEASES, rollouts.rollback),
     (RELEASES, releases.reconcile),
-    (RELEASES, webhooks.webhooks),
-    (RELEASES, notify.notify),
+    (RELEASES, messages.webhooks),
+    (RELEASES, messages.notify),
     (RELEASES, endpoints.status),
     (RELEASES, endpoints.history),
     (RELEASES, endpoints.prune),
     (RELEASES, endpoints.delete),
-    (TOOLS, inspecting.inspect),
+    (TOOLS, inspect.inspect),
     (TOOLS, judge.judge),
     (TOOLS, tools.bench),
     (TOOLS, quantize.quantize),
-    (MACHINE, serve.serve),
+    (MACHINE, machine.serve),
     (MACHINE, machine.doctor),
     (MACHINE, machine.targets),
+    (MACHINE, keys.keys),
 ]
 
 for panel, command in _COMMANDS:
-    app.command(rich_help_panel=panel, cls=Command)(command)
-app.add_typer(keys.app, name="keys", rich_help_panel=MACHINE)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, rich_help_panel=panel)
+    else:
+        app.command(rich_help_panel=panel, cls=Command)(command)
 
 
 def _show_version(wanted: bool) -> None:

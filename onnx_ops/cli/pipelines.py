@@ -1,8 +1,10 @@
-"""Commands about pipeline files: check, plan, run."""
+"""Commands about pipeline files: init, check, plan, run, affected."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,7 @@ from typing import Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, SetValue, answer, print_json, reported
+from onnx_ops.cli.common import AsJson, Quiet, SetValue, handle_errors, print_json, print_result
 from onnx_ops.cli.terminal import error_console, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
@@ -21,10 +23,10 @@ _KINDS = ", ".join(StageKind)
 Until = Annotated[
     StageKind | None, typer.Option("--until", metavar="STAGE", help=f"Stop after this kind of stage: {_KINDS}.")
 ]
-Fresh = Annotated[
+NoCache = Annotated[
     list[StageKind] | None,
     typer.Option(
-        "--fresh", metavar="STAGE", help="Run this kind of stage although its result is stored; repeat for several."
+        "--no-cache", metavar="STAGE", help="Run this kind of stage again although it is cached; repeat for several."
     ),
 ]
 Abandon = Annotated[
@@ -53,7 +55,7 @@ Jobs = Annotated[
 ]
 
 
-@reported
+@handle_errors
 def check(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
     overrides: SetValue = None,
@@ -91,16 +93,16 @@ def check(
     if problems:
         raise config_error(tuple(problems))
     told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
-    answer(
+    print_result(
         lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},
         lambda: say("\n".join([*notes, told])),
         as_json=as_json,
     )
 
 
-@reported
+@handle_errors
 def plan(
-    file: File, overrides: SetValue = None, until: Until = None, fresh: Fresh = None, as_json: AsJson = False
+    file: File, overrides: SetValue = None, until: Until = None, no_cache: NoCache = None, as_json: AsJson = False
 ) -> None:
     """Show what a run would do: each stage, and whether its result is stored already.
 
@@ -111,7 +113,7 @@ def plan(
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    foreseen = projects.foresee(project, prepared, fresh or ())
+    foreseen = projects.foresee(project, prepared, no_cache or ())
     if as_json:
         print_json(
             {
@@ -137,12 +139,12 @@ def _would(outcome: object) -> str:
     return "run" if status is None else f"skip: {getattr(outcome, 'reason', '')}"
 
 
-@reported
+@handle_errors
 def run(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")],
     overrides: SetValue = None,
     until: Until = None,
-    fresh: Fresh = None,
+    no_cache: NoCache = None,
     jobs: Jobs = 1,
     abandon: Abandon = "",
     details: Annotated[bool, typer.Option("--details", help="Print every gate result.")] = False,
@@ -167,7 +169,7 @@ def run(
 
     project = projects.open_project()
     if len(files) > 1:
-        from onnx_ops.cli.several import run_several
+        from onnx_ops.cli.batch import run_several
 
         code = run_several(
             project,
@@ -175,7 +177,7 @@ def run(
             jobs=jobs,
             overrides=overrides or (),
             until=until,
-            fresh=fresh or (),
+            fresh=no_cache or (),
             abandon=abandon,
             base=base,
             as_json=as_json,
@@ -187,14 +189,13 @@ def run(
         for note in prepared.notes:
             say(note, err=True)
     observer = None if as_json or quiet else RunProgress(error_console(), jobs=jobs)
-    from onnx_ops.app.history import find_base
-    from onnx_ops.app.summary import evidence_of, summarise
+    from onnx_ops.app.results import evidence_of, find_base, summarise
     from onnx_ops.measure.paired_rows import compare_rows
 
     name, store = prepared.pipeline.pipeline, project.ports.store
     against = find_base(project.settings.root, store, name, base) if base else None
     result = projects.execute(
-        project, prepared, fresh=fresh or (), observer=observer, abandon=abandon, jobs=jobs, base=against
+        project, prepared, fresh=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
     )
     summary = summarise(prepared.pipeline, result, project.ports)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
@@ -209,9 +210,81 @@ def run(
         summary_report(summary, result.errors, project, measured, details=details)
         comparison_report(compared)
 
-    answer(lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json)
+    print_result(
+        lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json
+    )
     raise typer.Exit(summary.exit_code)
 
 
 def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:
     return {stage: error.as_document() for stage, error in errors.items()}
+
+
+@handle_errors
+def affected(
+    since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
+    as_json: AsJson = False,
+) -> None:
+    """List the pipelines that a change touches: by file, target, data, model, or code that they reach.
+
+    What was changed since this branch left the other one, committed or not. A `.dvc` file stands for the data that it
+    points to. Exit code: 0, also where none is touched.
+
+    Example: onnx-ops affected --since origin/main
+    """
+    from onnx_ops.app.affected import affected as use_case
+    from onnx_ops.app.affected import changed_since
+    from onnx_ops.app.project import open_project
+
+    project = open_project()
+    found = use_case(project, changed_since(project.settings.root, since))
+    if as_json:
+        print_json(codec.to_json(found))
+        return
+    for one in found:
+        say(f"{one.file}  because of {', '.join(one.because)}" + (f"\n  {one.problem}" if one.problem else ""))
+    if not found:
+        say("no pipeline is touched")
+
+
+class TemplateChoice(StrEnum):
+    """What a project starts from."""
+
+    SKLEARN = "sklearn"
+    TORCH = "torch"
+    ONNX = "onnx"
+
+
+@handle_errors
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
+    template: Annotated[
+        TemplateChoice, typer.Option(help="scikit-learn, PyTorch, or an ONNX file that you bring.")
+    ] = TemplateChoice.SKLEARN,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Of pipeline, model and endpoint. Default: the folder's name.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a working project: pipeline, model, flows, workflows, infrastructure, tests.
+
+    Its demo and its tests run at once, on data that scikit-learn brings. Nothing that is there is overwritten.
+
+    Example: onnx-ops init fraud --template sklearn
+    """
+    from onnx_ops.app.scaffold import scaffold
+
+    chosen = name or folder.resolve().name
+    files = scaffold(folder, chosen, template.value)
+    if as_json:
+        print_json({"name": chosen, "folder": str(folder), "files": list(files)})
+        return
+    typer.echo(f"{folder}: {len(files)} files around configs/pipelines/{chosen}.yaml")
+    typer.echo(
+        f"\n  cd {shlex.quote(str(folder))}\n"
+        "  make demo                    # makes .venv/; from training to an endpoint that answers\n"
+        "  make test\n"
+        "  . .venv/bin/activate         # puts onnx-ops on the path\n"
+        "\nREADME.md describes the files."
+    )

@@ -1,24 +1,30 @@
-"""`onnx-ops quantize`: one variant of one ONNX file."""
+"""`onnx-ops quantize`: one variant of one ONNX file, by a recipe or by a search."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
-from onnx_ops.errors import UserError
+from onnx_ops.cli.common import AsJson, Quiet, handle_errors, print_json
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.plugins import require, tools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from onnx_ops.domain.gate import MetricDefinition
+    from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.quantities import Json
+    from onnx_ops.domain.quantization import Budget
     from onnx_ops.domain.target import Target
-    from onnx_ops.ports import Ports, Tensors
+    from onnx_ops.ports import Dataset, Ports, Tensors
     from onnx_ops.tools.quantize import QuantizedFile
 
 
-@reported
+@handle_errors
 def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
@@ -37,7 +43,9 @@ def quantize(
         Path | None, typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False)
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Rows to calibrate on.")] = 256,
-    ranges: Annotated[str, typer.Option(help="How ranges are read off them: minmax, entropy, percentile.")] = "minmax",
+    calibration_method: Annotated[
+        str, typer.Option(help="Calibration method: minmax, entropy, percentile.")
+    ] = "minmax",
     exclude: Annotated[list[str] | None, typer.Option(help="Node that stays in float; may be repeated.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the method, e.g. bits=4.")
@@ -54,7 +62,9 @@ def quantize(
             metavar="NAME=VALUE", help="auto: metric_drop=0.5%, size=2MB, p99=5ms, max_minutes=5, max_builds=9."
         ),
     ] = None,
-    keep: Annotated[str, typer.Option(help="auto: what of the front is wanted: fast, small or exact.")] = "fast",
+    select: Annotated[
+        str, typer.Option(help="auto: point of the Pareto front to keep: fast, small or exact.")
+    ] = "fast",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -87,20 +97,20 @@ def quantize(
     section = Quantize(
         name=out.stem,
         method=method,
-        calibrate=_calibrate(ranges, samples) if data else None,
+        calibrate=_calibrate(calibration_method, samples) if data else None,
         per_channel=per_channel,
         exclude=tuple(exclude or ()),
         options=_options(options or []),
     )
     rows = _rows(ports, model, data, samples) if data else None
     if method == AUTO:
-        from onnx_ops.cli.searching import Tuning, quantize_by_search
+        from onnx_ops.cli.quantize import Tuning, quantize_by_search
 
-        tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), keep=keep, data=data)
+        tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), select=select, data=data)
         with telling("quantize", model, quiet=quiet or as_json) as tell:
             found = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
     elif tune or budget:
-        raise UserError(f"{method} does as it is told", where="--tune, --budget", remedy="They are for --method auto.")
+        raise UserError(f"{method} is a single recipe", where="--tune, --budget", remedy="They are for --method auto.")
     else:
         found = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
     if as_json:
@@ -109,17 +119,17 @@ def quantize(
         _report(found, out, chosen)
 
 
-def _calibrate(ranges: str, samples: int) -> Any:
+def _calibrate(method: str, samples: int) -> Any:
     from typing import get_args, get_type_hints
 
     from onnx_ops.domain.pipeline import Calibrate
     from onnx_ops.domain.quantization import DISTRIBUTION
 
     known = get_args(get_type_hints(Calibrate)["method"])
-    if ranges not in known:
-        why = DISTRIBUTION if ranges == "distribution" else f"there are {', '.join(known)}"
-        raise UserError(f"ranges cannot be read off by {ranges!r}", where="--ranges", why=why)
-    return Calibrate(samples=samples, method=ranges)  # type: ignore[arg-type]
+    if method not in known:
+        why = DISTRIBUTION if method == "distribution" else f"there are {', '.join(known)}"
+        raise UserError(f"no calibration method is called {method!r}", where="--calibration-method", why=why)
+    return Calibrate(samples=samples, method=method)  # type: ignore[arg-type]
 
 
 def _options(texts: list[str]) -> dict[str, Json]:
@@ -182,3 +192,124 @@ def _report(found: QuantizedFile, out: Path, targets: list[Target]) -> None:
         if target.name in found.effects:
             print_text(show, escape(f"{target.name}: {found.effects[target.name].words()}"))
         advise(one.advice)
+
+
+ROWS = 512
+"""Most rows that it decides by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The options of a search as they were given."""
+
+    tune: Path | None
+    label: str
+    metric: str
+    budget: tuple[str, ...]
+    select: str
+    data: Path | None
+
+
+def quantize_by_search(
+    ports: Ports,
+    section: Quantize,
+    model: Path,
+    out: Path,
+    targets: list[Target],
+    calibration: Tensors | None,
+    tuning: Tuning,
+    tell: Callable[[str], None],
+) -> QuantizedFile:
+    """Find the variant, write it, and beside it everything that was tried."""
+    from onnx_ops.domain.artifact import digest_file
+    from onnx_ops.domain.quantization import AUTO, ROLES
+    from onnx_ops.tools.quantize import VariantSearch, search_variant
+
+    if section.exclude or section.options:
+        raise UserError(f"method {AUTO} finds its own", where="--exclude, --option", remedy="Leave them out.")
+    role = next((role for role in ROLES if role == tuning.select), None)
+    if role is None:
+        raise UserError(
+            f"there is no {tuning.select!r} on the front", where="--select", why=f"there are {', '.join(ROLES)}"
+        )
+    metric = _metric(tuning.metric)
+    order = VariantSearch(
+        section=replace(section, keep=(role,), budget=_budget(tuning.budget)),
+        source=model,
+        path=out,
+        targets=tuple(targets),
+        tune=_tune(ports, model, tuning, needed=not metric.label_free),
+        metric=metric,
+        calibration=calibration,
+        data={str(use): digest_file(path) for use, path in (("tune", tuning.tune), ("data", tuning.data)) if path},
+    )
+    return search_variant(ports, order, tell=tell)
+
+
+def _metric(name: str) -> MetricDefinition:
+    from onnx_ops.domain.gate import METRICS, MetricGate
+
+    found = next((known for known in METRICS if known == name), None)
+    if found is None:
+        raise UserError(f"no metric is called {name!r}", where="--metric", why=f"there are {', '.join(METRICS)}")
+    return MetricGate(name=found).definition()
+
+
+def _budget(texts: tuple[str, ...]) -> Budget:
+    from annotated_types import Unit
+
+    from onnx_ops.config.quantities import parse_quantity
+    from onnx_ops.domain.quantization import Budget
+
+    hints = get_type_hints(Budget, include_extras=True)
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in hints:
+            known = ", ".join(f.name for f in fields(Budget))
+            raise UserError(f"a budget has no {name!r}", where="--budget", why=f"it has {known}")
+        unit = next((one.unit for one in _parts(hints[name]) if isinstance(one, Unit)), None)
+        try:
+            found[name] = parse_quantity(value, unit) if unit else (int if name == "max_builds" else float)(value)
+        except ValueError as error:
+            raise UserError(str(error), where=f"--budget {text}") from error
+        if not found[name] > 0 and name != "metric_drop":
+            raise UserError("it must be above 0", where=f"--budget {text}")
+    return Budget(**found)
+
+
+def _parts(hint: Any) -> list[Any]:
+    """A hint and everything that it is made of."""
+    return [hint, *(part for one in get_args(hint) for part in _parts(one))]
+
+
+def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
+    from onnx_ops.domain.pipeline import FileData
+    from onnx_ops.onnx_graph.model_info import read_model_info
+    from onnx_ops.ports import Dataset
+    from onnx_ops.tools.probing import check_samples
+
+    path = tuning.tune
+    if path is None:
+        raise UserError(
+            "a search needs rows that it decides by",
+            where="--tune",
+            remedy="For example: --tune tune.npz, with the model's inputs and an array 'label'.",
+        )
+    if not path.is_file():
+        raise NotFoundError("no such file", where=str(path))
+    inputs = read_model_info(model).inputs
+    section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
+    arrays = ports.source("file").load(section, path.resolve().parent)
+    if needed and tuning.label not in arrays:
+        raise UserError(
+            f"it has no array {tuning.label!r}",
+            where=str(path),
+            why=f"{tuning.metric} needs labels; the file has {', '.join(arrays)}",
+            remedy="Name the array of the labels: --label NAME.",
+        )
+    label = arrays.get(tuning.label)
+    return Dataset(
+        inputs=check_samples(inputs, arrays, where=str(path), limit=ROWS).rows,
+        label=None if label is None else label[:ROWS],
+    )

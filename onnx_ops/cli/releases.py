@@ -1,27 +1,46 @@
-"""Commands about releases: explain, promote, reconcile."""
+"""Commands about releases: explain, report, export-dvc, drift check, promote, reconcile."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import Actor, AsJson, Reason, answer, duration, print_json, reported, version_of
-from onnx_ops.cli.steps import exit_for, steps_document, tell_steps
+from onnx_ops.cli.common import (
+    Actor,
+    AsJson,
+    Quiet,
+    Reason,
+    exit_after_steps,
+    handle_errors,
+    parse_duration,
+    parse_version,
+    print_json,
+    print_result,
+    print_steps,
+    steps_to_document,
+)
+from onnx_ops.cli.help import Command, make_group
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.decision import Drift
 
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
 
-@reported
+@handle_errors
 def explain(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a version again from its stored evidence, and compare with what was signed.
+    """Re-evaluate a version's gates from stored evidence, and verify its signature.
 
     Nothing is measured. Exit code as of `run`, by the worst verdict.
 
@@ -33,7 +52,7 @@ def explain(
     from onnx_ops.domain.decision import combine_verdicts
     from onnx_ops.release.audit import reevaluate as judge_again
 
-    model, number = version_of(version, "explain")
+    model, number = parse_version(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):
         explanations = judge_again(open_project().ports, model, number, target)
     if as_json:
@@ -43,7 +62,7 @@ def explain(
     raise typer.Exit(combine_verdicts(e.decision.verdict for e in explanations).exit_code)
 
 
-@reported
+@handle_errors
 def promote(
     model: Annotated[str, typer.Argument(help="Registered model.")],
     version: Annotated[str, typer.Argument(help="Its version.")],
@@ -51,7 +70,7 @@ def promote(
     reason: Reason = "",
     actor: Actor = "",
     override: Annotated[
-        bool, typer.Option("--override", help="Promote it although its gates or history forbid it; needs --reason.")
+        bool, typer.Option("--override", help="Override failed gates or a previous rollback; requires --reason.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,19 +96,19 @@ def promote(
 
     def report() -> None:
         say(f"{model}/{done.version} on {target}: {done.did}")
-        tell_steps(reports, errors)
+        print_steps(reports, errors)
 
-    document = {"promotion": codec.to_json(done), "steps": steps_document(reports, errors)}
-    answer(lambda: document, report, as_json=as_json)
-    exit_for(reports, errors)
+    document = {"promotion": codec.to_json(done), "steps": steps_to_document(reports, errors)}
+    print_result(lambda: document, report, as_json=as_json)
+    exit_after_steps(reports, errors)
 
 
-@reported
+@handle_errors
 def reconcile(
     endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
     actor: Actor = "",
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until SIGTERM or Ctrl-C.")] = False,
-    every: Annotated[str, typer.Option(metavar="DURATION", help="Between two passes of --watch.")] = "5s",
+    interval: Annotated[str, typer.Option(metavar="DURATION", help="Time between two passes of --watch.")] = "5s",
     retry: Annotated[
         str, typer.Option(metavar="DURATION", help="Retry what fails for this long.", show_default=False)
     ] = "0s",
@@ -107,7 +126,7 @@ def reconcile(
 
     Example: onnx-ops reconcile digits
 
-    Example: onnx-ops reconcile --watch --every 5s --listen 127.0.0.1:8650
+    Example: onnx-ops reconcile --watch --interval 5s --listen 127.0.0.1:8650
     """
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
@@ -116,15 +135,17 @@ def reconcile(
     from onnx_ops.release.reconcile import reconcile_with_retries
 
     if watch:
-        from onnx_ops.cli.watching import keep_watching
+        from onnx_ops.cli.watch import keep_watching
 
-        keep_watching(open_project(), tuple(endpoints or ()), every=every, listen=listen, actor=actor, as_json=as_json)
+        keep_watching(
+            open_project(), tuple(endpoints or ()), interval=interval, listen=listen, actor=actor, as_json=as_json
+        )
         return
     if listen is not None:
         raise UserError("--listen goes with --watch", remedy="onnx-ops reconcile --watch --listen 127.0.0.1:8650")
     ports = open_project().ports
     names = tuple(endpoints or ()) or list_bound_endpoints(ports)
-    retry_s = duration(retry, "--retry")
+    retry_s = parse_duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
         if not any(
             read_readable_state(ports, name).pending_rollback for name in names
@@ -137,7 +158,134 @@ def reconcile(
         progress.begin("notifications")
         send_pending_each(ports, names)
     if as_json:
-        print_json(steps_document(reports, errors))
+        print_json(steps_to_document(reports, errors))
     else:
-        tell_steps(reports, errors)
-    exit_for(reports, errors)
+        print_steps(reports, errors)
+    exit_after_steps(reports, errors)
+
+
+REPORT = "report.html"
+
+
+@handle_errors
+def report(
+    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: MODEL-VERSION.html.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the HTML report of a version's whole release to a file.
+
+    Nothing is measured or judged; prints the path of the file.
+
+    Example: onnx-ops report digits-mlp/3 --output report.html
+    """
+    from onnx_ops.app.project import open_project
+    from onnx_ops.cli.progress import working
+
+    model, number = parse_version(version, "report")
+    with working("report", "fetching the report", quiet=as_json):
+        registry = open_project().ports.registry()
+        page = registry.document(registry.version(model, number), REPORT)
+    path = output or Path(f"{model.replace('/', '-')}-{number}.html")
+    try:
+        path.write_bytes(page)
+    except OSError as error:
+        raise UserError("the report cannot be written", where=str(path), why=error.strerror or str(error)) from error
+    if as_json:
+        print_json({"model": model, "version": number, "report": str(path)})
+    else:
+        typer.echo(str(path))
+
+
+@handle_errors
+def export_dvc(
+    version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="Any version of the release, e.g. digits/3.")],
+    metrics: Annotated[Path, typer.Option(metavar="FILE", help="Output file for metrics.")] = Path("metrics.json"),
+    plots: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder for plot data.")] = Path("plots"),
+    as_json: AsJson = False,
+) -> None:
+    """Write the metrics of a release in DVC's formats, for `dvc metrics show` and `dvc plots show`.
+
+    Nothing is measured; the evidence is that which was signed.
+
+    Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
+    """
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.audit import reevaluate_release
+    from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
+
+    model, number = parse_version(version, "export-dvc")
+    found = reevaluate_release(open_project().ports, model, number)
+    judged = {
+        variant: {one.target: (one.signed.record.verdict, one.evidence) for one in explained}
+        for variant, explained in found.items()
+    }
+    files = {metrics: dvc_metrics(judged), **{plots / name: points for name, points in dvc_plots(judged).items()}}
+    _write(files)
+    if as_json:
+        print_json({"model": model, "version": number, "files": [str(path) for path in files]})
+    else:
+        for path in files:
+            typer.echo(str(path))
+
+
+def _write(files: Mapping[Path, Any]) -> None:
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise UserError("the file cannot be written", where=str(path), why=why) from error
+
+
+drift = make_group(
+    "drift", "Detect champions that behave otherwise than when they were released.", "onnx-ops drift check"
+)
+
+
+@drift.command("check", cls=Command)
+@handle_errors
+def drift_check(
+    pipelines: Annotated[
+        list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default.")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Benchmark the current champions again, to detect drift after an upgrade or on a new machine.
+
+    Runs each champion's own benchmark and judges it by the gates of its release. Records and changes nothing.
+
+    Exit code: 1 if a champion has drifted, else 4 if one could not be measured, else 0.
+
+    Example: onnx-ops drift check digits-mlp
+    """
+    from onnx_ops.app.champions import list_champions, measure_again
+    from onnx_ops.app.execution import StageExecutor
+    from onnx_ops.app.project import open_project
+    from onnx_ops.cli.progress import working
+    from onnx_ops.domain.decision import compute_drift_exit_code
+
+    project = open_project()
+    executor = StageExecutor(settings=project.settings, ports=project.ports)
+    results: list[Drift] = []
+    with working("drift check", "registry", quiet=quiet or as_json) as progress:
+        champions = list_champions(project.ports, tuple(pipelines or ()))
+        names = [f"{champion.record.model} v{champion.record.version} on {champion.target}" for champion in champions]
+        progress.plan(names)
+        for name, champion in zip(names, champions, strict=True):
+            progress.begin(name)
+            results.append(measure_again(project.ports, executor, champion))
+    if as_json:
+        print_json(codec.to_json(results))
+    elif results:
+        from onnx_ops.cli.tables import drift_table
+
+        drift_table(results)
+    else:
+        typer.echo("no champions yet: the first release of a pipeline makes one")
+    raise typer.Exit(compute_drift_exit_code(results))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from onnx_ops.cli.terminal import KEEP, console, print_error, print_table, print_text, verdict_markup
+from onnx_ops.cli.terminal import KEEP, console, print_table, print_text, render_error, verdict_markup
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.reporting.description import ResultRow, result_table
@@ -17,8 +17,8 @@ from onnx_ops.reporting.formatting import format_figure, format_interval
 
 if TYPE_CHECKING:
     from onnx_ops.app.project import Project
-    from onnx_ops.app.summary import Summary
-    from onnx_ops.cli.targeting import Told
+    from onnx_ops.app.results import Summary
+    from onnx_ops.cli.targets import Told
     from onnx_ops.domain.decision import Drift
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.pipeline import Plan
@@ -254,7 +254,7 @@ def _error_lines(out: Console, errors: Mapping[str, OnnxOpsError]) -> None:
     for stage, error in errors.items():
         stages.setdefault(str(error), []).append(stage)
     for names in stages.values():
-        print_error(out, errors[names[0]], f"{', '.join(names)} failed")
+        render_error(out, errors[names[0]], f"{', '.join(names)} failed")
 
 
 def _without(errors: Mapping[str, OnnxOpsError], decisions: Sequence[Decision]) -> list[Decision]:
@@ -283,7 +283,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         command = f"onnx-ops promote {registration.model} {version} --target {target}"
         print_text(out, f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)} in MLflow, or")
         out.print(f"  {escape(command)}", soft_wrap=True)
-    from onnx_ops.app.summary import where_to_read
+    from onnx_ops.app.results import where_to_read
     from onnx_ops.release.journal import list_sibling_states
 
     for target in dict.fromkeys(c.target for c in summary.choices):
@@ -320,7 +320,7 @@ def explanation_report(version: str, explanations: Sequence[ReevaluatedDecision]
         print_text(out, f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
 
 
-def champions_table(found: Sequence[Drift]) -> None:
+def drift_table(found: Sequence[Drift]) -> None:
     rows = [
         [
             *map(escape, (one.model, one.version, one.target, one.variant)),

@@ -58,7 +58,7 @@ def print_text(out: Console, markup: str, *, indent: int = 0, hang: int = 2) -> 
         _print_line(out, Text(" " * (indent + (hang if number else 0))).append_text(line))
 
 
-def print_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
+def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
     """Print an error: what happened where, then why, then the remedy."""
     if isinstance(error, ConfigError):
         for problem in error.problems:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, print_json, reported
+from onnx_ops.cli.common import AsJson, Quiet, handle_errors, print_json
 from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Dims = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of random rows and of the order of runs.")]
 
 
-@reported
+@handle_errors
 def bench(
     model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
     *,
@@ -43,8 +43,8 @@ def bench(
         int | None,
         typer.Option(min=1, max=256, help="Also the throughput with N requests at once.", metavar="N"),
     ] = None,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Also load time, first inference and peak memory of fresh processes.")
+    cold_start: Annotated[
+        bool, typer.Option("--cold-start", help="Also load time, first inference and peak memory of fresh processes.")
     ] = False,
     data: Data = None,
     batch: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of one request.")] = 1,
@@ -54,7 +54,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time one model: quantiles of single runs in one session. --concurrency and --cold measure more.
+    """Time one model: quantiles of single runs in one session. --concurrency and --cold-start measure more.
 
     `onnx-ops judge A B --only latency` tells whether one model is slower than another.
 
@@ -69,7 +69,7 @@ def bench(
     from onnx_ops.tools.bench import benchmark as use_case
     from onnx_ops.tools.bench import build_pair_gates
 
-    gates = build_pair_gates(None, concurrency=concurrency, cold=cold)
+    gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     ports, chosen = _bench_of(target)
     with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
         held = folder / model.name

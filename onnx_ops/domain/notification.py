@@ -394,8 +394,8 @@ def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notifica
         why=drift.reason,
         commands={
             "See what it was": f"onnx-ops explain {drift.model}/{drift.version} --target {drift.target}",
-            "Measure again": f"onnx-ops champions {drift.pipeline}",
-            "Choose again": f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --fresh benchmark",
+            "Measure again": f"onnx-ops drift check {drift.pipeline}",
+            "Choose again": f"onnx-ops run configs/pipelines/{drift.pipeline}.yaml --no-cache benchmark",
         },
         model=drift.model,
         version=drift.version,

@@ -10,9 +10,17 @@ from urllib.parse import unquote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
-from onnx_ops.app.history import base_branch, find_base, provenance_of, share_commit, take_commits
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.summary import Summary, evidence_of, summarise
+from onnx_ops.app.results import (
+    Summary,
+    base_branch,
+    evidence_of,
+    find_base,
+    provenance_of,
+    share_commit,
+    summarise,
+    take_commits,
+)
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Verdict, combine_verdicts

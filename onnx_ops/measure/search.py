@@ -126,7 +126,7 @@ def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchR
             raise StageError(
                 "the same recipe gave another file than before",
                 where=f"search {name}, {trial.recipe}",
-                remedy="Run the search again: `--fresh search`.",
+                remedy="Run the search again: `--no-cache search`.",
             )
         models[slot.role] = (path, trial)
         tell(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")

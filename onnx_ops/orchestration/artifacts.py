@@ -17,7 +17,7 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_logger
 
-from onnx_ops.app.summary import Summary, where_to_read
+from onnx_ops.app.results import Summary, where_to_read
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.domain.release import Choice

@@ -9,8 +9,8 @@ from prefect import State
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
-from onnx_ops.app.champions import Reign, measure_again, reigns
-from onnx_ops.app.remote import Perform
+from onnx_ops.app.champions import ChampionRecord, list_champions, measure_again
+from onnx_ops.app.execution import Perform
 from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import build_drift_notification
 from onnx_ops.orchestration.tasks import run_as_task
@@ -35,7 +35,7 @@ def check_champions(ports: Ports, perform: Perform, names: Sequence[str], *, by:
         ServiceUnavailableError: the registry does not answer.
     """
     found: list[Drift] = []
-    for reign in reigns(ports, names):
+    for reign in list_champions(ports, names):
         told = f"{reign.record.model} v{reign.record.version} @ {reign.target}"
         run_as_task("champion", told, lambda reign=reign: _measured(ports, perform, reign, found))  # type: ignore[misc]
         if found[-1].drifted:
@@ -59,7 +59,7 @@ def concluded(found: Sequence[Drift]) -> State[Any]:
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 
 
-def _measured(ports: Ports, perform: Perform, reign: Reign, found: list[Drift]) -> State[Any]:
+def _measured(ports: Ports, perform: Perform, reign: ChampionRecord, found: list[Drift]) -> State[Any]:
     drift = measure_again(ports, perform, reign)
     found.append(drift)
     return concluded([drift])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from onnx_ops.app.summary import Summary
+from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import hex_digits
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.notification import (

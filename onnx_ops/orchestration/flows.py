@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.app.affected import affected, changed_since
 from onnx_ops.app.project import Project, execute, prepare
-from onnx_ops.app.summary import Summary, evidence_of, summarise
+from onnx_ops.app.results import Summary, evidence_of, summarise
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.app.memory import remember
+from onnx_ops.app.champions import save_benchmark
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
 from onnx_ops.domain.evidence import Evidence
@@ -72,7 +72,7 @@ class Throne:
         self.world.registry.set_alias(MODEL, CHAMPION, "1")
 
     def remembered(self) -> Throne:
-        remember(self.ports.store, self.stage, self.key, self.inputs, self.evidence)
+        save_benchmark(self.ports.store, self.stage, self.key, self.inputs, self.evidence)
         return self
 
     def perform(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.champions import measure_again, reigns
+from onnx_ops.app.champions import list_champions, measure_again
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import NotificationKind, build_drift_notification, build_event
@@ -19,7 +19,7 @@ from tests.release.release_parts import MODEL, TARGET
 
 
 def looked(throne: Throne) -> Drift:
-    (reign,) = reigns(throne.ports)
+    (reign,) = list_champions(throne.ports)
     return measure_again(throne.ports, throne.perform, reign)
 
 
@@ -48,7 +48,7 @@ def test_a_benchmark_that_is_not_remembered_is_an_error(tmp_path: Path) -> None:
     throne = Throne(tmp_path)
     found = looked(throne)
     assert found.verdict is Verdict.ERROR
-    assert "onnx-ops run p.yaml --fresh benchmark" in found.why
+    assert "onnx-ops run p.yaml --no-cache benchmark" in found.why
     assert throne.asked == []
 
 
@@ -58,7 +58,7 @@ def test_a_measurement_that_fails_is_an_error_and_no_drift(tmp_path: Path) -> No
     def broken(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         raise MeasurementError("the provider is missing", where=stage.id)
 
-    (reign,) = reigns(throne.ports)
+    (reign,) = list_champions(throne.ports)
     found = measure_again(throne.ports, broken, reign)
     assert (found.verdict, found.measured) == (Verdict.ERROR, 0)
     assert "the provider is missing" in found.why
@@ -85,9 +85,9 @@ def test_what_rests_on_no_valid_decision_is_an_error(forged: str, tmp_path: Path
 
 def test_names_of_pipelines_and_models_choose(tmp_path: Path) -> None:
     throne = Throne(tmp_path).remembered()
-    assert len(reigns(throne.ports, ("p",))) == len(reigns(throne.ports, (MODEL,))) == 1
+    assert len(list_champions(throne.ports, ("p",))) == len(list_champions(throne.ports, (MODEL,))) == 1
     with pytest.raises(UserError, match=f"have one: {MODEL}, p"):
-        reigns(throne.ports, ("p", "q"))
+        list_champions(throne.ports, ("p", "q"))
 
 
 def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_aliases_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
     registry.delete_alias(MODEL, f"champion-{TARGET}")
     registry.set_alias(MODEL, "champion", "1")
     registry.set_alias(MODEL, f"challenger-{TARGET}", "1")
-    assert reigns(throne.ports) == ()
+    assert list_champions(throne.ports) == ()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_people_and_programs_are_told_of_drift(tmp_path: Path) -> None:
         f"{MODEL}@{TARGET}: champion v1 (int8) has drifted",
     )
     assert "changed since: runtime" in notice.why
-    assert notice.commands["Measure again"] == "onnx-ops champions p"
+    assert notice.commands["Measure again"] == "onnx-ops drift check p"
     event = build_event(notice)
     assert (event.event, event.resource) == ("onnx-ops.champion.drifted", f"onnx-ops.model.{MODEL}")
     assert event.key is None, "each night it is found is a night of its own"

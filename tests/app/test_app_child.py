@@ -20,9 +20,9 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.process import LAST_LINES
-from onnx_ops.app import connect, worker
-from onnx_ops.app.child import Performer, in_child
-from onnx_ops.app.turns import machine_lock
+from onnx_ops.app import worker
+from onnx_ops.app.context import build_ports
+from onnx_ops.app.execution import StageExecutor, machine_lock, run_in_subprocess
 from onnx_ops.config.settings import Settings, load_settings, to_environ
 from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
@@ -36,7 +36,7 @@ PATIENCE_S = 30.0
 
 TRAINING = """
 import ctypes, os, pathlib, signal, subprocess, sys, tempfile, time
-from onnx_ops.errors import Refused
+
 
 def note(name):
     path = pathlib.Path(__file__).with_name(name + ".tmp")
@@ -89,7 +89,7 @@ def project(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def ports(project: Settings) -> Ports:
-    return connect(project)
+    return build_ports(project)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def noted(project: Settings, name: str) -> int:
 
 
 def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
-    there = in_child(project, data_stage(), KEY, {})
+    there = run_in_subprocess(project, data_stage(), KEY, {})
     here = execute(data_stage(), KEY, {}, ports)
     assert there == here
     assert ports.store.read(there["dataset.npz"])
@@ -138,14 +138,14 @@ def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports:
 
 def test_errors_keep_their_type_and_their_words(project: Settings) -> None:
     with pytest.raises(NotFoundError) as missing:
-        in_child(project, data_stage("nowhere.npz"), KEY, {})
+        run_in_subprocess(project, data_stage("nowhere.npz"), KEY, {})
     assert missing.value.where.endswith("nowhere.npz")
     with pytest.raises(RefusedError) as refused:
-        in_child(project, train_stage("refuse"), KEY, {})
+        run_in_subprocess(project, train_stage("refuse"), KEY, {})
     said = refused.value
     assert (said.what, said.where, said.why, said.remedy) == ("not today", "the moon", "it is full", "Wait.")
     with pytest.raises(UserError):
-        in_child(project, train_stage("nothing"), KEY, {})
+        run_in_subprocess(project, train_stage("nothing"), KEY, {})
 
 
 def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_full_disk_in_a_child_stops_the_run(project: Settings, monkeypatch: pyte
 
 def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings) -> None:
     with pytest.raises(StageError, match="signal SIGSEGV") as crashed:
-        in_child(project, train_stage("crash"), KEY, {})
+        run_in_subprocess(project, train_stage("crash"), KEY, {})
     lines = crashed.value.why.splitlines()
     assert len(lines) <= LAST_LINES
     assert "line 99" in lines
@@ -171,13 +171,13 @@ def test_a_crash_is_a_failure_of_the_stage_with_its_last_words(project: Settings
 
 def test_one_that_eats_memory_has_a_limit(project: Settings) -> None:
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.6 GB") as told:
-        in_child(project, train_stage("eat", memory=600_000_000), KEY, {})
+        run_in_subprocess(project, train_stage("eat", memory=600_000_000), KEY, {})
     assert "`memory`" in told.value.remedy
 
 
 def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> None:
     with pytest.raises(StageError, match="signal SIGABRT") as told:
-        in_child(project, train_stage("chatter"), KEY, {})
+        run_in_subprocess(project, train_stage("chatter"), KEY, {})
     assert told.value.why.endswith("(24 MB of output in all)")
     assert len(told.value.why) < 20_000
     assert list(scratch.iterdir()) == []
@@ -185,7 +185,7 @@ def test_of_endless_output_the_end_is_kept(project: Settings, scratch: Path) -> 
 
 def test_a_process_that_leaves_without_a_result_failed(project: Settings) -> None:
     with pytest.raises(StageError, match="exit code 7") as left:
-        in_child(project, train_stage("leave"), KEY, {})
+        run_in_subprocess(project, train_stage("leave"), KEY, {})
     assert "printed nothing" in left.value.why
 
 
@@ -193,7 +193,7 @@ def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scra
     why = ""
     for seconds in (2.5, 10.0, 40.0):  # until its process has come as far as it should
         with pytest.raises(StageError, match=f"time-out of {seconds:g} s") as stopped:
-            in_child(project, train_stage("hang", timeout=seconds), KEY, {})
+            run_in_subprocess(project, train_stage("hang", timeout=seconds), KEY, {})
         why = stopped.value.why
         if (project.root / "trainer").exists():
             break
@@ -210,9 +210,9 @@ from pathlib import Path
 from onnx_ops import codec
 from onnx_ops.domain.pipeline import Stage
 from onnx_ops.config.settings import load_settings
-from onnx_ops.app.child import in_child
+from onnx_ops.app.execution import run_in_subprocess
 
-in_child(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", {})
+run_in_subprocess(load_settings(), codec.loads(sys.argv[1].encode(), Stage), "sha256:0", {})
 """
 
 
@@ -231,7 +231,7 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
 
 
 def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:
-    performer = Performer(settings=project, ports=ports)
+    performer = StageExecutor(settings=project, ports=ports)
 
     def process_of(stage: Stage) -> int:
         with pytest.raises(UserError, match="ZeroDivisionError"):
@@ -269,6 +269,6 @@ def test_lines_that_tell_of_progress_are_passed_on_and_are_no_last_words(project
     telling = Stage(id="train", kind=StageKind.TRAIN, settings=settings, own_process=True)
     heard: list[tuple[str, str]] = []
     with pytest.raises(StageError) as caught:
-        in_child(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
+        run_in_subprocess(project, telling, KEY, {}, lambda stage, line: heard.append((stage.id, line)))
     assert heard == [("train", f"step {number}") for number in range(3)]
     assert caught.value.why == "last words"

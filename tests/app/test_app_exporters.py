@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.adapters.exporters.paddle import PaddleExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-from onnx_ops.app.housing import environment, exporters
+from onnx_ops.app.context import environment, exporters
 from onnx_ops.app.project import open_project, prepare
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.execution import Environment

@@ -10,7 +10,8 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.app.history import (
+from onnx_ops.app.results import (
+    Summary,
     base_branch,
     find_base,
     provenance_of,
@@ -18,7 +19,6 @@ from onnx_ops.app.history import (
     share_commit,
     take_commits,
 )
-from onnx_ops.app.summary import Summary
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageOutcome, StageStatus

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.app.remote import Perform, answer, ask, pool_of
+from onnx_ops.app.execution import Perform, answer, ask, pool_of
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json

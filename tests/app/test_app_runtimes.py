@@ -20,7 +20,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import MARKER, PythonEnvironments, find_uv
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.summary import summarise
+from onnx_ops.app.results import summarise
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Environment

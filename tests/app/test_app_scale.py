@@ -17,7 +17,7 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store import content
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.summary import summarise
+from onnx_ops.app.results import summarise
 from onnx_ops.config import yaml_reader
 from onnx_ops.domain.pipeline import StageKind
 

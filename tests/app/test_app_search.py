@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.summary import Summary, summarise
+from onnx_ops.app.results import Summary, summarise
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus

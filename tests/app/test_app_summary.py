@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.app.summary import _exit_code
+from onnx_ops.app.results import _exit_code
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind
 from onnx_ops.domain.release import Choice

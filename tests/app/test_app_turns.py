@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.turns import Quiet, claimed
+from onnx_ops.app.execution import MeasurementLock, hold_key_lock
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 
 PATIENCE_S = 30.0
@@ -18,7 +18,7 @@ KEY = digest_bytes(b"key")
 
 
 def test_a_measurement_is_never_beside_anything() -> None:
-    quiet, noting = Quiet(), threading.Lock()
+    quiet, noting = MeasurementLock(), threading.Lock()
     working, measuring, wrong = 0, 0, []
 
     def one(number: int) -> None:
@@ -38,7 +38,7 @@ def test_a_measurement_is_never_beside_anything() -> None:
 
 
 def test_work_goes_beside_work() -> None:
-    quiet, both = Quiet(), threading.Barrier(2)
+    quiet, both = MeasurementLock(), threading.Barrier(2)
 
     def one(_: int) -> int:
         with quiet.work():
@@ -49,7 +49,7 @@ def test_work_goes_beside_work() -> None:
 
 
 def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
-    quiet = Quiet()
+    quiet = MeasurementLock()
     begun, order = threading.Event(), []
 
     def measure() -> None:
@@ -77,7 +77,7 @@ def test_who_comes_after_a_measurement_that_waits_comes_after_it() -> None:
 
 
 def test_a_turn_ends_however_the_work_does() -> None:
-    quiet = Quiet()
+    quiet = MeasurementLock()
     for turn in (quiet.work, quiet.measure):
         with pytest.raises(ZeroDivisionError), turn():
             raise ZeroDivisionError
@@ -90,7 +90,7 @@ def test_the_work_of_a_key_is_done_by_one_at_a_time(tmp_path: Path) -> None:
 
     def one(_: int) -> None:
         nonlocal at_work, most, turns
-        with claimed(tmp_path / "claims", KEY):
+        with hold_key_lock(tmp_path / "claims", KEY):
             at_work += 1
             most, turns = max(most, at_work), turns + 1
             at_work -= 1
@@ -102,20 +102,20 @@ def test_the_work_of_a_key_is_done_by_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_other_keys_do_not_wait(tmp_path: Path) -> None:
-    with claimed(tmp_path, KEY), claimed(tmp_path, digest_bytes(b"other")):
+    with hold_key_lock(tmp_path, KEY), hold_key_lock(tmp_path, digest_bytes(b"other")):
         assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_claim_holds_for_other_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
     holder = (
-        "import sys; from pathlib import Path; from onnx_ops.app.turns import claimed\n"
-        f"with claimed(Path({str(tmp_path)!r}), {KEY!r}):\n"
+        "import sys; from pathlib import Path; from onnx_ops.app.execution import hold_key_lock\n"
+        f"with hold_key_lock(Path({str(tmp_path)!r}), {KEY!r}):\n"
         "    print('mine', flush=True); sys.stdin.read()"
     )
     mine = threading.Event()
 
     def claim() -> None:
-        with claimed(tmp_path, KEY):
+        with hold_key_lock(tmp_path, KEY):
             mine.set()
 
     with subprocess.Popen(

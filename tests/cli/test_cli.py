@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from onnx_ops.cli.common import reported
+from onnx_ops.cli.common import handle_errors
 from onnx_ops.cli.main import app
 from onnx_ops.testing.models import write_perceptron
 from tests.cli.tool_files import write_hostile, write_models
@@ -191,8 +191,8 @@ def test_problems_as_json(project: Path) -> None:
         "history nothing",
         "reconcile --watch nothing",
         "reconcile --listen :8650",
-        "reconcile --watch --every 5",
-        "reconcile --watch --every 9999999999d",
+        "reconcile --watch --interval 5",
+        "reconcile --watch --interval 9999999999d",
         "reconcile --watch --listen here",
         "reconcile --watch --listen :0",
         "webhooks install",
@@ -235,7 +235,7 @@ def test_check_tells_what_a_rollout_will_take(project: Path, golden: Golden) -> 
 def test_a_disk_that_cannot_be_written_is_a_failure_of_the_environment(
     number: int, as_json: bool, capfd: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
-    @reported
+    @handle_errors
     def command(as_json: bool = False) -> None:
         raise OSError(number, os.strerror(number), "store/blobs")
 
@@ -247,7 +247,7 @@ def test_a_disk_that_cannot_be_written_is_a_failure_of_the_environment(
 
 
 def test_another_trouble_with_files_is_not_hidden() -> None:
-    @reported
+    @handle_errors
     def command() -> None:
         raise OSError(errno.EIO, "Input/output error")
 

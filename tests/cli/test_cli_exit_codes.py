@@ -8,9 +8,8 @@ import sys
 import pytest
 import typer
 
-from onnx_ops.cli import rollout
-from onnx_ops.cli.common import print_json, reported
-from onnx_ops.cli.steps import exit_for
+from onnx_ops.cli import rollouts
+from onnx_ops.cli.common import exit_after_steps, handle_errors, print_json
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
 from tests.release.release_scenes import begun
@@ -25,17 +24,17 @@ SILENT = StepReport(endpoint="digits", did="", why="waits", settled=True, regist
 )
 def test_steps_end_with_the_code_of_what_they_met(steps: list[StepReport], code: int) -> None:
     if not code:
-        exit_for({"digits": steps, "letters": [QUIET]})
+        exit_after_steps({"digits": steps, "letters": [QUIET]})
         return
     with pytest.raises(typer.Exit) as ended:
-        exit_for({"letters": [QUIET], "digits": steps})
+        exit_after_steps({"letters": [QUIET], "digits": steps})
     assert ended.value.exit_code == code
 
 
 def test_the_worst_error_is_the_code() -> None:
     errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailableError("no answer")}
     with pytest.raises(typer.Exit) as ended:
-        exit_for({"digits": [REFUSED]}, errors)
+        exit_after_steps({"digits": [REFUSED]}, errors)
     assert ended.value.exit_code == 4
 
 
@@ -45,13 +44,13 @@ def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
     scene = begun()
     monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
     with pytest.raises(typer.Exit) as ended:
-        rollout._status(scene.ports, "digits", watch=True, every="1s", as_json=False)
+        rollouts._show_status(scene.ports, "digits", watch=True, pause_s=1.0, as_json=False)
     assert ended.value.exit_code == 1
     assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
 
 
 def test_what_libraries_print_is_not_in_the_document(capfd: pytest.CaptureFixture[str]) -> None:
-    @reported
+    @handle_errors
     def command(*, as_json: bool) -> None:
         sys.stdout.write("a library's greeting\n")
         print_json({"answer": 42})

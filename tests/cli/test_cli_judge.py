@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops import app
+from onnx_ops.app import context
 from onnx_ops.domain.target import Target
 from tests.cli.tool_files import write_hostile, write_models
 from tests.measure.scripted import Scripted
@@ -28,8 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
     machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
     monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
-    monkeypatch.setattr(app, "_runtime", lambda *_: runtime)
-    monkeypatch.setattr(app, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
+    monkeypatch.setattr(context, "_runtime", lambda *_: runtime)
+    monkeypatch.setattr(context, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def command(folder: Path, *arguments: str) -> Result:
         ("good.onnx int8.onnx", 3),
         ("good.onnx int8.onnx --data scored.npz --labels y --max-drop 9%", 0),
         ("good.onnx good.onnx --target cpu-1t --target cpu-all --batch 1,8 --only latency", 0),
-        ("good.onnx wrong.onnx --cold --only latency --batch 1,8", 1),
+        ("good.onnx wrong.onnx --cold-start --only latency --batch 1,8", 1),
     ],
 )
 def test_verdict_stands_first_with_a_line_why(folder: Path, arguments: str, code: int, golden: Golden) -> None:

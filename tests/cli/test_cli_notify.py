@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.app.project import Project
 from onnx_ops.cli.main import app
-from onnx_ops.cli.watching import _telling_people
+from onnx_ops.cli.watch import _telling_people
 from onnx_ops.config.settings import load_settings
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier

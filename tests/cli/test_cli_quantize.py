@@ -85,8 +85,8 @@ def test_a_pass_that_cannot_be_timed_says_why(folder: Path, capfd: pytest.Captur
     [
         (["--method", "static"], "calibration rows"),
         (["--method", "static", "--data", "none.npz"], "no such file"),
-        (["--method", "static", "--data", "rows.npz", "--ranges", "distribution"], "destroys a model"),
-        (["--method", "static", "--data", "rows.npz", "--ranges", "median"], "minmax, entropy, percentile"),
+        (["--method", "static", "--data", "rows.npz", "--calibration-method", "distribution"], "destroys a model"),
+        (["--method", "static", "--data", "rows.npz", "--calibration-method", "median"], "minmax, entropy, percentile"),
         (["--method", "dynamyc"], "Did you mean 'dynamic'"),
         (["--method", "dynamic", "--exclude", "thrid"], "did you mean 'third'"),
         (["--method", "dynamic", "--option", "reduce_range"], "NAME=VALUE"),

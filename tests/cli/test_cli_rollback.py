@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onnx_ops.app.project import open_project
-from onnx_ops.cli import rollback
+from onnx_ops.cli import rollouts
 from onnx_ops.cli.main import app
 from tests.support.extras import hide
 from tests.support.golden import Golden
@@ -42,7 +42,7 @@ def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golde
 
 def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "mlflow")
-    monkeypatch.setattr(rollback, "_in_background", lambda *_: Path("registry.log"))
-    told = rollback._hand_over(open_project(tmp_path), ("digits",))
+    monkeypatch.setattr(rollouts, "_in_background", lambda *_: Path("registry.log"))
+    told = rollouts._hand_over(open_project(tmp_path), ("digits",))
     assert "onnx-ops[mlflow]" in told["digits"]
     assert told["digits"].endswith("onnx-ops reconcile digits")

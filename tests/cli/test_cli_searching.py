@@ -41,7 +41,7 @@ def run(*arguments: str, code: int = 0) -> str:
 @pytest.mark.nightly
 def test_a_variant_is_found_and_everything_tried_is_kept(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
-    run("--method", "auto", "--data", "rows.npz", "--tune", "tune.npz", "--keep", "exact", *budget, "--json")
+    run("--method", "auto", "--data", "rows.npz", "--tune", "tune.npz", "--select", "exact", *budget, "--json")
     found = json.loads(capfd.readouterr().out)
     record = codec.loads((folder / "best.onnx.search.json").read_bytes(), SearchRecord)
     assert (folder / "best.onnx").stat().st_size == found["variant"]["bytes"]
@@ -68,7 +68,7 @@ def test_nothing_within_the_budget_is_told_with_what_was_tried(folder: Path) -> 
         (["--tune", "tune.npz", "--budget", "speed=5"], "a budget has no 'speed'"),
         (["--tune", "tune.npz", "--budget", "metric_drop=0.5"], "percentage"),
         (["--tune", "tune.npz", "--budget", "max_builds=0"], "above 0"),
-        (["--tune", "tune.npz", "--keep", "best"], "there are fast, small, exact"),
+        (["--tune", "tune.npz", "--select", "best"], "there are fast, small, exact"),
         (["--tune", "tune.npz", "--exclude", "first"], "finds its own"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from onnx_ops import app
+from onnx_ops.app import context
 from onnx_ops.domain.target import Target
 from onnx_ops.measure import speed
 from tests.cli.tool_files import write_hostile, write_models
@@ -132,8 +132,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2})
     machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
     monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
-    monkeypatch.setattr(app, "_runtime", lambda *_: runtime)
-    monkeypatch.setattr(app, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
+    monkeypatch.setattr(context, "_runtime", lambda *_: runtime)
+    monkeypatch.setattr(context, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
 
 
 class TestBench:
@@ -145,7 +145,7 @@ class TestBench:
     @pytest.mark.nightly
     def test_load_and_fresh_processes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
-        arguments = ("--runs", "20", "--concurrency", "2", "--cold", "--json")
+        arguments = ("--runs", "20", "--concurrency", "2", "--cold-start", "--json")
         found = command(folder, "bench", "good.onnx", *arguments).document()
         assert list(found["figures"]) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
         assert all(figure["value"] > 0 for figure in found["figures"].values())
@@ -155,7 +155,7 @@ class TestBench:
         ("arguments", "code"),
         [
             ("good.onnx --runs 30", 0),
-            ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold", 0),
+            ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0),
         ],
     )
     def test_what_is_said_of_figures(self, folder: Path, arguments: str, code: int, golden: Golden) -> None:

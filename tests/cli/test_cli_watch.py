@@ -64,7 +64,7 @@ def test_a_webhook_wakes_it_and_an_unapproved_alias_is_put_back(site: Site) -> N
     site.bind()
     done = site.command("webhooks", "install", "--url", url, "--json")
     assert (done.code, json.loads(done.stdout)["did"]) == (4, ["created"])
-    with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:
+    with watching(site, "--interval", "1h", "--listen", f"127.0.0.1:{port}") as watch:
         until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
         assert "works" in next(r["why"] for r in watch.reports if r["kind"] == "webhook")
         findings = {finding["check"]: finding for finding in json.loads(site.command("doctor", "--json").stdout)}
@@ -119,7 +119,7 @@ def test_false_deliveries_deploy_nothing(site: Site) -> None:
         }
         return httpx.post(f"http://127.0.0.1:{port}/webhooks/mlflow", content=body, headers=signed).status_code
 
-    with watching(site, "--every", "1h", "--listen", f"127.0.0.1:{port}") as watch:
+    with watching(site, "--interval", "1h", "--listen", f"127.0.0.1:{port}") as watch:
         until(lambda: site.done() == ["first-deployment"], "the first deployment")
         until(lambda: "webhook" in watch.kinds(), "a word about the webhook")
         assert send("2", "forged", secret="another secret of length") == 401  # noqa: S106 (of a test)
@@ -149,13 +149,13 @@ def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_pollin
     site.bind()
     registry = site.ports.registry()
     registry.set_alias(site.model, CHALLENGER, "1")
-    with watching(site, "--every", "200 ms") as watch:
+    with watching(site, "--interval", "200 ms") as watch:
         until(lambda: site.done() == ["first-deployment"], "the first deployment")
         assert watch.end(signal.SIGKILL) == -signal.SIGKILL
     site.stop_endpoint()
     assert site.traffic() == {}
     registry.set_alias(site.model, CHALLENGER, "2")
-    with watching(site, "--every", "200 ms") as watch:
+    with watching(site, "--interval", "200 ms") as watch:
         until(lambda: registry.aliases(site.model).get(CHAMPION) == "2", "the second release")
         until(lambda: watch.kinds()[-1] == "waiting", "rest")
         assert watch.end(signal.SIGTERM) == 0

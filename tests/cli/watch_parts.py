@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnx_ops.app import connect
+from onnx_ops.app.context import build_ports
 from onnx_ops.attestation import sign_record
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import digest_bytes
@@ -40,7 +40,7 @@ class Site:
         folder.mkdir(exist_ok=True)
         (folder / "onnx-ops.toml").write_text(f'tracking_uri = "{url}"\n', encoding="utf-8")
         self.settings = load_settings(folder, {})
-        self.ports: Ports = connect(self.settings)
+        self.ports: Ports = build_ports(self.settings)
 
     def bind(self) -> None:
         config = EndpointConfig(

@@ -67,7 +67,7 @@ def unknown(words: list[str]) -> str:
         words = ["onnx-ops", *words[3:]]
     if words[0] != "onnx-ops" or len(words) < 2 or words[1].startswith(("-", "…")):
         return ""
-    name = " ".join(words[1:3]) if words[1] == "keys" else words[1]
+    name = words[1] if words[1] in COMMANDS else " ".join(words[1:3])
     if name not in COMMANDS:
         return f"no command {name!r}"
     known = flags(COMMANDS[name])

@@ -166,5 +166,5 @@ def answered(command: Command, shell: Shell) -> tuple[str, int]:
     for _ in range(TRIES):
         if code != INCONCLUSIVE or not command.text.startswith("onnx-ops run"):
             break
-        output, code = shell.run(f"{command.text} --fresh benchmark")
+        output, code = shell.run(f"{command.text} --no-cache benchmark")
     return output, code

@@ -36,7 +36,7 @@ def champion(done: Result, code: int) -> dict[str, Any]:
 
 
 def test_one_that_is_as_it_was(released: Project) -> None:
-    found = champion(released.command("champions", "digits-mlp", "--json"), 0)
+    found = champion(released.command("drift", "check", "digits-mlp", "--json"), 0)
     assert found["verdict"] in ("pass", "inconclusive"), found
     assert found["changed"] == []
     assert any(result["metric"] == "accuracy since" and result["estimate"] == 0 for result in found["results"])
@@ -55,7 +55,7 @@ def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path:
     metadata.write_text("Metadata-Version: 2.1\nName: onnxruntime\nVersion: 99.0\n", encoding="utf-8")
     inherited = released.environment().get("PYTHONPATH", "")
     environ = {"PYTHONPATH": f"{tmp_path}:{inherited}"}
-    found = champion(released.process("champions", "--json", environ=environ), 1)
+    found = champion(released.process("drift", "check", "--json", environ=environ), 1)
     assert (found["verdict"], found["measured"]) == ("fail", 2)
     assert any(change.startswith("runtime onnxruntime 99.0, was onnxruntime ") for change in found["changed"])
     failed = {result["gate"] for result in found["results"] if result["verdict"] == "fail"}
@@ -63,13 +63,13 @@ def test_a_runtime_that_computes_otherwise_is_found(released: Project, tmp_path:
 
 
 def test_a_name_without_a_champion(released: Project) -> None:
-    done = released.command("champions", "digits-cnn")
+    done = released.command("drift", "check", "digits-cnn")
     assert done.code == 2
     assert "digits-mlp." in done.stderr
 
 
 def test_a_store_that_has_forgotten_is_no_drift(released: Project) -> None:
     shutil.rmtree(released.root / ".onnx-ops" / "store" / "records")
-    found = champion(released.command("champions", "--json"), 4)
+    found = champion(released.command("drift", "check", "--json"), 4)
     assert found["verdict"] == "error"
-    assert "--fresh benchmark" in found["why"]
+    assert "--no-cache benchmark" in found["why"]

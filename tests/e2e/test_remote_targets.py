@@ -83,7 +83,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
 
 
 def test_a_worker_killed_at_work_is_replaced_by_the_next(site: PrefectSite) -> None:
-    arguments = [*command('benchmark.targets=["board-a"]'), "--fresh", "benchmark"]
+    arguments = [*command('benchmark.targets=["board-a"]'), "--no-cache", "benchmark"]
     begun = site.project.start(*arguments, environ=site.client)
     victim = until(lambda: at_work(site), seconds=120, what="a flow run that measures")
     os.killpg(os.getpgid(victim), signal.SIGKILL)

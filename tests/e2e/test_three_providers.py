@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from onnx_ops.adapters.host import SystemClock
-from onnx_ops.app import connect
+from onnx_ops.app.context import build_ports
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -168,7 +168,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "azureml": AzureMl(settings.endpoints, settings.trusted_keys, azure, clock),
         }
         ports = replace(
-            connect(settings),
+            build_ports(settings),
             provider=lambda name: sites[name].provider,
             metrics=lambda config: sites[config.provider].metrics(),
             clock=clock,

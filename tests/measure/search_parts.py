@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_ops.app import connect
+from onnx_ops.app.context import build_ports
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.gate import ACCURACY
 from onnx_ops.domain.pipeline import Calibrate, Quantize
@@ -127,7 +127,7 @@ def _time(path: Path, target: Target) -> float:
 def fragile_ground(folder: Path, *, budget: Budget | None = None, calibrated: bool = False) -> SearchContext:
     """A ground below `folder`, which holds what `write_fragile` wrote to `source/model.onnx`."""
     settings = load_settings(folder, {})
-    ports: Ports = connect(settings)
+    ports: Ports = build_ports(settings)
     steady = Steady(ports.runtime("onnxruntime"))
     object.__setattr__(ports, "runtime", lambda _: steady)
     arrays = {name: dict(np.load(folder / f"source/{name}.npz")) for name in ("train", "tune")}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from onnx_ops.app.project import open_project
-from onnx_ops.app.summary import Summary
+from onnx_ops.app.results import Summary
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.summary import summarise
+from onnx_ops.app.results import summarise
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.ledger import EndpointDeleted
 from onnx_ops.domain.pipeline import StageKind

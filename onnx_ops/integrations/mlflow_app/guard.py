@@ -192,7 +192,7 @@ class Guard:
             raise RefusedError(
                 "a later decision stands there",
                 why=f"it was made {record.decisions[target].record.decided_at}, this one {new.record.decided_at}",
-                remedy="Judge again with `onnx-ops run FILE --fresh gate`.",
+                remedy="Judge again with `onnx-ops run FILE --no-cache gate`.",
             )
 
 

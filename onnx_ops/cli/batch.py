@@ -12,10 +12,10 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.app.batch import Ended, run_files, worst
 from onnx_ops.app.project import Project
-from onnx_ops.cli.common import answer
+from onnx_ops.cli.common import print_result
 from onnx_ops.cli.progress import RunProgress
 from onnx_ops.cli.tables import choice_lines
-from onnx_ops.cli.terminal import console, error_console, print_error, print_text
+from onnx_ops.cli.terminal import console, error_console, print_text, render_error
 from onnx_ops.domain.pipeline import StageKind
 
 
@@ -52,7 +52,7 @@ def run_several(
         documents.append(_document(ended))
         if not as_json:
             _tell(out, ended)
-    answer(
+    print_result(
         lambda: {"pipelines": documents, "exit_code": worst(codes)},
         lambda: out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
         as_json=as_json,
@@ -72,7 +72,7 @@ def _tell(out: Console, ended: Ended) -> None:
     if ended.summary is None:
         print_text(out, f"[bold]{escape(str(ended.file))}[/bold]")
         if ended.refused is not None:
-            print_error(out, ended.refused, "not run")
+            render_error(out, ended.refused, "not run")
         return
     done, known = len(ended.summary.executed), len(ended.summary.outcomes)
     out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")

@@ -1,4 +1,4 @@
-"""What `targets` tells: which targets there are, and which of them this machine can measure."""
+"""Targets that this machine can measure, for `onnx-ops targets`."""
 
 from __future__ import annotations
 

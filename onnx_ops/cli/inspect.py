@@ -1,4 +1,4 @@
-"""`onnx-ops inspect`: what a model is, what it says about itself, where it can run."""
+"""`onnx-ops inspect`: what a model holds, its metadata, and where it can run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from onnx_ops.cli.common import AsJson, print_json, reported
+from onnx_ops.cli.common import AsJson, handle_errors, print_json
 from onnx_ops.cli.tools import sizes_of
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.scratch import Scratch
 
 
-@reported
+@handle_errors
 def inspect(
     model: Annotated[
         str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)
@@ -90,11 +90,11 @@ def local_model(place: str) -> Iterator[Path]:
     if "://" not in place and not place.startswith("models:/"):
         yield find_model_file(Path(place))
         return
-    from onnx_ops.app import connect
+    from onnx_ops.app.context import build_ports
     from onnx_ops.config.settings import load_settings
 
     with Scratch() as folder:
-        yield find_model_file(connect(load_settings()).models.path(place, folder / "model"))
+        yield find_model_file(build_ports(load_settings()).models.path(place, folder / "model"))
 
 
 def _write(path: Path, output: Path, entries: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`reconcile --watch`: the loop with its signals, its receiver and its lines."""
+"""`reconcile --watch`: the loop with its signals, its webhook receiver and its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 
 from onnx_ops import codec
 from onnx_ops.app.project import Project
-from onnx_ops.cli.common import duration
+from onnx_ops.cli.common import parse_duration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.plugins import require
 from onnx_ops.release.journal import Journal, list_bound_endpoints
@@ -30,7 +30,7 @@ _LAST_WORDS_S = 15.0
 
 
 def keep_watching(
-    project: Project, endpoints: tuple[str, ...], *, every: str, listen: str | None, actor: str, as_json: bool
+    project: Project, endpoints: tuple[str, ...], *, interval: str, listen: str | None, actor: str, as_json: bool
 ) -> None:
     """Watch until SIGTERM or SIGINT.
 
@@ -45,7 +45,7 @@ def keep_watching(
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    bell, seconds = ReconcileQueue(), _seconds(every)
+    bell, seconds = ReconcileQueue(), _seconds(interval)
     watcher = WatchLoop(
         project.ports,
         bell,
@@ -167,9 +167,9 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = duration(text, "--every")
+    value = parse_duration(text, "--interval")
     if not _SHORTEST <= value <= _LONGEST:
-        raise UserError(f"a pass every {text}", where="--every", remedy="Write a duration from 100 ms to 24 h.")
+        raise UserError(f"a pass every {text}", where="--interval", remedy="Write a duration from 100 ms to 24 h.")
     return value
 
 

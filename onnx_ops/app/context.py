@@ -1,0 +1,247 @@
+"""Names in a pipeline and settings to objects. Construction only; what is not used is not imported."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from onnx_ops import plugins
+from onnx_ops.adapters.external_model import RegisteredModels, UserSuppliedModels
+from onnx_ops.adapters.files import FileJournal
+from onnx_ops.adapters.host import LocalHost, SystemClock
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
+from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, IsolatedOptimizer
+from onnx_ops.adapters.isolation.process import ProcessLimits
+from onnx_ops.adapters.ledgers.log import ObjectLedger
+from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store.models import ModelFolders
+from onnx_ops.attestation import TrustedKeys
+from onnx_ops.config.settings import Settings
+from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Environment
+from onnx_ops.errors import UserError
+from onnx_ops.ports import (
+    DataSource,
+    EndpointProvider,
+    EnvironmentRuntime,
+    EnvironmentSource,
+    Exporter,
+    Exporters,
+    MetricsSource,
+    Notifier,
+    Optimizer,
+    Optimizers,
+    Ports,
+    Registry,
+    Runtime,
+    Signer,
+    Verifier,
+)
+
+T = TypeVar("T")
+
+KEY_FILE_REMEDY = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
+
+
+def build_ports(settings: Settings) -> Ports:
+    """The outside world as the settings describe it. Touches nothing until it is used."""
+    provider: Callable[[str], EndpointProvider] = functools.cache(
+        lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
+    )
+    return Ports(
+        root=settings.root,
+        store=ContentStore(open_objects(settings.store), settings.state / "cache"),
+        ledger=ObjectLedger(open_objects(settings.ledger)),
+        files=ModelFolders(settings.models),
+        models=UserSuppliedModels(root=settings.root, registered=_once(lambda: _registered(settings))),
+        clock=SystemClock(),
+        host=LocalHost(),
+        registry=_once(lambda: _registry(settings)),
+        verifier=_once(lambda: _verifier(settings)),
+        signer=_once(lambda: _signer(settings)),
+        provider=provider,
+        metrics=lambda config: _metrics(config, provider),
+        exporter=lambda name, env=None: _exporters(settings)(name, env),
+        optimizer=lambda name, env=None: _optimizers(settings)(name, env),
+        runtime=functools.cache(lambda name: _runtime(settings, name)),
+        source=functools.cache(lambda name: _source(settings, name)),
+        notifiers=_once(lambda: _notifiers(settings)),
+        git_sha=_once(lambda: git_sha(settings.root)),
+        conditions=_conditions,
+        journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
+    )
+
+
+@functools.cache
+def _exporters(settings: Settings) -> Exporters:
+    from onnx_ops.app.context import exporters
+
+    return exporters(settings)
+
+
+@functools.cache
+def _optimizers(settings: Settings) -> Optimizers:
+    from onnx_ops.app.context import optimizers
+
+    return optimizers(settings)
+
+
+def _runtime(settings: Settings, name: str) -> Runtime:
+    found: Runtime = plugins.load("runtimes", name)
+    return found.housed(settings.environments) if isinstance(found, EnvironmentRuntime) else found
+
+
+def _source(settings: Settings, name: str) -> DataSource:
+    found: DataSource = plugins.load("data", name)
+    return found.housed(settings.environments, settings.state) if isinstance(found, EnvironmentSource) else found
+
+
+def git_sha(root: Path) -> str:
+    """Commit of the project's checkout; empty outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """Made when it is first asked for, and once, whichever threads ask."""
+    made, making = functools.cache(make), threading.RLock()
+
+    def told() -> T:
+        with making:
+            return made()
+
+    return told
+
+
+def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
+    """The source that the endpoint names, or its provider's own."""
+    settings = dict(config.metrics)
+    name = settings.pop("source", None)
+    if name is None:
+        return provider(config.provider).metrics()
+    source: MetricsSource = plugins.load("metrics", str(name), settings)
+    return source
+
+
+def _registry(settings: Settings) -> Registry:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
+    direct = "://" in settings.tracking_uri and not settings.tracking_uri.startswith(("http://", "https://"))
+    return MlflowRegistry(
+        settings.tracking_uri,
+        artifact_root=settings.artifacts if direct else None,
+        public_url=settings.mlflow_url or None,
+    )
+
+
+def _registered(settings: Settings) -> RegisteredModels:
+    from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
+
+    return MlflowModels(settings.tracking_uri)
+
+
+def _signer(settings: Settings) -> Signer | None:
+    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, create_key
+
+    if settings.signing == "off":
+        return None
+    if settings.signing == "auto":
+        return create_key(settings.signing_key)
+    if not settings.signing_key.exists():
+        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=KEY_FILE_REMEDY)
+    return EcdsaSigner(settings.signing_key)
+
+
+def _verifier(settings: Settings) -> Verifier:
+    return TrustedKeys(settings.trusted_keys)
+
+
+def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
+    """By what the settings call them: `github:owner/repository`."""
+    named = {name: name.partition(":") for name in settings.notifiers}
+    found = {name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()}
+    for name, notifier in found.items():
+        plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
+    return found
+
+
+def _conditions() -> Mapping[str, str]:
+    from onnx_ops.adapters.runtimes.hardware import read_conditions
+
+    return read_conditions()
+
+
+def exporters(settings: Settings) -> Exporters:
+    """An exporter that names `requirements` of its own runs isolated, with those, unless `env` says otherwise."""
+
+    @functools.cache
+    def exporter(name: str, env: Environment | None = None, /) -> Exporter:
+        found: Exporter = plugins.load("exporters", name)
+        wanted = environment(found, env)
+        if wanted is None:
+            return found
+        return IsolatedExporter(
+            exporter=plugins.find("exporters", name).value,
+            python=_maker(settings, wanted),
+            root=settings.root,
+            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
+        )
+
+    return exporter
+
+
+def optimizers(settings: Settings) -> Optimizers:
+    """As for exporters."""
+
+    @functools.cache
+    def optimizer(name: str, env: Environment | None = None, /) -> Optimizer:
+        found: Optimizer = plugins.load("optimizers", name)
+        wanted = environment(found, env)
+        if wanted is None:
+            return found
+        return IsolatedOptimizer(
+            here=found,
+            place=plugins.find("optimizers", name).value,
+            python=_maker(settings, wanted),
+            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
+        )
+
+    return optimizer
+
+
+def _maker(settings: Settings, wanted: Environment) -> Callable[[], Path]:
+    environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
+    return lambda: environments.python(wanted)
+
+
+def environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
+    """The environment to run an exporter or optimizer in; None for this installation.
+
+    Raises:
+        UserError: `env` asks for packages here, where none are installed for a stage, or names none at all.
+    """
+    own: tuple[str, ...] = getattr(plugin, "requirements", ())
+    if env is not None and not env.isolated:
+        if env.requirements or env.python:
+            raise UserError(
+                "`isolated: false` runs in this installation, which is never changed",
+                where="env",
+                remedy="Leave out `requirements` and `python`, or `isolated`.",
+            )
+        return None
+    if env is None:
+        return Environment(requirements=own) if own else None
+    requirements = env.requirements or own
+    if not requirements:
+        raise UserError("the environment has no requirements", where="env", remedy="List the packages that it needs.")
+    return Environment(requirements=requirements, python=env.python, memory=env.memory, timeout=env.timeout)

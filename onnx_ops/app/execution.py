@@ -1,0 +1,334 @@
+"""Execute stages: in a process of their own, by a pool's workers, or here; and the locks that they wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnx_ops import codec, plugins
+from onnx_ops.adapters.isolation.process import LineListener, OutputTail, describe_exit
+from onnx_ops.config.settings import Settings, to_environ
+from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits
+from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.quantities import Json
+from onnx_ops.errors import ConflictError, MeasurementError, OnnxOpsError, RefusedError, StageError, from_document
+from onnx_ops.pipeline.stage_settings import REVISIONS
+from onnx_ops.pipeline.stages import execute
+from onnx_ops.pipeline.stages.champion import attach_champion
+from onnx_ops.ports import Pools, Ports, Store
+from onnx_ops.scratch import Scratch
+
+
+@contextlib.contextmanager
+def machine_lock() -> Iterator[None]:
+    """One measurement of times at once on this machine. The lock goes with its holder, however that ends."""
+    path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+class MeasurementLock:
+    """Among the pipelines that one process runs side by side, a measurement has the machine to itself.
+
+    In the order in which they come: work goes beside work, a measurement waits for all that has begun, and what comes
+    later waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tickets = 0
+        self._admitted = 0
+        self._working = 0
+        self._measuring = False
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Work whose duration nobody measures."""
+        with self._turn(alone=False):
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Work whose figures are times."""
+        with self._turn(alone=True):
+            self._measuring = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _turn(self, *, alone: bool) -> Iterator[None]:
+        """Waits for this comer's turn; what the block writes down is seen by the next one."""
+        with self._changed:
+            ticket, self._tickets = self._tickets, self._tickets + 1
+            self._changed.wait_for(
+                lambda: self._admitted == ticket and not self._measuring and not (alone and self._working)
+            )
+            self._admitted += 1
+            yield
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
+    """The work of a key, done by one at a time: of the threads and processes on this machine that name this folder.
+
+    Whoever had to wait looks for the result first. A claim goes with its holder, however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hex_digits(key)}.lock"
+    while True:
+        with path.open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            if not _still_there(path, stream.fileno()):  # its last holder has taken the file away
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _still_there(path: Path, descriptor: int) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+PROGRESS = b"\x1eprogress "
+"""What a line of a child's output begins with that tells how far its stage is."""
+
+Told = Callable[[Stage, str], None]
+
+_TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
+"""Stages whose figures are times: one of them at once."""
+
+
+def _silent(stage: Stage, line: str) -> None:
+    del stage, line
+
+
+@dataclass(frozen=True)
+class StageExecutor:
+    """Executes stages: here, in a child where the stage asks for it or has a time-out, or by a pool's worker.
+
+    Performers with one `quiet` are used side by side.
+    """
+
+    settings: Settings
+    ports: Ports
+    tell: Told = _silent
+    lock: MeasurementLock = field(default_factory=MeasurementLock)
+
+    def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        if pool := pool_of(stage):
+            plugins.require(*plugins.EXTRAS["prefect"], where=f"pool {pool}")
+            pools: Pools = plugins.load("pools", "prefect")
+            return ask(pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
+        return self.here(stage, key, inputs)
+
+    def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """On this machine, whatever pool the stage's target names."""
+        if not stage.own_process and stage.timeout is None:
+            return execute(stage, key, inputs, self.ports)
+        if stage.kind not in _TIMED:
+            with self.lock.work():
+                return run_in_subprocess(self.settings, stage, key, inputs, self.tell)
+        told = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
+        with self.lock.measure(), machine_lock():
+            return run_in_subprocess(self.settings, told, key, inputs, self.tell)
+
+
+def run_in_subprocess(
+    settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
+) -> Manifest:
+    """Raises what the stage raised; StageError if its process crashed, was killed or ran past the time-out."""
+    with Scratch() as folder:
+        result, scratch = folder / "result.json", folder / "tmp"
+        scratch.mkdir()
+        request = {
+            "stage": codec.to_json(stage),
+            "key": key,
+            "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
+            "result": str(result),
+            "scratch": str(scratch),
+        }
+        code, said = _spawn(settings, json.dumps(request), stage, scratch, tell)
+        if not result.exists():
+            raise StageError(
+                f"its process ended with {describe_exit(code)}",
+                where=stage.id,
+                why=said or "it printed nothing",
+                remedy="Run the stage again; if it crashes again, the lines above are its last words.",
+            )
+        document = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in document:
+        raise from_document(document["error"])
+    return Manifest(files=document["files"])
+
+
+def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: Told) -> tuple[int, str]:
+    """The child lives no longer than this process: it watches its standard input, which stays open until then.
+
+    Its temporary files lie in `scratch`, as one that is killed leaves them: gigabytes where a model is large.
+
+    Returns:
+        How it ended, and the last of what it printed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "onnx_ops.app.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+    heard = LineListener(PROGRESS, lambda line: tell(stage, line))
+    tail = OutputTail(process.stdout, heard)  # type: ignore[arg-type]
+    try:
+        if process.stdin is not None:
+            process.stdin.write(request.encode("utf-8") + b"\n")
+            process.stdin.flush()
+        code = process.wait(timeout=stage.timeout)
+    except BrokenPipeError:
+        code = process.wait()
+    except subprocess.TimeoutExpired:
+        _end(process)
+        raise StageError(
+            f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+            where=stage.id,
+            why=tail.summary(),
+            remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+        ) from None
+    finally:
+        _end(process)
+    return code, tail.summary()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+Perform = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
+
+_ERROR = "error.json"
+
+
+def pool_of(stage: Stage) -> str:
+    """The pool that measures this stage; empty for this machine."""
+    if stage.kind is not StageKind.BENCHMARK:
+        return ""
+    hints: Mapping[str, Any] = stage.hints
+    return str(hints["target"].get("pool", ""))
+
+
+def ask(
+    pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
+) -> Manifest:
+    """What a worker of the stage's pool measured.
+
+    Args:
+        pools: hands out the work.
+        store: shared with the workers.
+        stage: a benchmark.
+        key: its key.
+        inputs: its inputs.
+        attempt: new for each asking, so that an old answer is never taken for this one's.
+
+    Raises:
+        OnnxOpsError: what was raised there.
+        MeasurementError: nobody answered.
+    """
+    pool = pool_of(stage)
+    pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
+    answer = store.lookup(_answer_key(attempt))
+    if answer is None:
+        raise MeasurementError(
+            f"the worker of pool {pool} has ended, and its answer is not in the store",
+            where=stage.id,
+            remedy="Give both machines one store: `store` in onnx-ops.toml, such as s3://bucket/onnx-ops.",
+        )
+    if _ERROR in answer:
+        raise from_document(json.loads(store.read(answer[_ERROR])))
+    return answer
+
+
+def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
+    """A stage and what it is done with, as JSON."""
+    return {
+        "stage": codec.to_json(stage),
+        "key": key,
+        "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
+    }
+
+
+def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
+    """What `build_request` was given."""
+    stage = codec.from_json(request["stage"], Stage, where="request")
+    files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
+    return stage, Digest(str(request["key"])), {name: Manifest(files=found) for name, found in files.items()}
+
+
+def answer(perform: Perform, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
+    """The worker's side: measure here, and leave what came of it in the store; what failed is returned too.
+
+    Raises:
+        OnnxOpsError: the store itself failed, or the request is none.
+    """
+    attempt = str(request["attempt"])
+    stage, key, inputs = parse_request(request)
+    try:
+        _check(stage)
+        manifest = perform(stage, key, inputs)
+    except OnnxOpsError as error:
+        document = json.dumps(error.as_document()).encode("utf-8")
+        store.record(_answer_key(attempt), Manifest(files={_ERROR: store.put_bytes(document)}))
+        return error
+    store.record(_answer_key(attempt), manifest)
+    return None
+
+
+def _answer_key(attempt: str) -> Digest:
+    return digest_json(["answer", attempt])
+
+
+def _check(stage: Stage) -> None:
+    """Only benchmarks are done for others, and only as the asking side would do them."""
+    if stage.kind is not StageKind.BENCHMARK:
+        raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
+    asked = stage.settings.get("revision")
+    if asked != REVISIONS[stage.kind]:
+        raise ConflictError(
+            f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {asked}, as asked",
+            where=stage.id,
+            remedy="Install the same release of onnx-ops on both machines.",
+        )

@@ -1,0 +1,145 @@
+"""Commands about messages to and from this project: notify, webhooks install, check and remove."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, handle_errors, print_json
+from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.terminal import say
+from onnx_ops.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks, WebhookReport
+    from onnx_ops.config.settings import Settings
+    from onnx_ops.release.notify import DeliveryResult
+
+REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
+
+
+@handle_errors
+def notify(
+    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    test: Annotated[bool, typer.Option("--test", help="Send only a test message through every notifier.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send the notifications that are due, as `reconcile --watch` does automatically.
+
+    Exit code 4 if a notifier could not be reached.
+
+    Example: onnx-ops notify --test
+    """
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.journal import Journal, list_bound_endpoints
+    from onnx_ops.release.notify import send_pending_each, send_test_message
+
+    ports = open_project().ports
+    if not ports.notifiers():
+        raise UserError("no notifier is set", remedy=REMEDY)
+    if test and endpoints:
+        raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
+    for name in endpoints or ():
+        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
+    found = (
+        send_test_message(ports)
+        if test
+        else send_pending_each(ports, tuple(endpoints or ()) or list_bound_endpoints(ports))
+    )
+    if as_json:
+        print_json(codec.to_json(found))
+    else:
+        _tell(found)
+    if any(told.trouble for told in found):
+        raise typer.Exit(4)
+
+
+def _tell(found: Sequence[DeliveryResult]) -> None:
+    for told in found:
+        for notice in told.sent:
+            say(f"{told.notifier}: {notice.title}")
+        if told.trouble:
+            say(f"{told.notifier}: not told: {told.trouble}", err=True)
+    if not any(told.sent or told.trouble for told in found):
+        say("nothing to tell")
+
+
+webhooks = make_group(
+    "webhooks",
+    "Register the MLflow webhook that triggers the reconciler. The secret comes from ONNX_OPS_WEBHOOK_SECRET, or from "
+    "a file in the state folder that `install` makes.",
+    "onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow",
+)
+
+WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need others.")]
+
+
+@webhooks.command("install", cls=Command)
+@handle_errors
+def webhooks_install(
+    url: Annotated[str, typer.Option(help="Where MLflow's server reaches the receiver; ends in /webhooks/mlflow.")],
+    name: WebhookName = "onnx-ops",
+    as_json: AsJson = False,
+) -> None:
+    """Register or repair the webhook in MLflow, and send test deliveries.
+
+    Exit code 4 if test deliveries do not arrive.
+
+    Example: onnx-ops webhooks install --url http://127.0.0.1:8650/webhooks/mlflow
+    """
+    from onnx_ops.adapters.webhooks.secret import make_secret
+
+    settings, client = _open_webhooks(name)
+    _report_webhook(client.install(url, make_secret(settings.webhook_secret, os.environ)), as_json=as_json)
+
+
+@webhooks.command("check", cls=Command)
+@handle_errors
+def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
+    """Send test deliveries of the webhook.
+
+    Exit code 4 if they do not arrive.
+
+    Example: onnx-ops webhooks check
+    """
+    _, client = _open_webhooks(name)
+    _report_webhook(client.check(), as_json=as_json)
+
+
+@webhooks.command("remove", cls=Command)
+@handle_errors
+def webhooks_remove(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
+    """Remove the webhook from MLflow.
+
+    Example: onnx-ops webhooks remove
+    """
+    _, client = _open_webhooks(name)
+    removed = client.remove()
+    if as_json:
+        print_json({"name": name, "removed": removed})
+    else:
+        say(f"{name}: {'removed' if removed else 'there was none'}")
+
+
+def _open_webhooks(name: str) -> tuple[Settings, MlflowWebhooks]:
+    from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
+    from onnx_ops.app.project import open_project
+
+    settings = open_project().settings
+    return settings, MlflowWebhooks(settings.tracking_uri, name)
+
+
+def _report_webhook(report: WebhookReport, *, as_json: bool) -> None:
+    if as_json:
+        print_json({**codec.to_json(report), "ok": report.ok})
+    else:
+        say(f"{report.name} -> {report.url}: {', '.join(report.did) or 'as it should be'}")
+        say(f"{report.arrived} of {report.tests} test deliveries arrived", err=not report.ok)
+        if not report.ok:
+            say(f"  why: {report.problem}\n  try: {report.remedy or 'look at the receiver'}", err=True)
+    if not report.ok:
+        raise typer.Exit(4)

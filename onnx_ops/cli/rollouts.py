@@ -1,0 +1,374 @@
+"""Commands that move traffic: rollout status, resume, pause and abort; rollback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onnx_ops import codec
+from onnx_ops.cli.common import (
+    Actor,
+    AsJson,
+    Quiet,
+    Reason,
+    exit_after_steps,
+    handle_errors,
+    parse_duration,
+    print_error,
+    print_json,
+    print_result,
+    print_steps,
+)
+from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.terminal import say
+from onnx_ops.domain.rollout import OperatorCommand
+from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
+from onnx_ops.plugins import EXTRAS, absent, install_hint
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from onnx_ops.app.project import Project
+    from onnx_ops.ports import Ports
+    from onnx_ops.release.rollback import RollbackResult
+    from onnx_ops.release.status import RolloutView
+
+rollout = make_group(
+    "rollout",
+    "Show or control a rollout. The reconciler moves it: `onnx-ops reconcile --watch`.",
+    "onnx-ops rollout status digits-cnn --watch",
+)
+
+Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
+
+
+@rollout.command("status", cls=Command)
+@handle_errors
+def rollout_status(
+    endpoint: Endpoint,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep refreshing until the rollout finishes.")] = False,
+    interval: Annotated[str, typer.Option(metavar="DURATION", help="Refresh interval for --watch.")] = "2s",
+    as_json: AsJson = False,
+) -> None:
+    """Show the steps of a rollout, its metrics and what it waits for.
+
+    Exit code with --watch: 1 if the candidate was rolled back.
+
+    Example: onnx-ops rollout status digits-cnn --watch
+    """
+    from onnx_ops.app.project import open_project
+
+    pause_s = parse_duration(interval, "--interval")
+    _show_status(open_project().ports, endpoint, watch=watch, pause_s=pause_s, as_json=as_json)
+
+
+def _show_status(ports: Ports, endpoint: str, *, watch: bool, pause_s: float, as_json: bool) -> None:
+    from onnx_ops.release.status import read_rollout_view
+
+    view = read_rollout_view(ports, endpoint)
+    if not watch or view is None:
+        if as_json:
+            print_json(codec.to_json(view))
+        else:
+            _print(_describe_end(ports, endpoint)[0] if view is None else _render(view))
+        return
+    _follow(ports, view, pause_s, as_json=as_json)
+    text, was_rolled_back = _describe_end(ports, endpoint)
+    if not as_json:
+        _print(text)
+    if was_rolled_back:
+        raise typer.Exit(1)
+
+
+@rollout.command("resume", cls=Command)
+@handle_errors
+def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+    """Resume a paused rollout, or approve its next step.
+
+    Example: onnx-ops rollout resume digits-cnn
+    """
+    _command(OperatorCommand.ADVANCE, endpoint, reason, actor, as_json=as_json)
+
+
+@rollout.command("pause", cls=Command)
+@handle_errors
+def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+    """Hold a rollout at its current step.
+
+    Example: onnx-ops rollout pause digits-cnn --reason "looking at the logs"
+    """
+    _command(OperatorCommand.PAUSE, endpoint, reason, actor, as_json=as_json)
+
+
+@rollout.command("abort", cls=Command)
+@handle_errors
+def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
+    """Abort a rollout: move all traffic back to the stable version.
+
+    Example: onnx-ops rollout abort digits-cnn --reason "wrong on sevens"
+    """
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.rollback import roll_back_each
+
+    ports = open_project().ports
+    _, errors = roll_back_each(ports, (endpoint,), reason=reason, actor=actor, candidate_only=True)
+    for error in errors.values():
+        raise error
+    _reconcile(ports, endpoint, actor, as_json=as_json)
+
+
+def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool) -> None:
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.rollback import send_command
+
+    ports = open_project().ports
+    ports.registry()  # fails before the command is recorded if it cannot be asked
+    send_command(ports, endpoint, command, reason=reason, actor=actor)
+    _reconcile(ports, endpoint, actor, as_json=as_json)
+
+
+def _reconcile(ports: Ports, endpoint: str, actor: str, *, as_json: bool) -> None:
+    from onnx_ops.release.notify import send_pending_each
+    from onnx_ops.release.reconcile import reconcile_until_stable
+
+    reports = reconcile_until_stable(ports, endpoint, actor=actor)
+    send_pending_each(ports, (endpoint,))
+    if as_json:
+        print_json(codec.to_json(reports))
+    else:
+        print_steps({endpoint: reports})
+    exit_after_steps({endpoint: reports})
+
+
+def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: bool) -> None:
+    """Show the rollout until it ends: in place on a terminal, as lines of JSON, or what is new where neither is."""
+    from rich.live import Live
+
+    from onnx_ops.release.status import read_rollout_view
+
+    live = Live(console=_console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
+    last = ""
+    try:
+        if live is not None:
+            live.start()
+        while view is not None:
+            if live is not None:
+                live.update(_render(view), refresh=True)
+            elif as_json:
+                print_json(codec.to_json(view))
+            elif view.next != last:
+                _print(_render(view))
+            last = view.next
+            time.sleep(pause_s)
+            view = read_rollout_view(ports, view.endpoint)
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def _render(view: RolloutView) -> RenderableType:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.text import Text
+
+    marks = [
+        f"[bold]{escape(_step(step))}[/bold]" if index == view.step else escape(_step(step))
+        for index, step in enumerate(view.steps)
+    ]
+    head = f"[bold]{escape(view.endpoint)}[/bold] {escape(view.stable)} -> {escape(view.candidate)}"
+    lines = [f"{head}: {' → '.join(marks)}, here for {view.seconds:.0f} s"]
+    if view.judged is not None:
+        lines += [f"  {escape(guard.line)}" for guard in view.judged.guards]
+        lines += [f"  {escape(line)}" for line in (view.judged.outcome_line, view.judged.mismatch) if line]
+    lines.append(f"  {escape(view.next)}")
+    return Group(*(Text.from_markup(line, emoji=False) for line in lines))
+
+
+def _step(step: Any) -> str:
+    return f"shadow {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+
+
+def _describe_end(ports: Ports, endpoint: str) -> tuple[str, bool]:
+    """Return how the last rollout ended, in one line, and whether the candidate was rolled back."""
+    from rich.markup import escape
+
+    from onnx_ops.domain.ledger import Intent
+    from onnx_ops.domain.rollout import ActionKind
+
+    ends = (ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK, ActionKind.FIRST)
+    found = [e.body.action for e in ports.ledger.read(endpoint) if isinstance(e.body, Intent)]
+    last = next((action for action in reversed(found) if action.kind in ends), None)
+    if last is None:
+        return f"{escape(endpoint)}: no rollout yet", False
+    text = f"{escape(endpoint)}: no rollout in progress; the last one ended with {last.kind.value}: {escape(last.why)}"
+    return text, last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+
+
+def _console() -> Any:
+    from onnx_ops.cli.terminal import console
+
+    return console()
+
+
+def _print(shown: RenderableType) -> None:
+    _console().print(shown)
+
+
+_REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
+"""In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
+
+_RETRY = "15min"
+"""How long the background process tries."""
+
+
+@handle_errors
+def rollback(
+    endpoints: Annotated[list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,
+    reason: Reason = "",
+    actor: Actor = "",
+    all_: Annotated[bool, typer.Option("--all", help="All endpoints of --model, and of --target if given.")] = False,
+    model: Annotated[str, typer.Option("--model", help="With --all: a registered model.", show_default=False)] = "",
+    target: Annotated[str, typer.Option("--target", "-t", help="With --all: a target.", show_default=False)] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow rolling back to a version that was itself rolled back.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the registry's aliases are updated.")] = False,
+    withdraw: Annotated[
+        bool, typer.Option("--withdraw", help="Withdraw a rollback that was requested and could not be done yet.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Move all traffic back to the previous version, now. Needs neither Prefect nor MLflow.
+
+    Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is
+    owed, a background process tries for a quarter of an hour, and so does every reconciliation, until it is done or
+    --withdraw takes it back. Meanwhile the version counts as rejected.
+
+    The aliases follow in the background, or by the reconciler. A single endpoint of several that serve the same model
+    and target is pinned and leaves the aliases as they are; --all moves them.
+
+    Example: onnx-ops rollback digits --reason "wrong on sevens"
+
+    Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
+    """
+    from onnx_ops.app.project import open_project
+    from onnx_ops.release.rollback import roll_back_each, select_endpoints
+
+    project = open_project()
+    ports, names = project.ports, tuple(endpoints or ())
+    if withdraw:
+        _withdraw(ports, names, reason, actor, as_json=as_json)
+        return
+    names = select_endpoints(ports, names, every=all_, model=model, target=target, to=to)
+    if not reason and sys.stdin.isatty() and not as_json:
+        reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
+    moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
+    if not as_json:
+        _print_results(moved, errors)
+    owing = [name for name in names if name in moved and moved[name].owed]
+    owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
+    pending = _write_aliases(project, owing, actor) if wait else _hand_over(project, owing)
+    _notify(project, tuple(moved), wait=wait)
+    documents = [_document(name, moved, errors, pending) for name in names]
+
+    def report() -> None:
+        if pending and not quiet:
+            say("\n".join(dict.fromkeys(pending.values())), err=True)
+
+    print_result(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
+    if errors:
+        raise typer.Exit(max(error.exit_code for error in errors.values()))
+
+
+def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as_json: bool) -> None:
+    from onnx_ops.release.rollback import withdraw_request
+
+    if not names:
+        raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
+    done = {name: withdraw_request(ports, name, reason=reason, actor=actor) for name in names}
+    if as_json:
+        print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
+    else:
+        for name, what in done.items():
+            say(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
+
+
+def _print_results(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
+    for name, rolled in moved.items():
+        if rolled.already:
+            say(f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
+            continue
+        say(f"{name}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
+    for error in errors.values():
+        print_error(error, as_json=False)
+
+
+def _write_aliases(project: Project, names: Sequence[str], actor: str) -> dict[str, str]:
+    """Write the aliases; return by endpoint why one is not written yet."""
+    from onnx_ops.release.reconcile import write_aliases
+
+    reasons = {name: write_aliases(project.ports, name, actor=actor) for name in names}
+    return {
+        name: f"registry pending: {why}\n  later: onnx-ops reconcile {name}" for name, why in reasons.items() if why
+    }
+
+
+def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
+    """Leave the aliases, and traffic that is still owed, to a process of its own: importing MLflow takes longer than
+    the whole rollback.
+
+    Should that process die, they stay owed in the ledger, and every reconciliation tries again.
+    """
+    if not names:
+        return {}
+    log = _in_background(project, ("reconcile", "--retry", _RETRY), names, _REGISTRY_LOG)
+    told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
+    if absent(EXTRAS["mlflow"]):
+        hint = install_hint(*EXTRAS["mlflow"])
+        told = f"registry pending: package mlflow is not installed. {hint}; then: onnx-ops reconcile {' '.join(names)}"
+    return dict.fromkeys(names, told)
+
+
+def _notify(project: Project, names: Sequence[str], *, wait: bool) -> None:
+    """A chat that does not answer is no trouble of the rollback: the ledger keeps what is due, and its log says why."""
+    if not (names and project.settings.notifiers):
+        return
+    if not wait:
+        _in_background(project, ("notify",), names, _NOTIFY_LOG)
+        return
+    from onnx_ops.release.notify import send_pending_each
+
+    for told in send_pending_each(project.ports, names):
+        if told.trouble:
+            say(f"{told.notifier}: not told: {told.trouble}", err=True)
+
+
+def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:
+    """Start a command that outlives this one; returns its log."""
+    log = project.settings.state / log_name
+    with log.open("ab") as sink:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "onnx_ops", *command, *names],
+            cwd=project.settings.root,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+    return log
+
+
+def _document(
+    name: str, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError], pending: Mapping[str, str]
+) -> dict[str, Any]:
+    if name in errors:
+        return {"endpoint": name, **errors[name].as_document()}
+    return {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
