@@ -24,7 +24,7 @@ from onnx_ops.testing.registries import linear_model
 
 
 def scaling_deployment(folder: Path, *, name: str, version: str, scale: float, model: str = "scale") -> Deployment:
-    """A real model that computes y = scale * x on float32 of shape (batch, 2), written into `folder`."""
+    """Write a model to `folder` that computes y = scale * x on float32 of shape (batch, 2)."""
     folder.mkdir(parents=True)
     linear_model(folder / "model.onnx", slope=scale)
     return Deployment(
@@ -39,7 +39,7 @@ def scaling_deployment(folder: Path, *, name: str, version: str, scale: float, m
 
 
 def state_of(*deployments: Deployment, **weights: int) -> EndpointState:
-    """A state with these deployments and the percentage of traffic of each by name."""
+    """Return a state with these deployments and the percentage of traffic of each, by name."""
     return EndpointState(deployments=deployments, split=TrafficSplit(weights=weights))
 
 
@@ -117,7 +117,7 @@ class EndpointProviderSuite:
             return float(json.load(response)["predictions"]["y"][0][0])
 
     def serves(self, provider: EndpointProvider, config: EndpointConfig, one: Deployment, y: float) -> EndpointState:
-        """The endpoint, whose traffic this deployment has, and which answers `y`."""
+        """Return the endpoint, after this deployment has all traffic and answers `y`."""
         observed, address = provider.observe(config), provider.address(config)
         assert observed is not None
         assert serves_only(observed, one)

@@ -28,7 +28,7 @@ class ExporterSuite:
     def exported(
         self, exporter: Exporter, model: object, section: Export, samples: Tensors, tmp_path: Path
     ) -> tuple[object, Path]:
-        """The model after `save` and `load`, and its export."""
+        """Return the model after `save` and `load`, and its export."""
         saved = tmp_path / "saved"
         saved.mkdir()
         exporter.save(model, saved)

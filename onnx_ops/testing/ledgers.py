@@ -64,10 +64,12 @@ ENDPOINT = "digits"
 
 
 def entry(sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: str = "tester") -> LedgerEntry:
+    """Return an entry of the ledger."""
     return LedgerEntry(endpoint=endpoint, sequence=sequence, at=1.5 * sequence, actor=actor, body=body)
 
 
 def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
+    """Return an entry with a command of an operator."""
     return entry(sequence, OperatorCommandSent(word=OperatorCommand.ADVANCE, reason=reason), actor=actor)
 
 
@@ -245,7 +247,7 @@ class LedgerSuite:
 
 
 def _context() -> Any:
-    """Processes that are forked from a small server: cheap, and safe whatever threads the tests have started."""
+    """Return a context whose processes are forked from a small server, safe beside threads of the tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["onnx_ops.testing.ledgers", "onnx_ops.adapters.ledgers.log"])
     return context

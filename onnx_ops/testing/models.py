@@ -16,12 +16,12 @@ SIDE = 8
 
 
 def rows(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Inputs of the perceptron: `x`, float32 of shape (count, FEATURES)."""
+    """Return inputs of the perceptron: `x`, float32 of shape (count, FEATURES)."""
     return {"x": np.random.default_rng(seed).standard_normal((count, FEATURES)).astype(np.float32)}
 
 
 def images(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Inputs of the convolution: `image`, float32 of shape (count, 1, SIDE, SIDE)."""
+    """Return inputs of the convolution: `image`, float32 of shape (count, 1, SIDE, SIDE)."""
     return {"image": np.random.default_rng(seed).random((count, 1, SIDE, SIDE), dtype=np.float32)}
 
 

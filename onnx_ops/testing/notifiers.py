@@ -4,7 +4,7 @@ class TestMyChat(NotifierSuite):
     secret = "what must never be told"
 
     @pytest.fixture
-    def notifier(self, inbox: Inbox) -> Notifier: ...      # one that sends to `inbox.url`
+    def notifier(self, inbox: WebhookSink) -> Notifier: ...      # one that sends to `inbox.url`
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnx_ops.adapters import http_json
 from onnx_ops.domain.notification import Notification, NotificationKind, Severity
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.ports import Notifier
-from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 
 ROLLED_BACK = Notification(
     endpoint="digits",
@@ -38,7 +38,7 @@ ROLLED_BACK = Notification(
 )
 
 
-def _always(reply: Reply, letter: Letter) -> Reply:
+def _always(reply: Reply, letter: ReceivedRequest) -> Reply:
     del letter
     return reply
 
@@ -49,25 +49,25 @@ class NotifierSuite:
     secret: ClassVar[str]
 
     @pytest.fixture
-    def inbox(self) -> Iterator[Inbox]:
-        with Inbox().open() as inbox:
+    def inbox(self) -> Iterator[WebhookSink]:
+        with WebhookSink().open() as inbox:
             yield inbox
 
-    def usual(self, letter: Letter) -> Reply:
-        """What the service answers when all is well."""
+    def usual(self, letter: ReceivedRequest) -> Reply:
+        """Return the reply of the service to an accepted message."""
         del letter
         return Reply()
 
-    def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: Inbox) -> None:
+    def test_a_message_holds_what_a_person_needs(self, notifier: Notifier, inbox: WebhookSink) -> None:
         inbox.answer = self.usual
         notifier.send(ROLLED_BACK)
-        told = json.dumps(inbox.letters[-1].document)
+        told = json.dumps(inbox.requests[-1].document)
         for text in ("digits", "v3 was rolled back", "28/800", "limit 60:1", "onnx-ops promote digits-mlp 3"):
             assert text in told
         assert ROLLED_BACK.link in told
 
     @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-    def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
+    def test_a_service_in_trouble_is_tried_again(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
         inbox.answer = lambda _: Reply(status=status)
         with pytest.raises(ServiceUnavailableError, match=str(status)):
             notifier.send(ROLLED_BACK)
@@ -75,21 +75,21 @@ class NotifierSuite:
         notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 422])
-    def test_a_refusal_says_which(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
+    def test_a_refusal_says_which(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
         inbox.answer = lambda _: Reply(status=status, document={"message": "no"})
         with pytest.raises(RefusedError, match=str(status)):
             notifier.send(ROLLED_BACK)
 
     @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-    def test_no_redirect_is_followed(self, notifier: Notifier, inbox: Inbox, status: int) -> None:
-        with Inbox().open() as elsewhere:
+    def test_no_redirect_is_followed(self, notifier: Notifier, inbox: WebhookSink, status: int) -> None:
+        with WebhookSink().open() as elsewhere:
             inbox.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/taken"})
             with pytest.raises(RefusedError, match="redirect"):
                 notifier.send(ROLLED_BACK)
-            assert elsewhere.letters == []
+            assert elsewhere.requests == []
 
     def test_a_service_that_hangs_is_left(
-        self, notifier: Notifier, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+        self, notifier: Notifier, inbox: WebhookSink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(http_json, "TIMEOUT_S", 0.2)
         inbox.answer = lambda _: Reply(hang=True)
@@ -97,7 +97,7 @@ class NotifierSuite:
             notifier.send(ROLLED_BACK)
 
     def test_no_error_and_no_log_holds_the_secret(
-        self, notifier: Notifier, inbox: Inbox, caplog: pytest.LogCaptureFixture
+        self, notifier: Notifier, inbox: WebhookSink, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG)
         told = [repr(notifier), notifier.check()]
@@ -108,6 +108,6 @@ class NotifierSuite:
             told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]
         assert self.secret not in "\n".join([*told, caplog.text])
 
-    def test_a_check_sends_nothing(self, notifier: Notifier, inbox: Inbox) -> None:
+    def test_a_check_sends_nothing(self, notifier: Notifier, inbox: WebhookSink) -> None:
         assert notifier.check()
-        assert inbox.letters == []
+        assert inbox.requests == []

@@ -35,7 +35,7 @@ class OptimizerSuite:
 
     @pytest.fixture
     def request_(self, section: Quantize, tmp_path: Path) -> OptimizeRequest:
-        """A perceptron and calibration rows whose number is no multiple of a batch."""
+        """Return a request for a perceptron, with a number of calibration rows that no batch size divides."""
         source = tmp_path / "source.onnx"
         write_perceptron(source)
         return OptimizeRequest(section=section, source=source, path=tmp_path / "derived.onnx", calibration=rows(37))

@@ -20,7 +20,7 @@ from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, Verdi
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError
 from onnx_ops.ports.release import Registry
-from onnx_ops.testing.fakes.process import FakeSigner
+from onnx_ops.testing.fakes import FakeSigner
 
 
 def linear_model(path: Path, *, slope: float = 2.0) -> None:
@@ -39,7 +39,7 @@ def linear_model(path: Path, *, slope: float = 2.0) -> None:
 
 
 def decision(variant: str, target: str, verdict: Verdict = Verdict.PASS) -> Decision:
-    """A decision of one size gate."""
+    """Return a decision of one size gate."""
     result = GateResult(
         gate="size", metric="file", limit="2 MB", verdict=verdict, reason="as measured", estimate=1.5e6, unit="B", n=1
     )
@@ -55,7 +55,7 @@ def publication(
     target: str = "cpu-1t",
     verdict: Verdict = Verdict.PASS,
 ) -> Publication:
-    """A release of tiny models whose files stand in `folder`; `seed` decides its digest and content."""
+    """Write a release of tiny models to `folder`; `seed` determines its digest and content."""
     release = digest_bytes(seed.encode())
     lineage = Lineage(
         pipeline="linear",

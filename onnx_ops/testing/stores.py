@@ -33,11 +33,11 @@ class StoreSuite:
         raise NotImplementedError
 
     def spoil_record(self, key: Digest, content: bytes) -> None:
-        """The same for the record of a key."""
+        """Corrupt the record of a key."""
         raise NotImplementedError
 
     def record_of(self, key: Digest) -> bytes:
-        """The stored record of a key."""
+        """Return the stored record of a key."""
         raise NotImplementedError
 
     @pytest.fixture

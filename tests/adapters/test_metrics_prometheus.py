@@ -17,7 +17,7 @@ from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import BOUNDS_S, STEPS, MetricsPage, SharedMetrics, count_request
 from onnx_ops.statistics.rollout import fix_thresholds
-from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
@@ -42,7 +42,7 @@ class Scraped:
         self.renamed: dict[str, str] = {}
         self.more: dict[str, object] = {}
         self.queries: list[str] = []
-        self.letters: list[Letter] = []
+        self.requests: list[ReceivedRequest] = []
 
     def start(self) -> SharedMetrics:
         shared = SharedMetrics(1)
@@ -55,8 +55,8 @@ class Scraped:
         for _ in range(times):
             count_request(shared.get_row(0, slot), status, seconds)
 
-    def __call__(self, letter: Letter) -> Reply:
-        self.letters.append(letter)
+    def __call__(self, letter: ReceivedRequest) -> Reply:
+        self.requests.append(letter)
         (query,) = parse_qs(urlsplit(letter.path).query)["query"]
         self.queries.append(query)
         found = [*self.samples()]
@@ -88,13 +88,13 @@ def scraped() -> Scraped:
 
 
 @pytest.fixture
-def inbox(scraped: Scraped) -> Iterator[Inbox]:
-    with Inbox(scraped).open() as inbox:
+def inbox(scraped: Scraped) -> Iterator[WebhookSink]:
+    with WebhookSink(scraped).open() as inbox:
         yield inbox
 
 
 @pytest.fixture
-def source(inbox: Inbox) -> PrometheusMetrics:
+def source(inbox: WebhookSink) -> PrometheusMetrics:
     return PrometheusMetrics({"url": inbox.url})
 
 
@@ -144,7 +144,7 @@ def test_shadow_answers_and_outcomes(scraped: Scraped, source: PrometheusMetrics
 
 def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() -> None:
     scraped = Scraped(instances=2)
-    with Inbox(scraped).open() as inbox:
+    with WebhookSink(scraped).open() as inbox:
         source = PrometheusMetrics({"url": inbox.url})
         scraped.answer(1, 200, FAST, 10, instance=0)
         scraped.answer(1, 200, FAST, 20, instance=1)
@@ -167,7 +167,7 @@ def test_instances_are_added_up_and_one_that_starts_again_is_another_origin() ->
 def test_a_reading_is_as_old_as_its_oldest_scrape(older: str) -> None:
     scraped = Scraped(instances=2)
     scraped.older_s[older] = 15.0
-    with Inbox(scraped).open() as inbox:
+    with WebhookSink(scraped).open() as inbox:
         assert PrometheusMetrics({"url": inbox.url}).read(CONFIG, {"v1": None}).at == scraped.at - 15.0
 
 
@@ -193,7 +193,7 @@ def test_a_threshold_between_two_bounds_cannot_be_told(scraped: Scraped, source:
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
-def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> None:
+def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: WebhookSink) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
     scraped.answer(1, 500, FAST, 3)
     settings: dict[str, Json] = {
@@ -210,8 +210,8 @@ def test_labels_that_somebody_has_renamed(scraped: Scraped, inbox: Inbox) -> Non
     )
 
 
-def test_another_servers_series(inbox: Inbox) -> None:
-    def answer(letter: Letter) -> Reply:
+def test_another_servers_series(inbox: WebhookSink) -> None:
+    def answer(letter: ReceivedRequest) -> Reply:
         (query,) = parse_qs(urlsplit(letter.path).query)["query"]
         assert query.startswith('process_start_time_seconds{job="triton"} or ')
         assert "onnx_ops_shadow" not in query
@@ -268,7 +268,7 @@ def test_an_answer_in_part_counts_for_nothing(scraped: Scraped, source: Promethe
         Reply(document={"data": {"result": [{"metric": 3}]}}),
     ],
 )
-def test_whatever_is_wrong_a_driver_waits(inbox: Inbox, source: PrometheusMetrics, reply: Reply) -> None:
+def test_whatever_is_wrong_a_driver_waits(inbox: WebhookSink, source: PrometheusMetrics, reply: Reply) -> None:
     inbox.answer = lambda _: reply
     with pytest.raises(ServiceUnavailableError):
         source.read(CONFIG, {"v1": None})
@@ -277,7 +277,7 @@ def test_whatever_is_wrong_a_driver_waits(inbox: Inbox, source: PrometheusMetric
 def test_a_token_goes_along(scraped: Scraped, source: PrometheusMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
     source.read(CONFIG, {"v1": None})
-    assert scraped.letters[-1].headers["authorization"] == "Bearer hidden"
+    assert scraped.requests[-1].headers["authorization"] == "Bearer hidden"
     with pytest.raises(UserError, match="https"):
         PrometheusMetrics({"url": "http://prometheus.example"}).read(CONFIG, {"v1": None})
 

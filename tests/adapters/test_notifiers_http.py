@@ -11,8 +11,8 @@ from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Notifier
-from onnx_ops.testing.inbox import Inbox, Letter, Reply
 from onnx_ops.testing.notifiers import ROLLED_BACK, NotifierSuite
+from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 
 TOKEN = "ghp_0123456789"  # noqa: S105 (nobody's)
 
@@ -27,7 +27,7 @@ class TestWebhook(NotifierSuite):
     secret = "T0/B0/hidden"  # noqa: S105 (nobody's)
 
     @pytest.fixture
-    def notifier(self, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+    def notifier(self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
         monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/services/{self.secret}")
         return WebhookNotifier("", tmp_path)
 
@@ -36,12 +36,12 @@ class TestGitHub(NotifierSuite):
     secret = TOKEN
 
     @pytest.fixture
-    def notifier(self, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
+    def notifier(self, inbox: WebhookSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notifier:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("ONNX_OPS_NOTIFY_GITHUB_TOKEN", TOKEN)
         return GitHubNotifier("acme/models", tmp_path)
 
-    def usual(self, letter: Letter) -> Reply:
+    def usual(self, letter: ReceivedRequest) -> Reply:
         return Reply(document=[]) if letter.method == "GET" else Reply(status=201, document={"number": 1})
 
 
@@ -52,7 +52,7 @@ class Tracker:
         self.issues: list[dict[str, object]] = []
         self.comments: list[tuple[str, str]] = []
 
-    def __call__(self, letter: Letter) -> Reply:
+    def __call__(self, letter: ReceivedRequest) -> Reply:
         assert letter.headers["authorization"] == f"Bearer {TOKEN}"
         path = letter.path.partition("?")[0]
         match letter.method, path.removeprefix("/repos/acme/models/").split("/"):
@@ -74,7 +74,7 @@ class Tracker:
 @pytest.fixture
 def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     found = Tracker()
-    with Inbox(found).open() as inbox:
+    with WebhookSink(found).open() as inbox:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
         yield found
@@ -125,7 +125,7 @@ def test_a_long_reason_is_cut_to_what_a_chat_takes() -> None:
 
 
 def test_an_answer_that_is_no_list_of_issues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Inbox().open() as inbox:
+    with WebhookSink().open() as inbox:
         monkeypatch.setenv("GITHUB_API_URL", inbox.url)
         monkeypatch.setenv("GITHUB_TOKEN", TOKEN)
         with pytest.raises(ServiceUnavailableError, match="with a list"):

@@ -16,7 +16,7 @@ from onnx_ops.cli.watch import _telling_people
 from onnx_ops.config.settings import load_settings
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeNotifier
-from onnx_ops.testing.inbox import Inbox, Reply
+from onnx_ops.testing.webhook_sink import Reply, WebhookSink
 from tests.release.release_parts import Scene
 
 
@@ -27,20 +27,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
-    with Inbox().open() as inbox:
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebhookSink]:
+    with WebhookSink().open() as inbox:
         monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", f"{inbox.url}/hidden")
         yield inbox
 
 
-def test_a_test_arrives(inbox: Inbox) -> None:
+def test_a_test_arrives(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify", "--test"])
     assert result.exit_code == 0
     assert "webhook: onnx-ops: a test" in result.output
-    assert "notifications arrive here" in inbox.letters[0].document["text"]
+    assert "notifications arrive here" in inbox.requests[0].document["text"]
 
 
-def test_a_test_that_does_not_arrive(inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFixture[str]) -> None:
     inbox.answer = lambda _: Reply(status=404)
     result = CliRunner().invoke(app, ["notify", "--test", "--json"])
     assert result.exit_code == 4
@@ -50,10 +50,10 @@ def test_a_test_that_does_not_arrive(inbox: Inbox, capfd: pytest.CaptureFixture[
     assert "hidden" not in output
 
 
-def test_with_nothing_to_tell(inbox: Inbox) -> None:
+def test_with_nothing_to_tell(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify"])
     assert (result.exit_code, result.output) == (0, "nothing to tell\n")
-    assert inbox.letters == []
+    assert inbox.requests == []
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
         assert threading.active_count() == before
 
 
-def test_a_rollback_tells_people_after_traffic_has_moved(inbox: Inbox, tmp_path: Path) -> None:
+def test_a_rollback_tells_people_after_traffic_has_moved(inbox: WebhookSink, tmp_path: Path) -> None:
     """Those that did not move have nothing to tell, and no process is started for them."""
     result = CliRunner().invoke(app, ["rollback", "nowhere", "--reason", "slow", "--wait"])
     assert result.exit_code == 2
-    assert inbox.letters == []
+    assert inbox.requests == []
     assert not (tmp_path / ".onnx-ops" / "notify.log").exists()

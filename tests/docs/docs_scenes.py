@@ -22,7 +22,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.endpoints import state_of
-from onnx_ops.testing.inbox import Inbox
+from onnx_ops.testing.webhook_sink import WebhookSink
 from tests.docs.docs_shell import Shell
 from tests.support.mlflow_server import mlflow_server
 from tests.support.server import ServerFamily
@@ -74,10 +74,10 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
     """What a page needs from there on."""
     match what:
         case "somebody to tell":
-            with Inbox().open() as inbox:
+            with WebhookSink().open() as inbox:
                 shell.run(f"export ONNX_OPS_NOTIFY=webhook ONNX_OPS_NOTIFY_WEBHOOK={inbox.url}/hook")
                 yield
-                assert inbox.letters
+                assert inbox.requests
         case "a repository with a remote, and a change that is not pushed":
             for arguments in (
                 ("init", "-q", "-b", "main"),

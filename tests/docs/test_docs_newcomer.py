@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from onnx_ops.testing.inbox import Inbox, Reply
+from onnx_ops.testing.webhook_sink import Reply, WebhookSink
 from tests.docs.docs_blocks import ROOT, Block, Command, blocks_of, commands_of
 from tests.docs.docs_shell import Shell, missing, outcome_of, without_ports
 
@@ -126,7 +126,7 @@ def act_as_github(project: Path) -> None:
     """The last commit, pushed: the steps of the project's own action, and a server that stands for GitHub."""
     action = yaml.safe_load((project / ".github" / "actions" / "onnx-ops" / "action.yml").read_text(encoding="utf-8"))
     summary = project / ".git" / "summary.md"
-    with Inbox(lambda _: Reply(status=201, document={})).open() as github:
+    with WebhookSink(lambda _: Reply(status=201, document={})).open() as github:
         head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=project, text=True).strip()
         environ = {
             **os.environ,
@@ -148,7 +148,7 @@ def act_as_github(project: Path) -> None:
             if "run" in step:
                 assert "${{" not in step["run"]
                 subprocess.run(["bash", "-euo", "pipefail", "-c", step["run"]], cwd=project, env=environ, check=True)
-    (check,) = github.letters
+    (check,) = github.requests
     assert check.path == "/repos/acme/shop/check-runs"
     assert (check.document["head_sha"], check.document["conclusion"]) == (head, "success")
     assert "shop" in summary.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.notification import GATE_FAILED, ReleaseEvent, format_model_id
 from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.orchestration.events import post
-from onnx_ops.testing.inbox import Inbox
+from onnx_ops.testing.webhook_sink import WebhookSink
 from tests.e2e.e2e_project import ROOT, Project, until
 from tests.e2e.prefect_site import PASSWORD, PREFECT, PrefectSite, site_of
 
@@ -43,10 +43,10 @@ def site(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def inbox(site: PrefectSite) -> Iterator[Inbox]:
+def inbox(site: PrefectSite) -> Iterator[WebhookSink]:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-    with Inbox().open() as inbox:
+    with WebhookSink().open() as inbox:
         block = CustomWebhookNotificationBlock(
             name="ops",
             url=inbox.url,
@@ -59,7 +59,7 @@ def inbox(site: PrefectSite) -> Iterator[Inbox]:
 
 
 @pytest.fixture(scope="module")
-def automations(site: PrefectSite, inbox: Inbox) -> Iterator[dict[str, dict[str, Any]]]:
+def automations(site: PrefectSite, inbox: WebhookSink) -> Iterator[dict[str, dict[str, Any]]]:
     """Made by the commands that the file tells, with a shorter silence; by name."""
     commands = [line.removeprefix("#   ") for line in FILE.read_text().splitlines() if line.startswith("#   ")]
     shortened = f"sed -i 's/within: 90/within: {SILENCE_S}/' automations.yaml"
@@ -99,7 +99,9 @@ def test_the_password_counts_for_events_too(site: PrefectSite) -> None:
 
 
 @pytest.mark.nightly
-def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, dict[str, Any]], inbox: Inbox) -> None:
+def test_a_failed_gate_without_another_variant_is_told(
+    automations: dict[str, dict[str, Any]], inbox: WebhookSink
+) -> None:
     for served_by, variant in (("yes", "int8"), ("no", "fp32")):
         event = ReleaseEvent(
             event=GATE_FAILED,
@@ -110,8 +112,8 @@ def test_a_failed_gate_without_another_variant_is_told(automations: dict[str, di
             payload={"what": f"{variant} failed on cpu-1t", "why": "latency: 21% slower", "link": "https://x.example"},
         )
         post([event])
-    until(lambda: inbox.letters, seconds=60, what="a message about the gate")
-    (letter,) = inbox.letters
+    until(lambda: inbox.requests, seconds=60, what="a message about the gate")
+    (letter,) = inbox.requests
     assert letter.document["subject"] == "digits-mlp: fp32 failed on cpu-1t"
     assert letter.document["body"] == "Why: latency: 21% slower\nhttps://x.example"
 

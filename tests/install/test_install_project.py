@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from onnx_ops.app.scaffold import PROJECTS, TemplateName
-from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 from tests.install.bare_environments import install_base, installed_in
 from tests.install.workflow_runner import Runner, bare_path, load
 
@@ -36,7 +36,7 @@ class World:
     name: str
     origin: Path
     folder: Path
-    github: Inbox
+    github: WebhookSink
 
     def git(self, *arguments: str, cwd: Path | None = None) -> str:
         environ = {**os.environ, **PERSON}
@@ -102,7 +102,7 @@ class World:
         return found
 
 
-def answer(letter: Letter) -> Reply:
+def answer(letter: ReceivedRequest) -> Reply:
     return Reply(status=200, document=[]) if letter.method == "GET" else Reply(status=201, document={})
 
 
@@ -119,7 +119,7 @@ def world(request: pytest.FixtureRequest, onnx_ops: Path, tmp_path: Path) -> Ite
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     subprocess.run([onnx_ops, "init", "fraud", "--template", template], cwd=tmp_path, env=environ, check=True)
     (tmp_path / "home").mkdir()
-    with Inbox(answer).open() as github:
+    with WebhookSink(answer).open() as github:
         made = World(name="fraud", origin=origin, folder=tmp_path, github=github)
         made.git("init", "--quiet", "--initial-branch", "main")
         made.commit()
@@ -153,8 +153,8 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     pull = {"pull_request": {"number": 7, "head": {"sha": head}, "base": {"sha": first}}}
     runner = world.runner("pull_request", pull, hosted=True)
     assert runner.run_job("model-commit.yml", "judge") == 0, log(runner)
-    assert [letter.method for letter in world.github.letters] == ["POST", "GET", "POST"]
-    assert "fraud.yaml: PASS" in world.github.letters[-1].document["body"]
+    assert [letter.method for letter in world.github.requests] == ["POST", "GET", "POST"]
+    assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
     assert "fraud.yaml: PASS" in runner.summary
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
 

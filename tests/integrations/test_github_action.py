@@ -23,7 +23,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event
 from onnx_ops.reporting.pull_request import Checked
-from onnx_ops.testing.inbox import Inbox, Letter, Reply
+from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
@@ -62,7 +62,7 @@ class GitHub:
     checks: list[dict[str, Any]] = field(default_factory=list)
     read_only: bool = False
 
-    def __call__(self, letter: Letter) -> Reply:
+    def __call__(self, letter: ReceivedRequest) -> Reply:
         assert letter.headers["authorization"] == f"Bearer {TOKEN}"
         if self.read_only and letter.method != "GET":
             return Reply(status=403, document={"message": "Resource not accessible by integration"})
@@ -133,7 +133,7 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):
         subprocess.run(["git", "config", key, value], cwd=root, check=True)
     github = GitHub()
-    with Inbox(github).open() as inbox:
+    with WebhookSink(github).open() as inbox:
         made = Runner(root, github)
         environ = {
             "GITHUB_API_URL": inbox.url,

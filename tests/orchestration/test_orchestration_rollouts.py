@@ -17,8 +17,8 @@ from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
 from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
 from onnx_ops.testing.fakes import FakeNotifier
-from onnx_ops.testing.inbox import Inbox
 from onnx_ops.testing.notifiers import ROLLED_BACK
+from onnx_ops.testing.webhook_sink import WebhookSink
 from tests.release.release_parts import CANARY, Scene
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> Non
 def block(prefect_server: None) -> Any:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-    with Inbox().open() as inbox:
+    with WebhookSink().open() as inbox:
         made = CustomWebhookNotificationBlock(
             name="ops",
             url=inbox.url,
@@ -200,11 +200,11 @@ def block(prefect_server: None) -> Any:
         yield inbox
 
 
-def test_a_block_of_prefects_carries_a_message(block: Inbox, tmp_path: Any) -> None:
+def test_a_block_of_prefects_carries_a_message(block: WebhookSink, tmp_path: Any) -> None:
     notifier = PrefectNotifier("custom-webhook/ops", tmp_path)
     assert notifier.check() == "through Prefect's block custom-webhook/ops"
     notifier.send(ROLLED_BACK)
-    (letter,) = block.letters
+    (letter,) = block.requests
     assert letter.document["subject"] == ROLLED_BACK.title
     assert ROLLED_BACK.why in letter.document["body"]
     assert "Undo: onnx-ops promote digits-mlp 3" in letter.document["body"]

@@ -34,8 +34,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
-from onnx_ops.testing.fakes import FakeSigner
-from onnx_ops.testing.fakes.process import FakeClock, FakeHost
+from onnx_ops.testing.fakes import FakeClock, FakeHost, FakeSigner
 from tests.release.release_parts import AT_ONCE, CANARY, CHALLENGER, CHAMPION, TARGET, Scene
 from tests.support.faults import Faults, Killed
 

@@ -1,4 +1,4 @@
-"""A service that people read, as a real HTTP server: it keeps what it gets and answers what a test says."""
+"""An HTTP server that records requests and gives the replies of a test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
-    """One request. Names of headers are in lower case."""
+class ReceivedRequest:
+    """A request. Header names are lower case."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An answer; `hang` leaves the client without one until the server ends."""
+    """A reply; `hang` withholds it until the server stops."""
 
     status: int = 200
     document: Any = None
@@ -31,30 +31,30 @@ class Reply:
     hang: bool = False
 
 
-class Inbox:
-    """What arrived, in order. `answer` says what each request gets."""
+class WebhookSink:
+    """Records requests in order; `answer` returns the reply to each."""
 
-    def __init__(self, answer: Callable[[Letter], Reply] = lambda _: Reply()) -> None:
+    def __init__(self, answer: Callable[[ReceivedRequest], Reply] = lambda _: Reply()) -> None:
         self.answer = answer
-        self.letters: list[Letter] = []
+        self.requests: list[ReceivedRequest] = []
         self.url = ""
         self._over = threading.Event()
 
     @contextmanager
-    def open(self) -> Iterator[Inbox]:
-        """Listens on this machine at `url`."""
-        inbox = self
+    def open(self) -> Iterator[WebhookSink]:
+        """Listen on this machine at `url`."""
+        sink = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class SinkHandler(BaseHTTPRequestHandler):
             def _take(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(length)
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                letter = Letter(
+                request = ReceivedRequest(
                     method=self.command, path=self.path, headers=headers, document=json.loads(raw) if raw else None
                 )
-                inbox.letters.append(letter)
-                inbox._give(self, inbox.answer(letter))
+                sink.requests.append(request)
+                sink._send(self, sink.answer(request))
 
             def do_GET(self) -> None:
                 self._take()
@@ -68,7 +68,7 @@ class Inbox:
             def log_message(self, *_: object) -> None:
                 pass
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        with ThreadingHTTPServer(("127.0.0.1", 0), SinkHandler) as server:
             server.daemon_threads = True
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
             thread.start()
@@ -80,7 +80,7 @@ class Inbox:
                 server.shutdown()
                 thread.join()
 
-    def _give(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
+    def _send(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
         if reply.hang:
             self._over.wait()
             return

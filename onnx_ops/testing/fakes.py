@@ -1,0 +1,478 @@
+"""A process as the ports see it: its clock, its host, its key."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from onnx_ops.adapters.external_model import UserSuppliedModels
+from onnx_ops.adapters.files import FileJournal
+from onnx_ops.adapters.ledgers.log import MemoryLedger
+from onnx_ops.adapters.objects import FsspecObjects
+from onnx_ops.adapters.store.content import ContentStore
+from onnx_ops.adapters.store.models import manifest_of
+from onnx_ops.attestation import TrustedKeys, compute_key_digest
+from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource, build_rollback_state
+from onnx_ops.domain.ledger import LedgerEntry
+from onnx_ops.domain.notification import Notification
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.rollout_observations import (
+    LatencyThresholds,
+    MetricsReading,
+    RequestCounts,
+    ShadowCounts,
+    UnitSums,
+)
+from onnx_ops.domain.target import Target
+from onnx_ops.errors import (
+    ConflictError,
+    DigestMismatchError,
+    MissingPackageError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
+from onnx_ops.ports import Ledger, Ports
+
+
+class FakeClock:
+    """Time that moves only when it is told to; starts at `now` seconds since the epoch."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class FakeHost:
+    """One process of a machine. `dead` is shared by the machine's processes: who is in it no longer runs."""
+
+    def __init__(self, name: str = "process-1", dead: set[str] | None = None) -> None:
+        self._name = name
+        self.dead: set[str] = set() if dead is None else dead
+
+    def holder(self) -> str:
+        return self._name
+
+    def alive(self, holder: str) -> bool:
+        return holder not in self.dead
+
+    def actor(self) -> str:
+        return f"tester@{self._name}"
+
+
+class FakeSigner:
+    """A real key of ECDSA P-256, derived from a seed. It verifies what it signed itself and trusts nobody else."""
+
+    def __init__(self, seed: bytes = b"trusted") -> None:
+        from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, derive_private_key
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+        self._private = derive_private_key(int.from_bytes(seed[:31], "big"), SECP256R1())
+        public = self._private.public_key()
+        self.key = compute_key_digest(public)
+        self.trusted_keys = base64.b64encode(
+            public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        ).decode()
+        """As the option of a server."""
+        self._trusted = TrustedKeys((), encoded=self.trusted_keys)
+
+    def sign(self, data: bytes) -> str:
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        return base64.b64encode(self._private.sign(data, ECDSA(SHA256(), deterministic_signing=True))).decode()
+
+    def verify(self, data: bytes, signature: str, key: Digest) -> None:
+        self._trusted.verify(data, signature, key)
+
+
+class FakeProvider:
+    """Endpoints that exist in memory and take effects in the order of their generations.
+
+    While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
+    `left` are leftovers of endpoints, each named by the manifest that it is a part of.
+    """
+
+    def __init__(self) -> None:
+        self.down = False
+        self.applied: list[tuple[str, EndpointState]] = []
+        self.counted = FakeMetrics()
+        self.left: dict[str, list[OrphanedResource]] = {}
+        self._states: dict[str, EndpointState] = {}
+        self._generations: dict[str, int] = {}
+        self._settings: dict[str, Mapping[str, Json]] = {}
+
+    def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
+        return frozenset({"split"})
+
+    def check(self, settings: Mapping[str, Json]) -> None:
+        """Endpoints in memory have no settings of their own, and take any."""
+
+    def unservable(self, target: Target) -> str:
+        """They run nothing, and so as any target does."""
+        del target
+        return ""
+
+    def place(self, config: EndpointConfig) -> str:
+        """Their setting `region` says where they stand."""
+        return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
+
+    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+        """Everything can be changed but `auth`."""
+        if before.settings.get("auth") != after.settings.get("auth"):
+            raise UserError("auth cannot be changed", where=after.endpoint)
+
+    def observe(self, config: EndpointConfig) -> EndpointState | None:
+        state = None if self.down else self._states.get(config.endpoint)
+        made = self._settings.get(config.endpoint, {})
+        if state is None or made == config.settings:
+            return state
+        names = sorted({*made, *config.settings})
+        differs = [
+            f"{n}: {made.get(n)}, not {config.settings.get(n)}" for n in names if made.get(n) != config.settings.get(n)
+        ]
+        return replace(state, drift=tuple(differs))
+
+    def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        name, state = config.endpoint, replace(state, generation=generation)
+        last = self._generations.get(name, -1)
+        current = self._states.get(name)
+        if generation < last or (generation == last and current is not None and current != state):
+            raise ConflictError(f"generation {last} was applied already", where=name)
+        if current is None or not current.is_equivalent(state) or self._settings[name] != config.settings:
+            self.applied.append((name, state))
+        self._states[name], self._generations[name], self._settings[name] = state, generation, config.settings
+
+    def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        held, made = self._states.get(config.endpoint), self._settings.get(config.endpoint, config.settings)
+        target = state if held is None else build_rollback_state(held, state)
+        self.apply(replace(config, settings=made), target, generation=generation)
+
+    def address(self, config: EndpointConfig) -> str | None:
+        return f"memory:{config.endpoint}" if config.endpoint in self._states else None
+
+    def metrics(self) -> FakeMetrics:
+        return self.counted
+
+    def remove(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._states.pop(config.endpoint, None)
+        self._generations.pop(config.endpoint, None)
+
+    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+        if self.down:
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
+
+    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
+
+    def interfere(self, endpoint: str, state: EndpointState | None) -> None:
+        """Replace or lose the endpoint without an entry in the ledger; its generation stays."""
+        self._states.pop(endpoint, None)
+        if state is not None:
+            self._states[endpoint] = state
+
+
+class FakeMetrics:
+    """Counts that a test writes. While `down`, they cannot be read; `clock` says when they were."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.clock = FakeClock()
+        self.origin = "first"
+        self.tallies: dict[str, RequestCounts] = {}
+        self.shadow = ShadowCounts()
+        self.histogram: tuple[tuple[float, ...], tuple[int, ...]] | None = ((0.001, 0.002), (500, 490, 10))
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({"exceedances", "shadow", "outcomes"})
+
+    def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
+        del deployment
+        self._answer(config)
+        return self.histogram
+
+    def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
+        self._answer(config)
+        ours = {name: self.tallies[name] for name in deployments if name in self.tallies}
+        counts = {"errors": ("requests", "errors"), "outcomes": ("outcomes", "successes")}
+        counts |= {f"latency_{name}": ("measured", f"over_{name}") for name in ("p50", "p99")}
+        units = {
+            name: UnitSums.single(*(sum(getattr(one, field) or 0 for one in ours.values()) for field in fields))
+            for name, fields in counts.items()
+        }
+        return MetricsReading(origin=self.origin, at=self.clock.now(), tallies=ours, shadow=self.shadow, units=units)
+
+    def count(self, deployment: str, **more: int) -> None:
+        """So many more requests of a deployment, and of them so many errors, and so on."""
+        before = self.tallies.get(deployment, RequestCounts(over_p50=0, over_p99=0))
+        added: dict[str, Any] = {name: (getattr(before, name) or 0) + number for name, number in more.items()}
+        self.tallies[deployment] = replace(before, **added)
+
+    def _answer(self, config: EndpointConfig) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the metrics do not answer", where=config.endpoint)
+
+
+@dataclass(slots=True)
+class _Version:
+    record: VersionRecord
+    files: dict[str, bytes]
+    documents: dict[str, bytes]
+    created_at: float
+    evidence: Digest
+
+
+@dataclass(slots=True)
+class _Model:
+    versions: dict[str, _Version] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+class FakeRegistry:
+    """A registry that forgets nothing until the process ends. While `down`, every call is unanswered."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.clock = FakeClock()
+        self.mirrored: list[LedgerEntry] = []
+        self._models: dict[str, _Model] = {}
+
+    def publish(self, publication: Publication) -> Mapping[str, str]:
+        self._answer()
+        for variant in publication.variants:
+            found = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
+            if found != variant.manifest:
+                raise DigestMismatchError("files are not what the manifest says", where=publication.model)
+        model = self._models.setdefault(publication.model, _Model())
+        return {variant.variant: self._publish(model, publication, variant) for variant in publication.variants}
+
+    def version(self, model: str, version: str) -> VersionRecord:
+        return self._version(model, version).record
+
+    def aliases(self, model: str) -> Mapping[str, str]:
+        self._answer()
+        return dict(self._models[model].aliases) if model in self._models else {}
+
+    def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
+        self._answer()
+        return {name: dict(model.aliases) for name, model in self._models.items()}
+
+    def set_alias(self, model: str, alias: str, version: str) -> None:
+        self._version(model, version)
+        self._models[model].aliases[alias] = version
+
+    def delete_alias(self, model: str, alias: str) -> None:
+        self._answer()
+        if model in self._models:
+            self._models[model].aliases.pop(alias, None)
+
+    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
+        kept = self._version(model, version)
+        kept.record = replace(kept.record, tags={**kept.record.tags, **tags})
+
+    def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
+        for name, content in self._version(record.model, record.version).files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        return manifest_of(folder)
+
+    def document(self, record: VersionRecord, name: str) -> bytes:
+        documents = self._version(record.model, record.version).documents
+        if name not in documents:
+            raise NotFoundError(f"no document {name}", where=f"{record.model}/{record.version}")
+        return documents[name]
+
+    def mirror(self, entry: LedgerEntry, model: str) -> None:
+        del model
+        self._answer()
+        if entry not in self.mirrored:
+            self.mirrored.append(entry)
+
+    def where(self, model: str) -> str:
+        return f"memory:{model}"
+
+    def page(self, model: str, version: str, name: str) -> str:
+        self._version(model, version)
+        return ""
+
+    def replace_record(self, record: VersionRecord) -> None:
+        """Forge a version: it has the record `record` from now on."""
+        self._version(record.model, record.version).record = record
+
+    def versions(self, model: str) -> tuple[ListedVersion, ...]:
+        self._answer()
+        kept = self._models[model].versions.values() if model in self._models else ()
+        return tuple(
+            ListedVersion(
+                version=v.record.version,
+                release=v.record.release,
+                variant=v.record.variant,
+                manifest=v.record.manifest,
+                created_at=v.created_at,
+                evidence=v.evidence,
+            )
+            for v in sorted(kept, key=lambda v: int(v.record.version))
+        )
+
+    def delete_version(self, model: str, version: str) -> None:
+        self._answer()
+        if version in self.aliases(model).values():
+            raise RefusedError("an alias points at it", where=f"{model}/{version}")
+        if model in self._models:
+            self._models[model].versions.pop(version, None)
+
+    def vanish(self, model: str, version: str) -> None:
+        """Delete a version and its aliases, as a person can in the registry."""
+        self._version(model, version)
+        kept = self._models[model]
+        del kept.versions[version]
+        kept.aliases = {alias: number for alias, number in kept.aliases.items() if number != version}
+
+    def tamper(self, record: VersionRecord, name: str) -> None:
+        """Change a stored file behind the registry's back."""
+        files = self._version(record.model, record.version).files
+        files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
+
+    def _publish(self, model: _Model, publication: Publication, variant: VariantRecord) -> str:
+        key = (publication.lineage.release, variant.variant, variant.manifest.digest())
+        known = (v for v in model.versions.values() if (v.record.release, v.record.variant, v.record.manifest) == key)
+        kept = next(known, None)
+        record = VersionRecord(
+            model=publication.model,
+            version=kept.record.version if kept is not None else str(max(map(int, model.versions), default=0) + 1),
+            release=publication.lineage.release,
+            variant=variant.variant,
+            manifest=variant.manifest.digest(),
+            decisions=dict(variant.signed),
+            tags=kept.record.tags if kept is not None else {},
+        )
+        model.versions[record.version] = _Version(
+            record=record,
+            files={name: path.read_bytes() for name, path in variant.files.items()},
+            documents={name: path.read_bytes() for name, path in variant.evidence.items()},
+            created_at=kept.created_at if kept is not None else self.clock.now(),
+            evidence=variant.evidence_digest(),
+        )
+        return record.version
+
+    def _version(self, model: str, version: str) -> _Version:
+        self._answer()
+        if model not in self._models or version not in self._models[model].versions:
+            raise NotFoundError("no such version", where=f"{model}/{version}")
+        return self._models[model].versions[version]
+
+    def _answer(self) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the registry does not answer", where="memory")
+
+
+class FakeNotifier:
+    """People who read what they get in `received`. While `down`, nothing reaches them."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.received: list[Notification] = []
+
+    def send(self, notification: Notification) -> None:
+        if self.down:
+            raise ServiceUnavailableError("the chat does not answer", where="memory")
+        self.received.append(notification)
+
+    def check(self) -> str:
+        return "memory"
+
+
+class FakeModelFiles:
+    """Model folders of which only the names exist."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self._admitted: dict[Digest, float] = {}
+
+    def location(self, manifest: Digest) -> str | None:
+        return f"memory:{manifest}" if manifest in self._admitted else None
+
+    def admit(self, folder: Path, manifest: Manifest) -> str:
+        if manifest_of(folder) != manifest:
+            raise DigestMismatchError("files are not what the manifest says")
+        self._admitted.setdefault(manifest.digest(), self.clock.now())
+        return f"memory:{manifest.digest()}"
+
+    def kept(self) -> Sequence[StoredObject]:
+        admitted = sorted(self._admitted.items())
+        return tuple(StoredObject(name=digest, digest=digest, size_bytes=1000, at=at) for digest, at in admitted)
+
+    def forget(self, manifest: Digest) -> None:
+        self._admitted.pop(manifest, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeWorld:
+    """What outlives a process: the services and the machine. `ports` gives a process its view of them."""
+
+    registry: FakeRegistry = field(default_factory=FakeRegistry)
+    provider: FakeProvider = field(default_factory=FakeProvider)
+    ledger: Ledger = field(default_factory=MemoryLedger)
+    files: FakeModelFiles = field(default_factory=FakeModelFiles)
+    clock: FakeClock = field(default_factory=FakeClock)
+    signer: FakeSigner = field(default_factory=FakeSigner)
+    dead: set[str] = field(default_factory=set)
+    notifiers: dict[str, FakeNotifier] = field(default_factory=dict)
+    place: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        self.registry.clock = self.clock
+        self.files.clock = self.clock
+        self.provider.counted.clock = self.clock
+
+    def ports(self, process: str = "process-1", root: Path = Path()) -> Ports:
+        """Return the ports of a process, without those that only stages use."""
+        return Ports(
+            root=root,
+            store=ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache"),
+            ledger=self.ledger,
+            files=self.files,
+            models=UserSuppliedModels(root=root, registered=lambda: _missing("models")),
+            clock=self.clock,
+            host=FakeHost(process, self.dead),
+            registry=lambda: self.registry,
+            verifier=lambda: self.signer,
+            signer=lambda: self.signer,
+            provider=lambda _: self.provider,
+            metrics=lambda _: self.provider.metrics(),
+            exporter=_missing,
+            optimizer=_missing,
+            runtime=_missing,
+            source=_missing,
+            notifiers=lambda: self.notifiers,
+            git_sha=lambda: "",
+            conditions=dict,
+            journal=lambda key: FileJournal(root / "search" / f"{key[-16:]}.jsonl"),
+        )
+
+
+def _missing(name: str, env: object = None, /) -> NoReturn:
+    del env
+    raise MissingPackageError(f"there is no fake called {name}")
