@@ -194,7 +194,7 @@ def _build_infer_response(signature: ModelSignature) -> Schema:
 
 
 def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
-    """Return the schema of a tensor: of a request, where data may be nested, or of a response, where it may be null."""
+    """Return the schema of a tensor: nested data in requests, null in responses."""
     rank = len(spec.shape)
     dims = [{"const": d} if isinstance(d, int) else {**_INTEGER, "minimum": 0} for d in spec.shape]
     shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}
