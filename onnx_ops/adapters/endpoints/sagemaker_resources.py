@@ -102,17 +102,17 @@ class EndpointResources:
         names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")
         configs = {name: self._models_of(name) for name in names}
         used = {model for name in live for model in configs.get(name, ())}
-        kept = used | {model for model, manifest in models.items() if manifest in needed}
+        keep = used | {model for model, manifest in models.items() if manifest in needed}
         for name, config_models in configs.items():
-            if name not in live and not set(config_models) <= kept:
+            if name not in live and not set(config_models) <= keep:
                 yield OrphanedResource(
                     kind="endpoint-config", name=name, why="none of its versions is needed", paid=False
                 )
-        unused = "its version serves nowhere and is not kept"
+        unused = "its version is not deployed, and not needed"
         for model in models:
-            if model not in kept:
+            if model not in keep:
                 yield OrphanedResource(kind="model", name=model, why=unused, paid=False)
-        manifests = {hex_digits(digest) for model, digest in models.items() if model in kept and digest}
+        manifests = {hex_digits(digest) for model, digest in models.items() if model in keep and digest}
         manifests |= {hex_digits(digest) for digest in needed}
         for key in self._client.keys(self._archives):
             if key.removeprefix(self._archives).partition("/")[0] not in manifests:

@@ -65,12 +65,12 @@ class SeriesNames:
             counters: further series by deployment of an onnx-ops server.
             scraped: label that marks the times of scrapes.
         """
-        chosen = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
-        ours = [f"{self.endpoint_label}={_quoted(endpoint)}", *chosen]
+        selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
+        matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
         metrics = [self.requests, f"{self.histogram}_bucket", *(counters if self.is_own_server else ())]
-        origin = f"{self.origin}{{{','.join(ours if self.is_own_server else chosen)}}}"
+        origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
-        series = f"{{{','.join([named, *ours])}}}"
+        series = f"{{{','.join([named, *matchers])}}}"
         return f'{origin} or label_replace(timestamp({origin}), "{scraped}", "yes", "", "") or {series}'
 
 
