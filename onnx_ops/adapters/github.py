@@ -46,11 +46,11 @@ class GitHubRepository:
         """
         joined = "&" if "?" in path else "?"
         for page in range(1, _PAGES + 1):
-            found = self.request("GET", f"{path}{joined}per_page=100&page={page}")
-            if not isinstance(found, list):
+            entries = self.request("GET", f"{path}{joined}per_page=100&page={page}")
+            if not isinstance(entries, list):
                 raise ServiceUnavailableError("did not answer with a list", where=self.name)
-            yield from found
-            if len(found) < 100:
+            yield from entries
+            if len(entries) < 100:
                 return
 
     @property

@@ -39,9 +39,9 @@ class ServerMetrics:
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of service times, without the time in the queue, since the server started."""
-        found = self._counts(config, None)
-        counted = [one.deployments[deployment].service for one in found if deployment in one.deployments]
-        return (found[0].bounds_s, _added(counted)) if counted else None
+        counts = self._counts(config, None)
+        histograms = [each.deployments[deployment].service for each in counts if deployment in each.deployments]
+        return (counts[0].bounds_s, _add(histograms)) if histograms else None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of all servers, by user, too."""
@@ -51,33 +51,35 @@ class ServerMetrics:
             name: {place: ascending[name].index(limit_s) + 1 for place, limit_s in limits.items()}
             for name, limits in watched.items()
         }
-        found = self._counts(config, UserCountsRequest(limits_s=ascending))
-        ours = {name: [one.deployments[name] for one in found if name in one.deployments] for name in deployments}
-        counted = [one for each in ours.values() for one in each]
+        counts = self._counts(config, UserCountsRequest(limits_s=ascending))
+        by_name = {name: [one.deployments[name] for one in counts if name in one.deployments] for name in deployments}
+        counted = [one for each in by_name.values() for one in each]
         return MetricsReading(
-            origin="+".join(one.origin for one in found),
-            at=min(one.at for one in found),
-            tallies={name: _tally(each, found[0].bounds_s, watched[name]) for name, each in ours.items() if each},
+            origin="+".join(one.origin for one in counts),
+            at=min(one.at for one in counts),
+            tallies={name: _tally(each, counts[0].bounds_s, watched[name]) for name, each in by_name.items() if each},
             shadow=ShadowCounts(
                 compared=sum(one.shadow_answered for one in counted),
                 differing=sum(one.shadow_differing for one in counted),
                 failed=sum(one.shadow_failed for one in counted),
             ),
             cold_s={
-                name: loads for name, each in ours.items() if (loads := tuple(s for one in each for s in one.cold_s))
+                name: loads for name, each in by_name.items() if (loads := tuple(s for one in each for s in one.cold_s))
             },
-            units=_units({n: [one.users for one in each] for n, each in ours.items() if each}, grades, config.endpoint),
+            units=_units(
+                {n: [one.users for one in each] for n, each in by_name.items() if each}, grades, config.endpoint
+            ),
         )
 
 
-def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*counts, strict=True))
 
 
 def _tally(
     counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]
 ) -> RequestCounts:
-    service = _added([one.service for one in counted])
+    service = _add([one.service for one in counted])
 
     def over(latency_s: float) -> int | None:
         """Return the requests slower than a bound of the histogram; None for any other latency."""

@@ -1,1 +1,1 @@
-"""What the endpoint server shares with its clients: HTTP messages, server options, the routing table, webhooks."""
+"""What the endpoint server shares with its clients."""

@@ -133,7 +133,7 @@ class Counts:
 
 
 def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
-    """Return the counts of one deployment by field and user, shape (`USER_FIELDS`, `USER_CELLS`).
+    """Return the counts of one deployment, shape (`USER_FIELDS`, `USER_CELLS`).
 
     A user may reach several servers: add the arrays of all servers before comparing users.
 
@@ -163,7 +163,7 @@ def error_to_bytes(error: OnnxOpsError) -> bytes:
 
 
 def error_from_bytes(data: bytes) -> OnnxOpsError:
-    """Parse an error from the server. Return ServiceUnavailableError if the bytes are not an error of ours."""
+    """Parse an error of the server; ServiceUnavailableError if it is no such error."""
     try:
         document = json.loads(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The routing table: what an endpoint serves and how traffic is split, as published and as stored on disk."""
+"""The routing table: what an endpoint serves and how its traffic is split."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class RoutingTable:
             raise ValueError(f"the layout {list(self.layout)} does not name the deployments")
 
     def list_slots(self) -> tuple[str, ...]:
-        """Return one deployment name per percent of traffic, newest first; the length is 100."""
+        """Return 100 deployment names, one per percent of traffic, newest first."""
         weights = self.state.split.weights
         return tuple(name for name in self.layout for _ in range(weights.get(name, 0)))
 
     def get_experiment(self) -> tuple[str, str]:
-        """Return name and manifest of the newest deployment with traffic: the salt of sticky assignment."""
+        """Return name and manifest of the newest deployment with traffic."""
         newest = next(name for name in self.layout if self.state.split.weights.get(name, 0) > 0)
         return newest, next(d.manifest for d in self.state.deployments if d.name == newest)
 
     def compute_split_digest(self) -> str:
-        """Return a digest that is equal for tables that send every user to the same deployment."""
+        """Return a digest of what decides which deployment answers a user."""
         return short_digest(digest_bytes("\0".join((*self.get_experiment(), *self.list_slots())).encode()))
 
 
@@ -105,7 +105,7 @@ def _matches_checksum(content: object, checksum: object) -> bool:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file atomically: after a crash or power loss, readers see the old content or the new.
+    """Replace a file atomically, even in case of a power loss.
 
     Raises:
         OSError: it could not be written; the old content is unchanged.
@@ -120,11 +120,16 @@ def write_durably(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 class TableFile:
@@ -135,7 +140,7 @@ class TableFile:
         self._previous = folder / PREVIOUS_FILE
 
     def read(self) -> RoutingTable | None:
-        """Return the last valid table; None if there is none. Invalid files are logged and left unchanged."""
+        """Return the last valid table, if any. Invalid files are logged and kept."""
         for path in (self._current, self._previous):
             try:
                 table = self._load(path)

@@ -1,4 +1,4 @@
-"""How an endpoint server is configured and found: options, container environment, files of its folder, processes."""
+"""How an endpoint server is configured and found: options, files, processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DEAD_STATES = ("Z", "X")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerOptions:
-    """Options of every endpoint server, in a container too. Sizes are in bytes, times in seconds."""
+    """Options of every endpoint server. Sizes are in bytes, times in seconds."""
 
     workers: Annotated[int, Ge(1), Le(256), doc("Worker processes; each loads every model.")] = 1
     threads: Annotated[
@@ -94,7 +94,7 @@ class ContainerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(ContainerOptions):
-    """All options of an endpoint server: the flags of `onnx-ops serve`. A container sets those of this class itself."""
+    """Options of `onnx-ops serve`. A container sets those of this class itself."""
 
     access_log: Annotated[str, doc("File for one JSON line per inference; `-` is standard output.")] = ""
     admin_socket: Annotated[
@@ -118,7 +118,7 @@ class ServerRecord:
 
 
 def explain_unservable(target: Target, available: Collection[str]) -> str:
-    """Return why a server cannot run models as they were measured on a target; empty if it can.
+    """Return why a server cannot run what a target measures; empty if it can.
 
     Args:
         target: where models were measured.
@@ -139,7 +139,7 @@ def explain_unservable(target: Target, available: Collection[str]) -> str:
 
 
 def read_start_time(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot (proc(5), field 22); None if it is not running.
+    """Return when a process started, in clock ticks since boot; None if it ended.
 
     Pid and start time together identify a process: the system reuses pids. A process whose first thread has ended
     runs, and keeps its port, until its last thread ends.
@@ -165,7 +165,7 @@ def register_worker(folder: Path) -> Path:
 
 
 def list_workers(folder: Path) -> tuple[int, ...]:
-    """Return the running workers of a folder's server, and remove the files of those that ended."""
+    """Return the running workers of a folder; remove the files of others."""
     running = []
     for path in sorted((folder / WORKERS_FOLDER).glob("[0-9]*")):
         try:

@@ -33,7 +33,7 @@ _SIGNATURE_VERSION = "v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookDelivery:
-    """A delivery with a valid signature. `model` is the registered model that it is about."""
+    """A delivery with a valid signature, about a registered model."""
 
     id: str
     model: str

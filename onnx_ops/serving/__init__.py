@@ -1,1 +1,1 @@
-"""The endpoint server: a supervisor, worker processes, and their public and admin listeners."""
+"""The endpoint server: a supervisor, its worker processes, and their listeners."""

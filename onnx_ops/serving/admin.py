@@ -114,7 +114,7 @@ class AdminApp:
         return Response(codec.dumps(self._supervisor.collect_counts(message)), media_type="application/json")
 
     async def put_state(self, request: Request) -> Response:
-        """Publish a state. The response comes after it is served: 200; 409 if outdated; 422 if it cannot be loaded."""
+        """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
         self._authorize(request)
         body = await read_body(request, _MAX_BODY)
         try:
@@ -147,7 +147,7 @@ def _build_error(error: OnnxOpsError, status: int) -> Response:
 
 
 class AuditTrail:
-    """Appends to a file in the server's folder: one durable line per requested change, and one per result.
+    """Records each requested change and its result in a file, durably.
 
     A change that cannot be recorded is not made. `actor` is `token` for clients with the admin token, or `uid:N` for a
     user of the Unix socket.

@@ -1,4 +1,6 @@
-"""The entrypoint of the image: `python -m onnx_ops.serving.container [serve]` serves the model of its container.
+"""The entrypoint of the image: serve the model of the container.
+
+Usage: `python -m onnx_ops.serving.container [serve]`.
 
 `ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. It, or a folder below,
 holds a `deployment.json` beside the version's files in `model/`, or just a `model.onnx`.
@@ -34,7 +36,7 @@ _MAX_DEPTH = 3
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Serve until the container is stopped. Return the exit code; an error is printed in one line."""
+    """Serve until the container is stopped; return the exit code."""
     try:
         if list(arguments) not in ([], ["serve"]):
             raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`.")
@@ -87,7 +89,7 @@ def _search(root: Path, environment: Mapping[str, str]) -> Deployment:
 
 
 def _build_deployment(folder: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return a deployment for a model without a record; the environment of the container names it."""
+    """Return a deployment for a model without a record, named by the environment."""
     files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     manifest = Manifest(files=files).digest()
     name = environment.get("ONNX_OPS_DEPLOYMENT", "model")

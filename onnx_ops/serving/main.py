@@ -1,4 +1,4 @@
-"""The server's process: `python -m onnx_ops.serving.main --state-dir DIR --host 127.0.0.1 --port N`."""
+"""The server's process: `python -m onnx_ops.serving.main --state-dir DIR …`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPARE_FILES = 256
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until the process is stopped. Return the exit code; an error is printed in one line."""
+    """Serve until the process is stopped; return the exit code."""
     values = vars(_build_parser().parse_args(arguments))
     folder, host = values.pop("state_dir"), values.pop("host")
     port, admin_port = values.pop("port"), values.pop("admin_port")
@@ -53,7 +53,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _raise_file_limit(files: int) -> None:
-    """Allow more open files. Connections are files; the usual limit of 1024 is for programs that use select(2)."""
+    """Allow more open files: connections are files, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = files if hard == resource.RLIM_INFINITY else min(files, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -1,4 +1,4 @@
-"""Metrics of all workers: counters in shared memory, and the page that Prometheus scrapes.
+"""Metrics of all workers, in shared memory and as Prometheus scrapes them.
 
 The memory is anonymous and made before the first fork, so that it needs no file and outlives any worker. Each number
 has 8 bytes, is aligned, and has exactly one writer; a reader sees the old value or the new one.
@@ -83,7 +83,7 @@ def get_column(status: int) -> int:
 
 
 class SharedMetrics:
-    """Counters that supervisor and workers share. Made by the supervisor; workers inherit it by fork."""
+    """Counters that supervisor and workers share, by fork."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -102,7 +102,7 @@ class SharedMetrics:
 
     @property
     def revision(self) -> int:
-        """The published revision of the routing table, which every worker serves from the moment it is set."""
+        """The revision of the routing table that every worker serves."""
         return self.header[_REVISION]
 
     @revision.setter
@@ -119,7 +119,7 @@ class SharedMetrics:
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
 
     def get_user_counts(self, worker: int) -> tuple[MetricsRow, MetricsRow]:
-        """Return a header of one number, and the cells of two deployments. Untouched pages take no memory."""
+        """Return a header of one number, and the cells of two deployments."""
         start = worker * (1 + _USER_NUMBERS)
         return self._users[start : start + 1], self._users[start + 1 : start + 1 + _USER_NUMBERS]
 
@@ -157,14 +157,14 @@ class SharedMetrics:
 
 
 class SlotAllocator:
-    """Assigns slots to deployments, in the supervisor. A deployment that returns gets its slot again."""
+    """Assigns slots to deployments. One that returns gets its slot again."""
 
     def __init__(self, shared: SharedMetrics) -> None:
         self._shared = shared
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name. If all are in use, the one assigned longest ago is reset.
+        """Return slots by deployment name. If needed, the oldest one is reset.
 
         Raises:
             UserError: the table has too many deployments, or a name is too long for a label.
@@ -203,11 +203,7 @@ def count_request(row: MetricsRow, status: int, seconds: float) -> None:
 def count_queued_request(row: MetricsRow, status: int, seconds: float, service_seconds: float) -> None:
     """Count one request that was queued, or whose latency is not comparable.
 
-    Args:
-        row: of the deployment.
-        status: of the response.
-        seconds: time until the response was ready.
-        service_seconds: the same without its time in the queue; 0 if it is not comparable.
+    `service_seconds` is its latency without its time in the queue; 0 if it is not comparable.
     """
     row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
     row[QUEUED_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1
@@ -219,20 +215,20 @@ def count_queued_request(row: MetricsRow, status: int, seconds: float, service_s
 
 @dataclass(frozen=True, slots=True)
 class LatencyHistogram:
-    """Requests by latency, with one bucket more than `BOUNDS_S`, and the sum of their latencies."""
+    """Requests by latency, with one bucket more than `BOUNDS_S`, and their sum."""
 
     buckets: Sequence[int]
     nanoseconds: int
 
 
 def get_request_latency(row: Sequence[int]) -> LatencyHistogram:
-    """Return the time from the last byte of a request to its response, of all requests."""
+    """Return the time from the last byte of a request to its response."""
     buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[QUEUED_BUCKETS:SERVICE_BUCKETS], strict=True)
     return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[QUEUED_NANOSECONDS])
 
 
 def get_service_latency(row: Sequence[int]) -> LatencyHistogram:
-    """Return the time without queueing, of comparable requests: they ran alone, on the control replica if any."""
+    """Return the time without queueing, of comparable requests."""
     buckets = zip(row[INLINE_BUCKETS:QUEUED_BUCKETS], row[SERVICE_BUCKETS:INLINE_NANOSECONDS], strict=True)
     return LatencyHistogram([a + b for a, b in buckets], row[INLINE_NANOSECONDS] + row[SERVICE_NANOSECONDS])
 
@@ -281,12 +277,7 @@ _SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}
 
 
 class MetricsPage:
-    """The page `/metrics` in Prometheus' text format. Each worker reports the sum of all workers.
-
-    Args:
-        shared: counters of all workers.
-        endpoint: value of the label `endpoint`.
-    """
+    """The page `/metrics` in Prometheus' text format, summed over all workers."""
 
     def __init__(self, shared: SharedMetrics, endpoint: str) -> None:
         self._shared = shared

@@ -1,4 +1,4 @@
-"""Counts by which a rollout is judged: by deployment, by user, and outcomes that clients report.
+"""Counts by which a rollout is judged: by deployment, by user, and outcomes.
 
 All requests of a user go to one version, so a user is one draw of the split, however many requests it sends. The judge
 of a rollout sets a watch: which two deployments are counted by user, and which latencies count as slow. Another watch
@@ -56,7 +56,7 @@ _SUBJECTS = ("request_id", "key", "deployment")
 
 
 class UserCounts:
-    """Counts by user of one worker, their only writer. They are reset when the worker notices another watch.
+    """Counts by user of one worker. Another watch resets them.
 
     A request costs 0.05 µs without a watch, and 0.7 µs while its deployment is watched (`benchmarks.count_cost`).
     """
@@ -112,7 +112,7 @@ class UserCounts:
 
 
 def set_watch(shared: SharedMetrics, slots: Mapping[str, int], request: UserCountsRequest) -> None:
-    """Make the workers count two deployments by user. Setting the same watch again has no effect."""
+    """Make the workers count two deployments by user. Idempotent."""
     wanted: list[int] = []
     for name in sorted(request.limits_s)[:2]:
         bounds = [find_bound(limit_s) for limit_s in request.limits_s[name]]
@@ -126,7 +126,7 @@ def set_watch(shared: SharedMetrics, slots: Mapping[str, int], request: UserCoun
 
 
 def encode_user_counts(shared: SharedMetrics, names: Sequence[str]) -> Mapping[str, str]:
-    """Return the counts of the watched deployments, summed over the workers (see `decode_user_counts`)."""
+    """Return the counts by user, summed over the workers (`decode_user_counts`)."""
     total = np.zeros((2, USER_FIELDS, USER_CELLS), dtype="<u8")
     for worker in range(shared.workers):
         header, cells = shared.get_user_counts(worker)
@@ -146,14 +146,9 @@ def collect_counts(
     split: str = "",
     cold_s: Mapping[str, Sequence[float]] | None = None,
 ) -> Counts:
-    """Return the counts of deployments, by user if requested.
+    """Return the counts of deployments by name; by user if requested.
 
-    Args:
-        shared: counters of all workers.
-        slots: by name of deployment.
-        request: deployments to count by user.
-        split: see `Counts.split`.
-        cold_s: load times in fresh processes by name of deployment.
+    `split` and `cold_s`, by name, are fields of the result (see `Counts`, `DeploymentCounts`).
     """
     users: Mapping[str, str] = {}
     if request is not None:
@@ -187,12 +182,9 @@ class OutcomeCounter:
     overwrite it; the outcome is then unknown. An id is counted once.
 
     Args:
-        shared: the memory.
-        worker: number of this worker.
         find_slot: returns the slot of a deployment by its name.
         find_user: returns the slot of the deployment that serves a user key, and the user's bucket. Both raise
             NotFoundError or ServiceUnavailableError.
-        users: counts by user.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The chat's webhook and GitHub's issues, against real HTTP servers that stand for them."""
+"""Notifiers for a chat's webhook and GitHub's issues, and bounds of answers, against real HTTP servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.adapters.http_json import MAX_ANSWER_BYTES, request_json
 from onnx_ops.adapters.notifiers.github import GitHubNotifier
 from onnx_ops.adapters.notifiers.webhook import WebhookNotifier, format_message
 from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
@@ -194,3 +195,12 @@ def test_a_place_that_is_none(place: str, tmp_path: Path) -> None:
 def test_a_webhook_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         WebhookNotifier("https://hooks.example/hidden", tmp_path)
+
+
+def test_an_answer_is_read_up_to_its_bound() -> None:
+    text = "x" * (MAX_ANSWER_BYTES - len('""'))
+    inbox = WebhookSink(lambda letter: Reply(document=text if letter.path == "/largest" else text + "x"))
+    with inbox.open():
+        assert request_json("GET", f"{inbox.url}/largest", host="here") == text
+        with pytest.raises(ServiceUnavailableError):
+            request_json("GET", f"{inbox.url}/larger", host="here")

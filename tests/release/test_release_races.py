@@ -95,7 +95,7 @@ def test_who_never_gets_an_entry_gives_up(monkeypatch: pytest.MonkeyPatch) -> No
 
     before = len(scene.world.ledger.read("digits"))
     monkeypatch.setattr(ledger, "append", overtaken)
-    with pytest.raises(LedgerConflictError, match="somebody else wrote"):
+    with pytest.raises(LedgerConflictError, match="another writer appended"):
         scene.settle()
     written = scene.world.ledger.read("digits")[before:]
     assert {type(entry.body) for entry in written} == {ThresholdsFixed}

@@ -26,7 +26,7 @@ PARTS = 3
 
 SHARED: dict[str, str] = {
     # They share the import of the SDK, which takes as long as most of their tests.
-    "tests/adapters/test_doctor_azureml.py": "azure",
+    "tests/adapters/test_endpoint_azureml_diagnosis.py": "azure",
     "tests/adapters/test_endpoint_azureml.py": "azure",
     "tests/adapters/test_endpoint_azureml_faults.py": "azure",
     "tests/adapters/test_endpoint_azureml_registry.py": "azure",
@@ -34,9 +34,8 @@ SHARED: dict[str, str] = {
     "tests/release/test_release_azureml.py": "azure",
     "tests/adapters/test_endpoint_sagemaker.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_faults.py": "sagemaker",
-    "tests/adapters/test_endpoint_sagemaker_rollouts.py": "sagemaker",
     "tests/adapters/test_endpoint_sagemaker_settings.py": "sagemaker",
-    "tests/adapters/test_endpoint_sagemaker_troubles.py": "sagemaker",
+    "tests/adapters/test_endpoint_sagemaker_update.py": "sagemaker",
     "tests/adapters/test_metrics_cloudwatch.py": "sagemaker",
     "tests/adapters/test_exporter_edges.py": "torch",
     "tests/adapters/test_exporter_examples.py": "torch",

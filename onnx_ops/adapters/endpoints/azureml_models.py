@@ -193,12 +193,7 @@ class _RegistryModel:
             ) from error
 
     def exists(self, deployment: Deployment) -> bool:
-        """Return whether the registry has the model.
-
-        Raises:
-            RefusedError: another model has its name.
-            ServiceUnavailableError: Azure does not answer.
-        """
+        """Return whether the registry has the model; raise RefusedError if another model has its name."""
         model = self._read()
         if model is None:
             return False
@@ -213,12 +208,7 @@ class _RegistryModel:
         return True
 
     def copy(self, asset: str) -> None:
-        """Copy the workspace's model into the registry; return once it can be read there.
-
-        Raises:
-            BusyError: another client copies it.
-            ServiceUnavailableError: Azure does not answer, or does not show it.
-        """
+        """Copy the workspace's model into the registry; return once it can be read there."""
         from azure.ai.ml.entities import WorkspaceModelReference
 
         path = self._client.workspace.path

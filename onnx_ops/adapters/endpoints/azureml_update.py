@@ -228,7 +228,7 @@ class AzureEndpoint:
     def _send(self, plan: TrafficPlan) -> None:
         if self.client.settled_endpoint() is None:
             raise GoneError("the endpoint does not exist", where=self._owner)
-        running = {name for name, found in self.client.deployments().items() if has_succeeded(found)}
+        running = {name for name, resource in self.client.deployments().items() if has_succeeded(resource)}
         if lost := sorted(set(plan.deployments) - running):
             raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
         endpoint = self._require()

@@ -152,15 +152,15 @@ class SageMakerEndpoints(CloudEndpoints):
         """Change weights once if a variant of the deployment runs; else, and with `guarded`, update as by `apply`."""
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
-        held = fence.latest()
-        if held is None or held.held(state.leader()) is None or client.settings.guarded:
+        claimed = fence.latest()
+        if claimed is None or claimed.held(state.leader()) is None or client.settings.guarded:
             self._apply(client, drop_idle_deployments(state), is_rollback=True)
             return
-        fence.take(build_rollback_state(held, state))
+        fence.take(build_rollback_state(claimed, state))
         try:
             EndpointUpdate(client, fence, generation).shift(variant_of(state.leader().name))
         except NotFoundError:  # the last claim was never carried out
-            self._apply(client, build_rollback_state(held, state), is_rollback=True)
+            self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; `<address>/invocations` takes requests signed with SigV4 for service `sagemaker`."""

@@ -39,12 +39,7 @@ _UPLOAD = "#"
 
 
 def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:
-    """Write `deployment.json` and `model/` with the version's files as a reproducible tar.gz.
-
-    Raises:
-        NotFoundError: the files are not there.
-        DigestMismatchError: they are not those of the deployment's manifest.
-    """
+    """Write `deployment.json` and `model/` with the version's files as a reproducible tar.gz."""
     files = verified_files(deployment)
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as packed,
@@ -78,13 +73,7 @@ class EndpointResources:
         self._part_bytes = part_bytes
 
     def ensure_archive(self, deployment: Deployment) -> None:
-        """Upload the deployment's archive unless its key exists.
-
-        Raises:
-            NotFoundError: the files are needed and not there.
-            DigestMismatchError: the files are not those of the manifest.
-            ServiceUnavailableError: S3 does not answer.
-        """
+        """Upload the deployment's archive unless its key exists; raise as `verified_files` does."""
         key = archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
         where = f"s3://{self._bucket}/{key}"
         named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
@@ -113,17 +102,17 @@ class EndpointResources:
         names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")
         configs = {name: self._models_of(name) for name in names}
         used = {model for name in live for model in configs.get(name, ())}
-        kept = used | {model for model, manifest in models.items() if manifest in needed}
+        keep = used | {model for model, manifest in models.items() if manifest in needed}
         for name, config_models in configs.items():
-            if name not in live and not set(config_models) <= kept:
+            if name not in live and not set(config_models) <= keep:
                 yield OrphanedResource(
                     kind="endpoint-config", name=name, why="none of its versions is needed", paid=False
                 )
-        unused = "its version serves nowhere and is not kept"
+        unused = "its version is not deployed, and not needed"
         for model in models:
-            if model not in kept:
+            if model not in keep:
                 yield OrphanedResource(kind="model", name=model, why=unused, paid=False)
-        manifests = {hex_digits(digest) for model, digest in models.items() if model in kept and digest}
+        manifests = {hex_digits(digest) for model, digest in models.items() if model in keep and digest}
         manifests |= {hex_digits(digest) for digest in needed}
         for key in self._client.keys(self._archives):
             if key.removeprefix(self._archives).partition("/")[0] not in manifests:
@@ -186,11 +175,7 @@ class EndpointResources:
             raise
 
     def _create(self, noun: str, named: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-        """Create what cannot be changed afterwards; what has its name already must be the same.
-
-        Raises:
-            InfrastructureError: it is another resource.
-        """
+        """Create what cannot be changed afterwards; what has its name already must be the same."""
         operation, taken = f"create_{noun}", ("already existing",)
         if self._client.call("sagemaker", operation, ignored_messages=taken, **request) is not None:
             return

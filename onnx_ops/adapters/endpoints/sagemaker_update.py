@@ -66,15 +66,7 @@ class EndpointUpdate:
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
 
     def move(self, layout: EndpointLayout) -> None:
-        """Return once the endpoint is in service with this layout and these weights.
-
-        Raises:
-            ConflictError: a later generation was begun.
-            RefusedError: an endpoint of that name is not ours.
-            AlarmRollbackError: an alarm rolled this layout back, now or in an earlier attempt.
-            InfrastructureError: SageMaker could not do it, or rolled it back; or a guarding alarm is already firing.
-            ServiceUnavailableError: it did not end in time.
-        """
+        """Return once the endpoint is in service with this layout and these weights; raise as `apply` does."""
         progress, description = _Progress(), self._client.describe()
         if description is not None and self._sets_counts:
             self._scaling.remove_outdated(description)
@@ -94,13 +86,7 @@ class EndpointUpdate:
         self._client.converge(step, "the endpoint did not reach its new state in time")
 
     def shift(self, variant: str) -> None:
-        """Return once one of the variants that run has all traffic. Only weights are changed.
-
-        Raises:
-            ConflictError: a later generation was begun.
-            NotFoundError: the variant does not run.
-            ServiceUnavailableError: it did not end in time.
-        """
+        """Return once a running variant has all traffic; raise NotFoundError if it does not run."""
         reads = 0
 
         def step() -> bool | None:
@@ -206,12 +192,7 @@ class EndpointUpdate:
         return request
 
     def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
-        """Return how the traffic is shifted, and under which alarms.
-
-        Raises:
-            NotFoundError: there is no such alarm.
-            InfrastructureError: an alarm is already firing, so it could not guard the update.
-        """
+        """Return how the traffic is shifted, and under which alarms, none of which may be firing."""
         states = self._alarm_states()
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
         if self._fence.has_reached(layout.config_name):  # restores what was there: nothing new to guard
@@ -247,11 +228,7 @@ class EndpointUpdate:
             )
 
     def _alarm_states(self) -> dict[str, str]:
-        """Return the state of each guarding alarm, and when it changed.
-
-        Raises:
-            NotFoundError: there is no such alarm.
-        """
+        """Return the state of each guarding alarm, and when it changed."""
         if not self._alarms:
             return {}
         answer = self._client.call(

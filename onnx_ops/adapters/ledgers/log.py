@@ -88,7 +88,7 @@ class ObjectLedger(Ledger):
         data = codec.dumps(entry)
         if not self._objects.create(_name(entry.endpoint, entry.sequence), data):
             raise LedgerConflictError(
-                f"somebody else wrote entry {entry.sequence} first",
+                f"another writer appended entry {entry.sequence} first",
                 where=f"ledger {entry.endpoint}",
                 remedy="Look at `onnx-ops status` and try again.",
             )
@@ -211,6 +211,6 @@ class MemoryLedger(Ledger):
         entries = self._entries.setdefault(entry.endpoint, [])
         if entry.sequence != len(entries) + 1:
             raise LedgerConflictError(
-                f"somebody else wrote entry {entry.sequence} first", where=f"ledger {entry.endpoint}"
+                f"another writer appended entry {entry.sequence} first", where=f"ledger {entry.endpoint}"
             )
         entries.append(entry)

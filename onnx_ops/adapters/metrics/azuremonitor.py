@@ -63,7 +63,6 @@ class AzureMonitorMetrics:
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return None: Azure Monitor has no histogram."""
-        del config, deployment
         return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
@@ -71,14 +70,13 @@ class AzureMonitorMetrics:
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)
-        tallies = {name: _tally(_of(counts, name)) for name in deployments}
-        recent = max(day, until - _WINDOW)
-        slow = self._series(config, f"{_P50},{_P99}", (), recent, until)
+        latencies = self._series(config, f"{_P50},{_P99}", (), max(day, until - _WINDOW), until)
+        quantiles = {name: _quantiles(_rows_of(latencies, name)) for name in deployments}
         return MetricsReading(
             origin=_text(day),
             at=until,
-            tallies=tallies,
-            quantiles={name: found for name in deployments if (found := _quantiles(_of(slow, name))) is not None},
+            tallies={name: _count(_rows_of(counts, name)) for name in deployments},
+            quantiles={name: value for name, value in quantiles.items() if value is not None},
         )
 
     def _series(
@@ -101,7 +99,7 @@ class AzureMonitorMetrics:
         }
         path = f"{place.path}/onlineEndpoints/{name}/providers/Microsoft.Insights/metrics"
         try:
-            found = request_resource(f"{path}?{urlencode(query, quote_via=quote)}")
+            answer = request_resource(f"{path}?{urlencode(query, quote_via=quote)}")
         except RefusedError as error:
             raise ServiceUnavailableError(
                 "Azure Monitor refused the query",
@@ -110,14 +108,14 @@ class AzureMonitorMetrics:
                 remedy="Give the identity the role Monitoring Reader on the workspace.",
             ) from error
         try:
-            return list(_rows(found))
+            return list(_rows(answer))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "Azure Monitor did not answer as expected"
-            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(found))) from error
+            raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(answer))) from error
 
 
-def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:
-    for metric in found["value"]:
+def _rows(answer: Any) -> Iterator[tuple[str, str, str, list[float]]]:
+    for metric in answer["value"]:
         for series in metric["timeseries"]:
             labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
             values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
@@ -127,7 +125,7 @@ def _rows(found: Any) -> Iterator[tuple[str, str, str, list[float]]]:
             yield metric["name"]["value"], labels.get("deployment", ""), status, values
 
 
-def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
+def _rows_of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
     """Return the rows of a deployment, whose name in Azure is its own and a digest."""
     prefix = f"{deployment.lower()}-"
     return [
@@ -135,7 +133,7 @@ def _of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> l
     ]
 
 
-def _tally(rows: Sequence[tuple[str, str, list[float]]]) -> RequestCounts:
+def _count(rows: Sequence[tuple[str, str, list[float]]]) -> RequestCounts:
     counts = [(status, round(sum(values))) for _, status, values in rows]
     return RequestCounts(
         requests=sum(count for _, count in counts),

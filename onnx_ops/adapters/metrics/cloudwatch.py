@@ -22,8 +22,12 @@ from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresh
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, quoted
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-_COUNTS = {"requests": "Invocations", "refused": "Invocation4XXErrors", "errors": "Invocation5XXErrors"}
-_LATENCIES = {"p50": "p50", "p99": "p99"}
+_COUNTS = {
+    "requests": ("Invocations", "Sum"),
+    "refused": ("Invocation4XXErrors", "Sum"),
+    "errors": ("Invocation5XXErrors", "Sum"),
+}
+_PERCENTILES = {"p50": ("ModelLatency", "p50"), "p99": ("ModelLatency", "p99")}
 _MICROSECONDS = 1e-6
 
 
@@ -77,17 +81,19 @@ class CloudWatchMetrics:
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            counts = _counts(config.endpoint, variants, _period(begin, until))
-            sums = _read_values(connect("cloudwatch"), counts, begin, until)
-            percentiles = _percentiles(config.endpoint, variants)
-            latest = _read_values(connect("cloudwatch"), percentiles, until - timedelta(minutes=1), until)
-        names = list(variants)
-        return MetricsReading(
-            origin=origin,
-            at=until.timestamp(),
-            tallies={name: _tally(sums, index) for index, name in enumerate(names)},
-            quantiles={name: found for index, name in enumerate(names) if (found := _quantiles(latest, index))},
-        )
+            period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR  # at most some thousand values
+            queries = _queries(config.endpoint, variants, _COUNTS, period_s)
+            counts = _read_values(connect("cloudwatch"), queries, begin, until)
+            queries = _queries(config.endpoint, variants, _PERCENTILES, _MINUTE)
+            latest = _read_values(connect("cloudwatch"), queries, until - timedelta(minutes=1), until)
+        tallies, quantiles = {}, {}
+        for index, name in enumerate(variants):
+            requests, refused, errors = (round(sum(counts.get(f"{key}{index}", ()))) for key in _COUNTS)
+            tallies[name] = RequestCounts(requests=requests, refused=refused, errors=errors)
+            p50, p99 = (latest.get(f"{key}{index}", ()) for key in _PERCENTILES)
+            if p50 and p99:
+                quantiles[name] = LatencyQuantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS)
+        return MetricsReading(origin=origin, at=until.timestamp(), tallies=tallies, quantiles=quantiles)
 
     def _connect(self, config: EndpointConfig) -> Clients:
         access = access_in(config.settings, self._settings, where=config.endpoint)
@@ -107,26 +113,24 @@ class CloudWatchMetrics:
         return now.astimezone(UTC), description["LastModifiedTime"].astimezone(UTC)
 
 
-def _counts(endpoint: str, variants: Mapping[str, str], period_s: int) -> list[dict[str, Any]]:
+def _queries(
+    endpoint: str, variants: Mapping[str, str], statistics: Mapping[str, tuple[str, str]], period_s: int
+) -> list[dict[str, Any]]:
+    """Return a query for each variant and statistic, with the id KEY and the variant's number."""
+
+    def metric(name: str, variant: str) -> dict[str, Any]:
+        dimensions = [{"Name": "EndpointName", "Value": endpoint}, {"Name": "VariantName", "Value": variant}]
+        return {"Namespace": "AWS/SageMaker", "MetricName": name, "Dimensions": dimensions}
+
     return [
-        _query(f"{key}{index}", metric, "Sum", endpoint, variant, period_s)
+        {
+            "Id": f"{key}{index}",
+            "MetricStat": {"Metric": metric(name, variant), "Period": period_s, "Stat": statistic},
+            "ReturnData": True,
+        }
         for index, variant in enumerate(variants.values())
-        for key, metric in _COUNTS.items()
+        for key, (name, statistic) in statistics.items()
     ]
-
-
-def _percentiles(endpoint: str, variants: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [
-        _query(f"{key}{index}", "ModelLatency", statistic, endpoint, variant, _MINUTE)
-        for index, variant in enumerate(variants.values())
-        for key, statistic in _LATENCIES.items()
-    ]
-
-
-def _query(key: str, metric: str, statistic: str, endpoint: str, variant: str, period_s: int) -> dict[str, Any]:
-    dimensions = [{"Name": "EndpointName", "Value": endpoint}, {"Name": "VariantName", "Value": variant}]
-    named = {"Namespace": "AWS/SageMaker", "MetricName": metric, "Dimensions": dimensions}
-    return {"Id": key, "MetricStat": {"Metric": named, "Period": period_s, "Stat": statistic}, "ReturnData": True}
 
 
 def _read_values(
@@ -143,21 +147,6 @@ def _read_values(
                 raise ServiceUnavailableError("CloudWatch answered in part", why=quoted(result.get("Messages", "")))
             values.setdefault(result["Id"], []).extend(map(float, result["Values"]))
     return values
-
-
-def _tally(sums: Mapping[str, Sequence[float]], index: int) -> RequestCounts:
-    counted = {key: round(sum(sums.get(f"{key}{index}", ()))) for key in _COUNTS}
-    return RequestCounts(requests=counted["requests"], errors=counted["errors"], refused=counted["refused"])
-
-
-def _quantiles(latest: Mapping[str, Sequence[float]], index: int) -> LatencyQuantiles | None:
-    p50, p99 = (latest.get(f"{key}{index}", ()) for key in _LATENCIES)
-    return LatencyQuantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS) if p50 and p99 else None
-
-
-def _period(begin: datetime, end: datetime) -> int:
-    """Return the period of the counts: a reading of a long step would have thousands of minutes."""
-    return _MINUTE if (end - begin).total_seconds() <= _DAY else _HOUR
 
 
 def _minute(at: datetime) -> datetime:

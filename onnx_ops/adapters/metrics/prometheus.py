@@ -65,12 +65,12 @@ class SeriesNames:
             counters: further series by deployment of an onnx-ops server.
             scraped: label that marks the times of scrapes.
         """
-        chosen = _matchers(self.select)
-        ours = [f"{self.endpoint_label}={_quoted(endpoint)}", *chosen]
+        selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
+        matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
         metrics = [self.requests, f"{self.histogram}_bucket", *(counters if self.is_own_server else ())]
-        origin = f"{self.origin}{{{','.join(ours if self.is_own_server else chosen)}}}"
+        origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
-        series = f"{{{','.join([named, *ours])}}}"
+        series = f"{{{','.join([named, *matchers])}}}"
         return f'{origin} or label_replace(timestamp({origin}), "{scraped}", "yes", "", "") or {series}'
 
 
@@ -154,19 +154,19 @@ class PrometheusMetrics:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{self._url}/api/v1/query?query={quote(query, safe='')}"
         try:
-            found = request_json("GET", url, host=host, headers=headers)
+            answer = request_json("GET", url, host=host, headers=headers)
         except RefusedError as error:
             raise ServiceUnavailableError(
                 "Prometheus refused the query", where=config.endpoint, why=str(error)
             ) from error
         try:
-            partial, samples = found.get("warnings"), found["data"]["result"]
+            partial, samples = answer.get("warnings"), answer["data"]["result"]
         except (AttributeError, KeyError, TypeError) as error:
-            raise _invalid_answer(config, found) from error
+            raise _invalid_answer(config, answer) from error
         if partial:  # some stores are missing, so the counts are too low
             raise ServiceUnavailableError("Prometheus answered in part", where=config.endpoint, why=quoted(partial))
         if not isinstance(samples, list):
-            raise _invalid_answer(config, found)
+            raise _invalid_answer(config, answer)
         return samples
 
 
@@ -215,14 +215,10 @@ def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
     return max(buckets.values()) - below[0] if below else None
 
 
-def _invalid_answer(config: EndpointConfig, found: object) -> ServiceUnavailableError:
+def _invalid_answer(config: EndpointConfig, answer: object) -> ServiceUnavailableError:
     return ServiceUnavailableError(
-        "Prometheus did not answer as expected", where=config.endpoint, why=quoted(repr(found))
+        "Prometheus did not answer as expected", where=config.endpoint, why=quoted(repr(answer))
     )
-
-
-def _matchers(labels: Mapping[str, str]) -> list[str]:
-    return [f"{label}={_quoted(value)}" for label, value in labels.items()]
 
 
 def _quoted(text: str) -> str:

@@ -50,35 +50,35 @@ class SeveralServers(ServerMetrics):
         self._hosts = {url: require_https(url, "an address in urls") for url in urls}
         super().__init__(self._read_all)
 
-    def _read_all(self, config: EndpointConfig, watch: UserCountsRequest | None) -> Sequence[Counts]:
+    def _read_all(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
         """Return the counts of every server.
 
         Raises:
             ServiceUnavailableError: a server does not answer, or they split users differently, as during a
                 publication.
         """
-        found = [self._ask(url) for url in self._hosts]
-        _check(found, config)
-        if watch is None:
-            return found
+        counts = [self._read_counts(url) for url in self._hosts]
+        _check(counts, config)
+        if request is None:
+            return counts
         # A restart of one server restarts the counts by user of all: else users of the others would count twice.
-        watch = replace(watch, number=zlib.crc32("+".join(one.origin for one in found).encode()))
-        watched = [self._ask(url, watch) for url in self._hosts]
-        _check(watched, config)
-        if [one.origin for one in watched] != [one.origin for one in found]:
+        request = replace(request, number=zlib.crc32("+".join(each.origin for each in counts).encode()))
+        counts_by_user = [self._read_counts(url, request) for url in self._hosts]
+        _check(counts_by_user, config)
+        if [each.origin for each in counts_by_user] != [each.origin for each in counts]:
             raise ServiceUnavailableError("a server restarted its counts", where=config.endpoint)
-        return watched
+        return counts_by_user
 
     def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of a missing token."""
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 
-    def _ask(self, url: str, watch: UserCountsRequest | None = None) -> Counts:
+    def _read_counts(self, url: str, request: UserCountsRequest | None = None) -> Counts:
         token = os.environ.get(VARIABLE, "").strip()
         if not token:
             raise _no_token()
         host, headers = self._hosts[url], {"Authorization": f"Bearer {token}"}
-        method, body = ("GET", None) if watch is None else ("POST", codec.to_json(watch))
+        method, body = ("GET", None) if request is None else ("POST", codec.to_json(request))
         try:
             answer = request_json(method, f"{url}{COUNTS_PATH}", body, host=host, headers=headers)
             return codec.from_json(answer, Counts, where=host)
@@ -86,11 +86,11 @@ class SeveralServers(ServerMetrics):
             raise ServiceUnavailableError("a server does not show its counts", where=host, why=str(error)) from error
 
 
-def _check(found: Sequence[Counts], config: EndpointConfig) -> None:
+def _check(counts: Sequence[Counts], config: EndpointConfig) -> None:
     why = ""
-    if len({one.origin for one in found}) < len(found):
-        why = "two addresses lead to the same server; each has to be asked by itself"
-    elif len({(one.split, one.bounds_s) for one in found}) > 1:
+    if len({each.origin for each in counts}) < len(counts):
+        why = "two addresses lead to the same server; each server needs an address"
+    elif len({(each.split, each.bounds_s) for each in counts}) > 1:
         why = "they split users differently, or are of different releases"
     if why:
         raise ServiceUnavailableError("the servers' counts cannot be added", where=config.endpoint, why=why)

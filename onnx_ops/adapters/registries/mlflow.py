@@ -243,8 +243,8 @@ class MlflowRegistry:
             "--port": "5000",
         }
         # The command of this environment, by its short name where the shell finds that one.
-        ours = Path(sys.executable).parent / "mlflow"
-        program = str(ours) if ours.exists() and shutil.which("mlflow") != str(ours) else "mlflow"
+        installed = Path(sys.executable).parent / "mlflow"
+        program = str(installed) if installed.exists() and shutil.which("mlflow") != str(installed) else "mlflow"
         return shlex.join([program, "server", *(word for option in options.items() for word in option)])
 
     def page(self, model: str, version: str, name: str) -> str:

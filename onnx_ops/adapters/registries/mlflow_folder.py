@@ -80,10 +80,10 @@ def model_file(names: Iterable[str]) -> str:
     Raises:
         UserError: there is none, or more than one.
     """
-    found = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
-    if len(found) != 1:
-        raise UserError(f"a version holds exactly one .onnx file, not {len(found)}: {', '.join(found) or 'none'}")
-    return found[0]
+    models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
+    if len(models) != 1:
+        raise UserError(f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}")
+    return models[0]
 
 
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:

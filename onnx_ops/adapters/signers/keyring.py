@@ -54,8 +54,8 @@ class Keyring:
             (key,) = TrustedKeys(path).keys()
             files.setdefault((key, path.name.endswith(PUBLIC_SUFFIX)), []).append(path)
         known = [
-            KnownKey(key=key, files=tuple(found), signs=key == mine, trusted=counts)
-            for (key, counts), found in files.items()
+            KnownKey(key=key, files=tuple(paths), signs=key == mine, trusted=is_trusted)
+            for (key, is_trusted), paths in files.items()
         ]
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 

@@ -140,8 +140,8 @@ class ContentStore:
 
     def _forget_remote(self, stored: StoredObject) -> bool:
         """Delete a remote object. A writer of the same content at this instant repeats its stage later."""
-        beside = self._objects.list_objects(stored.name.rpartition("/")[0])
-        if any(found.name == stored.name and found.at > stored.at for found in beside):
+        neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
+        if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
             return False
         self._objects.delete(stored.name)
         (self._cache / stored.name).unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""HTTP/1.1 of the public listener: limits, the fast path of inference, and the Starlette app for everything else."""
+"""HTTP of the public listener: limits, fast path, and Starlette app."""

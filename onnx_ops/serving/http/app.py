@@ -1,4 +1,4 @@
-"""Routes of the public listener: Open Inference v2 and MLflow's scoring protocol over one endpoint."""
+"""Routes of the public listener: Open Inference v2, MLflow's scoring protocol."""
 
 from __future__ import annotations
 
@@ -39,14 +39,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class PublicApp:
-    """Handlers of the public routes.
-
-    Args:
-        service: answers inference requests.
-        metrics: content of `/metrics`.
-        outcomes: counts what clients report.
-        max_body: bytes of the largest request body.
-    """
+    """Handlers of the public routes."""
 
     def __init__(
         self, service: InferenceService, metrics: MetricsPage, outcomes: OutcomeCounter, *, max_body: int
@@ -126,7 +119,7 @@ class PublicApp:
         return await self._answer(request, InferenceRoute(invocation=True))
 
     async def post_outcomes(self, request: Request) -> Response:
-        """Count outcomes of responses: `counted` ones, and `unknown` ones of requests that are not remembered.
+        """Count outcomes; return the number of `counted` and of `unknown` ones.
 
         The content type must be JSON: browsers send that to another site only if the site allows it, which this server
         does not (https://fetch.spec.whatwg.org/#cors-safelisted-request-header).
@@ -207,7 +200,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def json_response(content: object, status: int = 200) -> Response:
-    """Return a JSON response. Arrays become lists; NaN and infinities, which JSON does not have, become null."""
+    """Return a JSON response, with arrays as lists; NaN and infinities become null."""
     return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
 
 

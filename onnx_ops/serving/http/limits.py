@@ -1,4 +1,4 @@
-"""What a worker allows its clients: connections, memory, time, size of requests, Host and Origin headers."""
+"""What a worker allows its clients: connections, memory, time, sizes, hosts."""
 
 from __future__ import annotations
 
@@ -103,15 +103,7 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
 
 
 class ConnectionLimits:
-    """Limits and clock of all connections of one worker.
-
-    Args:
-        max_connections: open connections.
-        max_body: bytes of the largest request body.
-        read_timeout_s: time to receive a request.
-        keep_alive_s: time that a connection may be idle.
-        row: where connections are counted.
-    """
+    """Limits and clock of all connections of one worker (see `ServerOptions`)."""
 
     def __init__(
         self, *, max_connections: int, max_body: int, read_timeout_s: float, keep_alive_s: float, row: MetricsRow
@@ -133,7 +125,7 @@ class ConnectionLimits:
         self._default_lines = b""
 
     def admit(self, connection: LimitedProtocol) -> bool:
-        """Return whether there is room for a connection. An idle or slow one is closed to make room."""
+        """Return whether there is room; an idle or slow connection makes way."""
         if len(self._open) >= self._max_connections and not self._make_room():
             self._row[CONNECTIONS_REFUSED] += 1
             return False
@@ -156,7 +148,7 @@ class ConnectionLimits:
         return True
 
     def format_default_headers(self, pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Return header lines of all responses. uvicorn makes a new list once a second; it is formatted as often."""
+        """Return header lines of all responses. uvicorn renews `pairs` once a second."""
         if pairs is not self._default_pairs:
             self._default_pairs = pairs
             self._default_lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs)
@@ -194,7 +186,7 @@ class RequestRejectedError(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol within limits. A subclass defines what is served, and sets the attributes below.
+    """uvicorn's protocol within limits. A subclass sets the attributes below.
 
     `since` is when the present stage began, on the clock of `ConnectionLimits.now`.
     """
@@ -252,7 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
                     self._reject_error(_build_head_error())
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. A request that offers another protocol is read as if it did not.
+        """Feed the parser, and ignore offers of another protocol.
 
         A server may ignore the offer (RFC 9110, 7.8). The parser does not: behind such a head it expects the other
         protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
@@ -287,7 +279,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.since = self.limits.now
 
     def _check_head(self, head: RequestHead) -> None:
-        """Check a complete head. Raises RequestRejectedError if its request is not allowed."""
+        """Check a complete head. Raises RequestRejectedError."""
         self._in_head = False
         received = self._head_bytes + self._packet_bytes
         if received > _MAX_HEAD_BYTES:
@@ -319,7 +311,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._build_size_error()
 
     def _count_body(self, size: int) -> None:
-        """Count a part of a body. Raises RequestRejectedError if it exceeds a limit, alone or with all others."""
+        """Count a part of a body. Raises RequestRejectedError beyond a limit."""
         self._received += size
         self._account_body(size)
         if self._received > self.limits.max_body:
@@ -377,7 +369,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reject(500, "internal error")
 
     def _reject(self, status: int, message: str) -> None:
-        """Answer with an error and end the connection, after the client had time to read the response.
+        """Answer with an error; end the connection once the client could read it.
 
         A request that was answered before its body was received gets no second response.
         """

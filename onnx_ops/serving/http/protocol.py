@@ -41,7 +41,7 @@ _DIGITS = re.compile(rb"[0-9]{1,15}")
 
 @dataclass(slots=True)
 class CachedRequestHead:
-    """The head of a request, to read similar heads on the same connection without a parser.
+    """The head of a request, to read similar ones without a parser.
 
     A client that keeps a connection sends the same head again and again, but for a few values: the length of the body,
     a user's key, a request id. What a parser would make of such a head is known from the first one: the names have the
@@ -71,7 +71,7 @@ class CachedRequestHead:
             self._names.append(b"" if header is None or header[2].lower() in _FIXED else header[1])
 
     def match(self, data: bytes, max_body: int) -> tuple[RequestHead, bytes] | None:
-        """Return head and body of a complete request that differs in nothing but values; None for any other.
+        """Return head and body of a request that differs only in values, else None.
 
         Args:
             data: what was received.
@@ -88,7 +88,7 @@ class CachedRequestHead:
         return (head, body) if len(body) == int(head[_LENGTH]) <= max_body else None
 
     def _match_last(self, data: bytes) -> tuple[dict[bytes, bytes], int] | None:
-        """Do the same as `_compare`, if only the header differs that differed in the last request; else return None."""
+        """Do the same as `_compare`, if the same header differs as last time."""
         if self._only is None:
             return None
         name, before, after = self._only
@@ -99,7 +99,7 @@ class CachedRequestHead:
         return ({name: value}, end + len(after)) if _VALUE.fullmatch(value) else None
 
     def _compare(self, data: bytes) -> tuple[dict[bytes, bytes] | None, int]:
-        """Return headers with another value, by lower-case name, and the start of the body; None if more differs."""
+        """Return changed headers and the start of the body; None if more differs."""
         end = data.find(b"\r\n\r\n", 0, _MAX_CACHED_HEAD)
         lines = data[:end].split(b"\r\n") if end > 0 else []
         if len(lines) != len(self._lines):
@@ -137,11 +137,11 @@ class _QueuedCycle:
         self.message_event = self
 
     def set(self) -> None:
-        """Do nothing: uvicorn wakes the app by this when a client disconnects, and here is no app."""
+        """Do nothing: uvicorn wakes the app by this, and here is none."""
 
 
 class InferenceProtocol(LimitedProtocol):
-    """One connection. `build_protocol` makes the subclass that defines what is served, and its limits."""
+    """One connection. `build_protocol` sets what is served, and its limits."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection."""
@@ -203,7 +203,7 @@ class InferenceProtocol(LimitedProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the fast path for an inference request of the usual form, else hand the request to uvicorn."""
+        """Take the fast path for usual inference requests, else hand over to uvicorn."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._upgrade_offered = True  # `_parse` feeds the head again, without the offer
             return
@@ -282,7 +282,7 @@ class InferenceProtocol(LimitedProtocol):
             self._account_body(-self._body_bytes)
 
     def _begin_collecting(self, start: bytes) -> None:
-        """Bypass the parser for the rest of a large body. A new parser reads the next message.
+        """Bypass the parser for the rest of a large body.
 
         `start` is all that was received before the body; empty if unknown.
         """
@@ -331,7 +331,7 @@ class InferenceProtocol(LimitedProtocol):
             self._cache_head(data[: len(data) - len(body)])
 
     def _cache_head(self, start: bytes) -> None:
-        """Cache what was received before the body of the last request, if that is a head and nothing else."""
+        """Cache what preceded the last body, if that is just one head."""
         is_head = start.startswith(b"POST ") and start.find(b"\r\n\r\n") == len(start) - 4
         if self._complete is not None and self.stage is IDLE and is_head and len(start) <= _MAX_CACHED_HEAD:
             route, head, body = self._complete
@@ -361,7 +361,7 @@ class InferenceProtocol(LimitedProtocol):
         self.on_response_complete()
 
     def on_response_complete(self) -> None:
-        """Do what uvicorn does, without a timer for each idle connection: one sweep checks them all."""
+        """Do what uvicorn does, without a timer for each connection."""
         self._account_body(-self._body_bytes)
         if self.transport.is_closing():
             return

@@ -1,1 +1,1 @@
-"""Inference: bytes of a request to arrays, the loaded models that run them, and bytes of the response."""
+"""Inference: from bytes of a request to bytes of a response."""

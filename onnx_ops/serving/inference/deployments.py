@@ -1,4 +1,4 @@
-"""The deployments that a worker has loaded, and the published table that routes requests to them."""
+"""The loaded deployments of a worker, and the table that routes to them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LoadedDeployment:
         self.header_lines = format_deployment_headers(self.deployment.name)
 
     def should_run_inline(self, leader: LatencyEstimator, head: RequestHead, body: bytes) -> bool:
-        """Return whether a request should run on the event loop, given the latency of the leading deployment."""
+        """Return whether a request should run on the event loop."""
         if not self.latency.should_run_inline(leader):
             return False
         if len(body) <= _MAX_INLINE_TEXT:
@@ -132,7 +132,7 @@ class LoadedDeployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRouter:
-    """The split of one table. Each of the 100 `slots` is one percent of traffic, the newest deployment first.
+    """The split of one table: one slot per percent of traffic, newest first.
 
     With two deployments, a higher weight of the newer one only moves users into it. The salt depends on the newest
     deployment with traffic: it is constant during an experiment and different for the next.
@@ -153,7 +153,7 @@ class TrafficRouter:
         return self.slots[mix_bits(zlib.crc32(key) ^ self.salt) * 100 >> 32]
 
     def get_bucket(self, key: bytes | None) -> int:
-        """Return the bucket in which a user is counted. Buckets are nested in the split, except at its edges."""
+        """Return the bucket in which a user is counted."""
         return KEYLESS_CELL if key is None else mix_bits(zlib.crc32(key) ^ self.salt) * USER_BUCKETS >> 32
 
     def route_draw(self, draw: float) -> str:
@@ -179,7 +179,7 @@ class TrafficRouter:
 
 
 def mix_bits(value: int) -> int:
-    """Spread every bit of a 32-bit number: the finalizer of MurmurHash3 (A. Appleby, public domain), a bijection.
+    """Spread every bit: the finalizer of MurmurHash3 (A. Appleby), a bijection.
 
     CRC-32 is linear: without this, two salts would give shares that coincide or are disjoint, and users of one
     experiment's candidate would be in the candidate of the next.
@@ -193,7 +193,7 @@ def mix_bits(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRoute:
-    """What the path of an inference request selects. Without a model: any that is served."""
+    """What the path of a request selects. Without a model: any."""
 
     invocation: bool = False
     model: str | None = None
@@ -202,7 +202,7 @@ class InferenceRoute:
 
 @dataclass(frozen=True, slots=True)
 class ControlReplica:
-    """A second copy of the deployment with most of the traffic, which gets as much traffic as the other deployment.
+    """A second copy of the main deployment, with the traffic share of the other one.
 
     A model that seldom runs finds its weights outside the processor's caches: a model of 12 MB took 470 µs instead of
     250 at a tenth of the traffic. So the deployment with less traffic is compared with a replica of the other one
@@ -216,7 +216,7 @@ class ControlReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """One revision of the table with everything that a request needs. A request keeps the one it started with.
+    """One revision of the table, with everything that a request needs.
 
     Attributes:
         deployments: loaded deployments by name.
@@ -276,7 +276,7 @@ Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
 
 
 class LoadedDeployments:
-    """Snapshots of a worker: the published one, the one before, and those being prepared.
+    """Snapshots of a worker: published, previous, and prepared ones.
 
     `get_current`, `discard` and `release` belong to the event loop; `restore` and `prepare` to one other thread. While
     these run, the event loop must not switch to another revision.
@@ -309,18 +309,18 @@ class LoadedDeployments:
         return snapshot
 
     def get_published(self) -> TableSnapshot | None:
-        """Return the snapshot of the published revision; None before the first publication."""
+        """Return the current snapshot; None before the first publication."""
         return None if self._header[0] == 0 else self.get_current()
 
     def find_slot(self, name: str) -> int:
-        """Return the slot of a deployment; raises ServiceUnavailableError or NotFoundError."""
+        """Return a slot; raises ServiceUnavailableError or NotFoundError."""
         snapshot = self.get_current()
         if name not in snapshot.router.names:
             raise NotFoundError(f"no deployment is named {name!r}")
         return snapshot.get_deployment(name).slot
 
     def find_user(self, key: bytes) -> tuple[int, int]:
-        """Return the slot of a user's deployment, and the user's bucket; raises ServiceUnavailableError."""
+        """Return a user's slot and bucket; raises ServiceUnavailableError."""
         snapshot = self.get_current()
         return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
 
@@ -341,7 +341,7 @@ class LoadedDeployments:
     def restore(
         self, revision: int, table: RoutingTable, slots: Mapping[str, int], refusal: str = ""
     ) -> Mapping[str, str]:
-        """Load a published table after a restart. Return the deployments that cannot be loaded, with the reason.
+        """Load a table after a restart; return failed deployments with the reason.
 
         If there is a reason for `refusal`, no deployment is loaded.
         """
@@ -359,7 +359,7 @@ class LoadedDeployments:
         return failed
 
     def prepare(self, revision: int, table: RoutingTable, slots: Mapping[str, int]) -> None:
-        """Load what a table needs beyond what is loaded, so that switching to it takes no time.
+        """Load what a table needs, so that switching to it takes no time.
 
         Raises:
             OnnxOpsError: a deployment could not be loaded (see `load_model`).
@@ -376,7 +376,7 @@ class LoadedDeployments:
             self._retired.append(snapshot)
 
     def release(self) -> list[LoadedDeployment]:
-        """Return deployments that no snapshot needs any more. Freeing large models takes time."""
+        """Return unneeded deployments. Freeing large models takes time."""
         retired, self._retired = self._retired, []
         needed = {loaded for snapshot in self._list_snapshots() for loaded in snapshot.list_loaded()}
         return [d for d in {d for snapshot in retired for d in snapshot.list_loaded()} if d not in needed]
@@ -405,7 +405,7 @@ class LoadedDeployments:
         )
 
     def _build_control(self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]) -> ControlReplica | None:
-        """Return a replica of the deployment with more traffic, if there are two and it is worth its memory."""
+        """Return the control replica, if there are two deployments and it is affordable."""
         shares = sorted((weight, name) for name, weight in table.state.split.weights.items() if weight)
         if len(shares) != 2 or shares[0][0] == shares[1][0]:
             return None

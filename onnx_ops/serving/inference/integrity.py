@@ -1,4 +1,4 @@
-"""Integrity of a deployment: its files match the manifest, and a trusted key has signed it. Needs no runtime."""
+"""Integrity of a deployment: manifest and signatures. Needs no runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EndpointBinding:
 
 
 class TrustPolicy:
-    """Keys whose signatures a server requires, and the model and target that it is bound to.
+    """Keys that a server trusts, and the model and target that it is bound to.
 
     Args:
         keys: the trusted keys.
@@ -38,7 +38,7 @@ class TrustPolicy:
 
     @classmethod
     def from_options(cls, folder: Path, options: ServerOptions) -> TrustPolicy | None:
-        """Return the policy of a server; None if it loads whatever its admin API publishes."""
+        """Return the policy of a server; None if it requires no signatures."""
         return cls(TrustedKeys.of(options.trusted_keys), folder) if options.trusted_keys else None
 
     def authorize(self, deployment: Deployment) -> Record:

@@ -1,4 +1,4 @@
-"""Models in memory: sessions of the runtime, the cache of packed models, loading, warm-up."""
+"""Models in memory: sessions, the cache of packed models, loading, warm-up."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.execution import CPU, Execution
 from onnx_ops.errors import InfrastructureError, NotFoundError, UserError, quoted
 from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.protocol.routing_table import sync_path
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.serving.inference.responses import InputsRejectedError
 from onnx_ops.serving.inference.signature import ModelSignature
@@ -147,7 +148,7 @@ def measure_folder(folder: Path) -> int:
 
 
 class PackedModelCache:
-    """Optimised models with packed weights, one folder each, which all workers of a machine map into their memory.
+    """Optimised models with packed weights, mapped by all workers of a machine.
 
     The key of an entry is the model's manifest, the processor's features and the runtime's version. An entry is used
     only while its files have the digests that were recorded when it was made. It is made only if its model returns the
@@ -163,7 +164,7 @@ class PackedModelCache:
         self._min_bytes = min_bytes
 
     def open_session(self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()) -> Any:
-        """Open a session of the model at `path` from its entry; if there is no valid entry, make one.
+        """Open a session of a model from its entry, which is made if needed.
 
         Raises:
             InfrastructureError: an execution provider is not available, or does not start.
@@ -215,7 +216,8 @@ class PackedModelCache:
                 _log.warning("%s is not cached packed: its outputs would differ", path)
                 return original
             (temporary / _ENTRY).write_text(json.dumps(_describe_entry(temporary)), encoding="utf-8")
-            _sync_folder(temporary)
+            for written in (*temporary.iterdir(), temporary):
+                sync_path(written)
             shutil.rmtree(entry, ignore_errors=True)
             temporary.rename(entry)
             self._prune()
@@ -244,10 +246,9 @@ class PackedModelCache:
 
 
 def return_same_bits(first: Any, second: Any) -> bool:
-    """Return whether two sessions return the same bits for zeros and for random numbers; False if a run fails."""
-    random = np.random.default_rng(_SEED)
-    for draw in (np.zeros, random.standard_normal):
-        feed = {node.name: _sample_node(node, draw) for node in first.get_inputs()}
+    """Return whether two sessions agree to the bit on zeros and random numbers."""
+    for draw in (None, np.random.default_rng(_SEED)):
+        feed = {node.name: _build_sample(_build_spec(node, Path()), draw) for node in first.get_inputs()}
         try:
             for a, b in zip(first.run(None, feed), second.run(None, feed), strict=True):
                 if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
@@ -257,14 +258,14 @@ def return_same_bits(first: Any, second: Any) -> bool:
     return True
 
 
-def _sample_node(node: Any, draw: Any) -> Array:
-    shape = tuple(d if isinstance(d, int) else 1 for d in node.shape)
-    kind = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}.get(node.type)
-    if kind is not None:
-        return np.asarray(draw(shape), kind)
-    if node.type == "tensor(string)":
+def _build_sample(spec: TensorSpec, random: np.random.Generator | None = None) -> Array:
+    """Return zeros or random floats, of size 1 in every free dimension."""
+    shape = tuple(d if isinstance(d, int) else 1 for d in spec.shape)
+    if spec.dtype == "string":
         return np.full(shape, "", dtype=object)
-    return np.zeros(shape, node.type.removeprefix("tensor(").removesuffix(")"))  # may be indices, which have a range
+    if random is not None and spec.dtype.startswith("float"):
+        return random.standard_normal(shape).astype(spec.dtype)
+    return np.zeros(shape, get_numpy_dtype(spec.dtype))  # integers may be indices, which have a range
 
 
 def get_first_line(error: Exception) -> str:
@@ -273,7 +274,7 @@ def get_first_line(error: Exception) -> str:
 
 
 def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
-    """Return the key of an entry. Libraries may have computed constants; their paths contain their digests."""
+    """Return the key of an entry. Paths of libraries contain their digests."""
     operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
     return digest_json(
         {
@@ -295,15 +296,6 @@ def _read_processor() -> str:
 def _describe_entry(folder: Path) -> dict[str, object]:
     names = [name for name in (_PACKED_MODEL, _PACKED_WEIGHTS) if (folder / name).exists()]
     return {"format": _ENTRY_FORMAT, "files": {name: digest_file(folder / name) for name in names}}
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +334,7 @@ class LoadedModel:
         return arrays
 
     def _run_bfloat16(self, outputs: Sequence[str], feed: Tensors) -> list[Array]:
-        """Run a model with bfloat16 tensors. Numpy does not have that type: its bits are passed as uint16."""
+        """Run a model with bfloat16 tensors, which numpy holds as uint16."""
         values = {
             name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
             if self.signature.inputs[name].dtype == "bfloat16"
@@ -364,7 +356,7 @@ class LoadedModel:
         Raises:
             InfrastructureError: the model fails although only the batch size and numbers were assumed.
         """
-        feed = {name: _build_zeros(self.signature.inputs[name]) for name in self.signature.required}
+        feed = {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
         started_at = 0.0
         try:
             for _ in range(_WARM_UP_RUNS):
@@ -379,12 +371,9 @@ class LoadedModel:
         return time.perf_counter() - started_at
 
     def run_random(self) -> None:
-        """Run the model once on random numbers, with size 1 for every free dimension. It may reject them."""
+        """Run the model once on random numbers, which it may reject."""
         random = np.random.default_rng(_SEED)
-        feed = {name: _build_zeros(self.signature.inputs[name]) for name in self.signature.required}
-        for name, zeros in feed.items():
-            if zeros.dtype.kind == "f":  # integers may be indices, which have a range
-                feed[name] = random.standard_normal(zeros.shape).astype(zeros.dtype)
+        feed = {name: _build_sample(self.signature.inputs[name], random) for name in self.signature.required}
         with contextlib.suppress(InputsRejectedError, InfrastructureError):
             self.run(tuple(self.signature.outputs), feed)
 
@@ -397,14 +386,9 @@ def _copy_bits(value: Any) -> Array:
 
 
 def _may_be_rejected(spec: TensorSpec) -> bool:
-    """Return whether zeros of this input are a guess: of its size, or of a column with categories of the model."""
+    """Return whether zeros are a guess: of a size, or of a category."""
     sizes = spec.shape[1:]
     return any(isinstance(d, str) for d in sizes) or spec.dtype == "string" or (spec.dtype == "int64" and sizes == (1,))
-
-
-def _build_zeros(spec: TensorSpec) -> Array:
-    shape = tuple(d if isinstance(d, int) else 1 for d in spec.shape)
-    return np.full(shape, "", dtype=object) if spec.dtype == "string" else np.zeros(shape, get_numpy_dtype(spec.dtype))
 
 
 def load_model(

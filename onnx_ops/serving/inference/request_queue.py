@@ -39,7 +39,7 @@ _NO_STALL_S = 100e-3
 
 @dataclass(slots=True, eq=False)
 class LatencyEstimator:
-    """Exponentially weighted mean of a model's run times in seconds, each with weight 1/8.
+    """Exponentially weighted mean of run times in seconds, each with weight 1/8.
 
     A run during which the system took the processor away looks like a slow one. Therefore a slow run of a fast model
     counts as at most 1 ms or four times the mean, so that a single one does not move the model off the event loop.
@@ -62,7 +62,7 @@ class LatencyEstimator:
         self.is_fast = mean < (_LEAVE_INLINE_S if self.is_fast else INLINE_S)
 
     def should_run_inline(self, leader: LatencyEstimator) -> bool:
-        """Return whether the model should run on the event loop, given the estimate of the leading deployment.
+        """Return whether the model should run on the event loop.
 
         The same model is about 50 µs slower on a thread. Two versions with run times near the limit would differ for
         that alone. So the leader decides for all deployments, except for those that are far slower than it can be.
@@ -72,7 +72,7 @@ class LatencyEstimator:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests of one queue that a thread runs. An `overdue` one no longer counts against the thread limit."""
+    """Requests that a thread runs. If `overdue`, exempt from the thread limit."""
 
     queue: RequestQueue[Any]
     items: Sequence[Any]
@@ -108,7 +108,7 @@ class WorkerThreads:
         self._watching = False
 
     def add_arrival(self, queue: RequestQueue[Any]) -> int:
-        """Return the number of a request that arrives in a queue. Needs the lock, as do all methods but `finish`."""
+        """Return the number of an arriving request. Call with the lock held."""
         if queue not in self._waiting:
             self._waiting.append(queue)
         self._arrivals += 1
@@ -127,12 +127,12 @@ class WorkerThreads:
             self.changed.notify()
 
     def count_queued(self, queue: RequestQueue[Any]) -> int:
-        """Return how many requests wait before a new one in `queue`. Other queues whose model hangs do not count."""
+        """Return the requests before a new one, without queues of hanging models."""
         hanging = {batch.queue for batch in self._batches if batch.overdue} - {queue}
         return sum(len(other) for other in self._waiting if other not in hanging)
 
     def finish(self, batch: _Batch, thread: _Thread) -> _Batch | None:
-        """Finish a batch; return the next one for the thread, which is idle if there is none."""
+        """Finish a batch; return the next one for the thread, if any. Takes the lock."""
         with self.changed:
             self._batches.remove(batch)
             batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
@@ -157,7 +157,7 @@ class WorkerThreads:
         return min(ready, key=lambda queue: queue.oldest, default=None)
 
     def _find_overdue(self) -> tuple[float, _Batch] | None:
-        """Return the batch that becomes overdue next, and when, on the clock of `time.perf_counter`."""
+        """Return when a batch becomes overdue (`time.perf_counter`), and which."""
         queue = self._find_next_queue()
         if queue is None:
             return None
@@ -179,7 +179,7 @@ class WorkerThreads:
 
 
 class _Thread:
-    """A thread that runs the batch it is given, and then the next ones until there is none."""
+    """A thread that runs one batch after the other until there is none."""
 
     def __init__(self, threads: WorkerThreads) -> None:
         self._threads = threads

@@ -1,4 +1,4 @@
-"""Bodies of requests: Open Inference v2 in JSON and in the binary form, MLflow's scoring forms, and CSV.
+"""Bodies of requests: Open Inference v2, MLflow's scoring forms, CSV.
 
 Every function raises `UserError` (or `TooLargeError`) with a message that names the tensor.
 
@@ -145,7 +145,7 @@ def _read_tensor(item: dict[str, Any], reader: TensorReader, literals: bool, tai
 
 
 def _select_outputs(document: dict[str, Any], signature: ModelSignature) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-    """Return the requested outputs, and which of them in the binary form (see `InferenceRequest.binary`)."""
+    """Return `outputs` and `binary` of a request (see `InferenceRequest`)."""
     given, listed = document.get("parameters"), document.get("outputs")
     if given is None and not listed and not signature.binary_only:
         return signature.output_names, ()
@@ -198,7 +198,7 @@ def _get_flag(parameters: dict[str, Any], name: str, *, default: bool) -> bool:
 def read_invocation(
     body: bytes, content_type: str, header_length: int | None, signature: ModelSignature
 ) -> InferenceRequest:
-    """Decode a body for `/invocations`: any form of MLflow's scoring server, CSV, or Open Inference v2.
+    """Decode a body for `/invocations`: any form of MLflow, CSV, Open Inference v2.
 
     Args:
         body: the whole body.
@@ -285,7 +285,7 @@ def _read_column(name: str, data: object, signature: ModelSignature, literals: b
 
 
 def _measure_nesting(name: str, data: Any) -> tuple[int, ...]:
-    """Return the shape of nested lists by their first elements; the reader checks all others."""
+    """Return the shape by first elements; the reader checks all others."""
     shape: list[int] = []
     while type(data) is list or isinstance(data, LazyArray):
         if isinstance(data, LazyArray):
@@ -332,7 +332,7 @@ def _read_split(content: Any) -> tuple[list[str], list[list[Any]]]:
 
 
 def _read_csv(body: bytes) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of a table as pandas and MLflow write it: UTF-8, commas, a header line."""
+    """Return columns and rows of a CSV table, as pandas and MLflow write it."""
     if body.count(b",") + body.count(b"\n") > MAX_VALUES:
         raise TooLargeError(f"the table has more than {MAX_VALUES} cells", remedy="Send it in the binary form.")
     try:
@@ -360,7 +360,7 @@ def _is_number(text: str) -> bool:
 
 
 def _map_columns(columns: list[str], rows: list[list[Any]], signature: ModelSignature) -> Mapping[str, object]:
-    """Return columns named like the inputs, or all rows as the features of the only input."""
+    """Return columns by input, or all rows for the only input."""
     names = set(columns)
     if signature.required <= names <= signature.inputs.keys():
         return {name: [row[i] for row in rows] for i, name in enumerate(columns)}

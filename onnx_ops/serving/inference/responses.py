@@ -76,7 +76,7 @@ def get_status(error: OnnxOpsError) -> int:
 
 @dataclass(slots=True)
 class RawResponse:
-    """A response as bytes. `lines` are whole header lines, each with CR LF, without content-length."""
+    """A response as bytes. `lines` are header lines without content-length."""
 
     status: int
     lines: bytes
@@ -118,7 +118,7 @@ def format_deployment_headers(deployment: str) -> bytes:
 
 
 def format_echoed_headers(head: RequestHead) -> bytes:
-    """Return request id and trace context of a request, if they are short and printable."""
+    """Return the header lines of request id and trace context."""
     lines = b""
     if _HAS_NO_ECHOED(head):
         return lines

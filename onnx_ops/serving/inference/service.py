@@ -60,13 +60,10 @@ Result = RawResponse | OnnxOpsError
 
 
 class AccessLog:
-    """One JSON line per inference. A thread writes a bounded buffer ten times a second.
+    """Writes one JSON line per inference, in a thread, ten times a second.
 
     Overflow is dropped and counted. Whole lines are appended with one write, so that several workers can share a file.
-
-    Args:
-        path: the file; `-` is standard output.
-        row: where drops are counted.
+    The path `-` is standard output.
     """
 
     def __init__(self, path: str, row: MetricsRow) -> None:
@@ -173,16 +170,12 @@ class PendingRequest:
 
 
 class InferenceService:
-    """Answers inference requests. All methods but `run_batch` belong to the event loop on which it is made.
+    """Answers inference requests. All methods but `run_batch` need its event loop.
 
     Args:
-        deployments: what is served.
         unrouted: counters of requests that reach no deployment.
         deadline_s: longest time in a queue.
-        shadow: queue of mirrored requests.
         outcomes: remembers which deployment answered a request id.
-        users: counts by user.
-        access_log: gets one record per request.
     """
 
     def __init__(
@@ -207,7 +200,7 @@ class InferenceService:
         self._loop = asyncio.get_running_loop()
 
     def handle(self, request: PendingRequest) -> RawResponse | None:
-        """Return the response to a request; None if it is queued: `request.respond` will get the response.
+        """Return the response; None if the request is queued for `request.respond`.
 
         The deployment is chosen only here, so a request never uses a table that was replaced while it was received.
         """
@@ -340,7 +333,7 @@ class InferenceService:
 
 
 def _get_timeout_s(head: RequestHead, default_s: float) -> float:
-    """Return the longest time in the queue that a request asks for, at most the server's own."""
+    """Return the longest time in the queue, for a request with these headers."""
     value = head.get(_TIMEOUT)
     if value is None:
         return default_s
@@ -352,7 +345,7 @@ def _get_timeout_s(head: RequestHead, default_s: float) -> float:
 def run_requests(
     loaded: LoadedDeployment, requests: Sequence[RawRequest]
 ) -> tuple[list[Result], list[tuple[float, int]]]:
-    """Run requests, in batches where the rows of the model are independent of each other.
+    """Run requests, in batches where the model allows it.
 
     Returns:
         The result of each request, and of each run of the model its seconds and the number of its requests.
@@ -380,7 +373,7 @@ def run_requests(
 
 
 def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool) -> list[list[int]]:
-    """Return keys of requests that can be batched: same outputs and types, and same shapes except for axis 0."""
+    """Group requests with the same outputs, types, and shapes except for axis 0."""
     if not batchable:
         return [[position] for position in requests]
     groups: list[list[int]] = []
@@ -400,7 +393,7 @@ def group_requests(requests: Mapping[int, InferenceRequest], *, batchable: bool)
 def _run_together(
     loaded: LoadedDeployment, requests: Sequence[InferenceRequest], runs: list[tuple[float, int]]
 ) -> list[tuple[Array, ...]] | None:
-    """Return each request's part of the outputs; None if the run fails or an output does not have one entry per row."""
+    """Return outputs by request; None if the run fails or rows do not match."""
     feed = {name: np.concatenate([request.feed[name] for request in requests]) for name in requests[0].feed}
     started_at = time.perf_counter()
     try:

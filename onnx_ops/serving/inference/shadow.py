@@ -1,4 +1,4 @@
-"""Shadow traffic: copies of requests for deployments without traffic, and how much their responses differ."""
+"""Shadow traffic: mirrored requests, and how their responses differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RawRequest:
 
 @dataclass(frozen=True, slots=True)
 class _MirroredRequest:
-    """A request for a deployment, the response to the client, and the tolerance for numbers."""
+    """A request to mirror, with the response of the client."""
 
     loaded: LoadedDeployment
     request: RawRequest
@@ -50,7 +50,7 @@ class _MirroredRequest:
 
 
 class ShadowQueue:
-    """A bounded queue of mirrored requests, and one thread of the lowest priority. No client waits for it.
+    """A bounded queue of mirrored requests, and one thread of lowest priority.
 
     Requests that do not fit into the queue are dropped and counted. `put` belongs to the event loop.
     """
@@ -62,7 +62,7 @@ class ShadowQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, loaded: LoadedDeployment, request: RawRequest, expected: RawResponse, tolerance: float) -> None:
-        """Queue a copy of a request for a deployment, whose response is compared with `expected`."""
+        """Queue a request, to compare its response with `expected`."""
         size = len(request.body) + len(expected.body)
         with self._changed:
             if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
@@ -106,7 +106,7 @@ def _run(mirrored: _MirroredRequest) -> None:
 
 
 def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: float) -> bool:
-    """Return whether an output is missing, has another shape, or differs beyond the tolerance.
+    """Return whether an output is missing, reshaped, or beyond the tolerance.
 
     A floating-point number may differ by `tolerance` times the largest finite number of its output in `expected`;
     infinities and NaN must have the same places. Everything else must be equal.
@@ -116,7 +116,7 @@ def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: floa
 
 
 def _decode_outputs(response: RawResponse) -> dict[str, Any]:
-    """Return values by output: tensors of the binary form as arrays, all others as in JSON."""
+    """Return values by output: arrays in the binary form, else as in JSON."""
     match = _LENGTH.search(response.lines)
     size = len(response.body) if match is None else int(match[1])
     document = orjson.loads(response.body[:size])
@@ -154,7 +154,7 @@ def _differ(expected: Any, actual: Any, tolerance: float) -> bool:
 
 
 def _convert_floats(value: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    """Return floating-point numbers, null being NaN; None for values that must be equal."""
+    """Return floats, with NaN for null; None for values that must be equal."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float64)
     try:

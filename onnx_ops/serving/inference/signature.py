@@ -33,7 +33,7 @@ _PLACEHOLDER = "\0"
 
 
 class ResponseFormat(Enum):
-    """Format of a response: Open Inference v2, or MLflow's predictions by output name or as one record per row."""
+    """Format of a response: v2, or MLflow's predictions by output or by row."""
 
     INFER = 1
     NAMED = 2
@@ -90,7 +90,7 @@ class TensorWriter:
         self._last: tuple[tuple[int, ...], bytes] = (), b""
 
     def write_json(self, array: Array) -> bytes:
-        """Return the tensor with flat data: float32 as the shortest text that reads back as the same float32."""
+        """Return the tensor as JSON with flat data, floats as their shortest text."""
         flat = array.ravel()
         data = orjson.dumps(flat.tolist()) if self._is_text else orjson.dumps(flat, None, _NUMPY)
         shape, prefix = self._last
@@ -101,7 +101,7 @@ class TensorWriter:
         return b"".join((prefix, data, b"}"))
 
     def write_binary(self, array: Array) -> tuple[bytes, bytes]:
-        """Return the tensor without its data, and its data: little-endian, row-major; text with its length."""
+        """Return the tensor without its data, and its data in the binary form."""
         data = join_text(text.encode() for text in array.reshape(-1).tolist()) if self._is_text else array.tobytes()
         shape = orjson.dumps(array.shape)
         return b'%b%b,"parameters":{"binary_data_size":%d}}' % (self._prefix, shape, len(data)), data
@@ -118,7 +118,7 @@ class _Template:
 
 
 class RequestTemplate:
-    """The JSON of the last request without its data, to read requests that differ in nothing but their data.
+    """The JSON of a request without its data, to read similar ones quickly.
 
     A client of a model with one input writes the same text around its data each time. That text is compared, and only
     the data is parsed. Threads may share a template: it is replaced as a whole.
@@ -131,7 +131,7 @@ class RequestTemplate:
         self._misses = 0
 
     def read(self, body: bytes) -> InferenceRequest | None:
-        """Return the request of a body that differs from the template in its data alone; None for any other.
+        """Return the request of a body that differs only in its data, else None.
 
         Raises:
             UserError: the data does not fit the model; the message is the same as for any other body.
@@ -193,7 +193,7 @@ def _split_around_data(body: bytes) -> tuple[bytes, bytes] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSignature:
-    """Inputs and outputs of a model, with everything that requests need of them, computed once at load.
+    """Inputs and outputs of a model, and what requests need of them.
 
     Args:
         model, version: named in every response.
@@ -275,7 +275,7 @@ class ModelSignature:
         return reader
 
     def get_only_input(self, form: str) -> str:
-        """Return the input of a request that names none. Raises UserError if there are several."""
+        """Return the only input. Raises UserError if there are several."""
         names = [name for name in self.inputs if name in self.required] or list(self.inputs)
         if len(names) != 1:
             raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")

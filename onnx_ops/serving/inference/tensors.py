@@ -1,4 +1,4 @@
-"""Elements of a request: JSON documents and bytes to arrays of exactly the type that the model declares.
+"""From JSON and bytes to arrays of exactly the type that a model declares.
 
 Numpy is never asked to guess a type: it would turn text into numbers, null into NaN, and a boolean into 1. Small JSON
 bodies are parsed by orjson. In large ones simdjson leaves arrays of numbers unparsed until their type is known, so that
@@ -92,7 +92,7 @@ _JSON_NAMES = {
 
 
 def get_numpy_dtype(dtype: str) -> str:
-    """Return the numpy type of such elements. Numpy has no bfloat16: its bits are held in uint16."""
+    """Return the numpy type of such elements; uint16 for bfloat16."""
     return {"string": "object", "bfloat16": "uint16"}.get(dtype, dtype)
 
 
@@ -102,7 +102,7 @@ def shorten(value: object) -> str:
 
 
 class LazyArray:
-    """A rectangular JSON array of scalars that is not parsed into Python objects. `shape` is its nesting."""
+    """A rectangular JSON array of scalars, not parsed into Python objects."""
 
     __slots__ = ("_array", "shape")
 
@@ -111,7 +111,7 @@ class LazyArray:
         self.shape = shape
 
     def to_numbers(self, kind: str) -> Array | None:
-        """Return all elements, flat, as the widest type of numpy's `kind` (f, i or u); None if one does not fit."""
+        """Return flat numbers of numpy's `kind` (f, i or u); None if one does not fit."""
         code, dtype = _LAZY_TYPES[kind]
         try:
             return np.frombuffer(self._array.as_buffer(of_type=code), dtype)
@@ -147,7 +147,7 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
 
 
 def may_contain_literals(text: bytes) -> bool:
-    """Return whether JSON may contain booleans: their letters do not occur in numbers, nor in most bodies."""
+    """Return whether JSON may contain booleans, by their letters."""
     # Integers, not bytes: for b"r", `in` first tries to convert it to a number, and raises and catches an exception.
     return _R in text or _L in text
 
@@ -169,7 +169,7 @@ def _check_limits(body: bytes) -> None:
 
 
 def _parse_lazily(body: bytes) -> Any:
-    """Return None for a body that orjson must parse: it is not JSON, or not all of its arrays are rectangular."""
+    """Return None for a body that orjson must parse, as its arrays are irregular."""
     try:
         walk = _LazyWalk()
         document = walk.convert(_get_parser(len(body)).parse(body), "")
@@ -221,7 +221,7 @@ class _LazyWalk:
         return self.convert(item, "")
 
     def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
-        """Return the shape. Raises ValueError unless all lists of a level have the same length."""
+        """Return the shape. Raises ValueError if it is not rectangular."""
         self.brackets += 1
         shape = [len(array)]
         level = [array]
@@ -250,7 +250,7 @@ def _count_lists(value: Any) -> int:
 
 
 class TensorReader:
-    """Makes arrays for one input of a model. Every method raises UserError with the tensor's name."""
+    """Makes arrays for one input of a model. All methods raise UserError."""
 
     __slots__ = ("_pack", "code", "datatype", "dims", "dtype", "elements", "has_free_rows", "name", "spec")
 
@@ -356,7 +356,7 @@ class TensorReader:
         return level
 
     def read_binary(self, shape: tuple[int, ...], body: bytes, start: int, size: int) -> Array:
-        """Return an array from `size` bytes at `start`: little-endian, row-major; text with its length before it."""
+        """Return an array from `size` bytes at `start`: little-endian, row-major."""
         count = math.prod(shape)
         if self.spec.dtype == "string":
             return _build_text_array(self._split_text(body, start, size, count), shape)
@@ -370,7 +370,7 @@ class TensorReader:
         return array if array.flags.aligned else array.copy()  # the runtime reads whole elements
 
     def _split_text(self, body: bytes, start: int, size: int, count: int) -> list[str]:
-        """Return `count` elements of BYTES: each is its length, four bytes little-endian, and its UTF-8."""
+        """Return `count` elements of BYTES: length in four bytes, then UTF-8."""
         if count * _TEXT_LENGTH.size > size:
             raise self.error(f": {count} elements of BYTES need more than {size} bytes")
         end = start + size
@@ -392,7 +392,7 @@ class TensorReader:
         return elements
 
     def read_raw(self, body: bytes) -> Array:
-        """Return an array from a body without a header: its shape follows from the model and the length."""
+        """Return an array from a body without a header, by its length."""
         if self.spec.dtype == "string":
             shape, _ = self.check_shape([1 if d is None else d for d in self.dims])
             body = join_text([body])
@@ -406,7 +406,7 @@ class TensorReader:
         return self.read_binary(shape, body, 0, len(body))
 
     def convert_cells(self, data: Any) -> Any:
-        """Convert cells of a text table, a list of them or a list of rows, to elements of this input."""
+        """Convert cells or rows of a text table to elements of this input."""
         if self.spec.dtype == "string":
             return data
         convert = self._convert_cell
@@ -457,7 +457,7 @@ def join_text(values: Iterable[bytes]) -> bytes:
 
 
 def _join_rows(rows: list[Any], columns: int) -> list[Any]:
-    """Return the elements of the rows, or the rows unchanged unless each has that many columns."""
+    """Return the elements of the rows; the rows unchanged if they are irregular."""
     for row in rows:
         if type(row) is not list or len(row) != columns:
             return rows

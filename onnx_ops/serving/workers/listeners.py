@@ -55,7 +55,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Return a listening Unix socket that only its owner can connect to. A file at the path is replaced.
+    """Return a listening Unix socket for its owner only; replace the file.
 
     Raises:
         OSError: it cannot be made.
@@ -77,7 +77,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
-    """Return the sockets of workers whose supervisor died; None if there are none, or they listen elsewhere."""
+    """Return the sockets of workers whose supervisor died, if they fit."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(_HANDOVER_S)
@@ -103,7 +103,7 @@ def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | Non
 
 
 def send_sockets(listeners: ListenerSockets) -> None:
-    """Send both sockets to the client of the handover socket. Its file lets only its owner connect."""
+    """Send both sockets to a client of the handover socket."""
     try:
         client, _ = listeners.handover.accept()
     except OSError:  # another worker was faster
@@ -115,7 +115,7 @@ def send_sockets(listeners: ListenerSockets) -> None:
 
 @contextlib.contextmanager
 def _shorten(path: Path) -> Iterator[str]:
-    """Yield an address of the path that is short enough for a Unix socket (unix(7): 108 bytes)."""
+    """Yield an address of at most 108 bytes for a Unix socket (unix(7))."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -1,4 +1,4 @@
-"""The supervisor: owns folder, sockets and table, keeps the workers alive, and publishes.
+"""The supervisor: owns folder, sockets and table, runs workers, and publishes.
 
 It has imported everything, but loads no model and has no thread, so that it can fork a new worker at any time.
 """
@@ -76,12 +76,7 @@ Prepare = Callable[[TableRevision], Awaitable[None]]
 
 
 class TablePublisher:
-    """The published revision. A change is prepared by all workers, written, and then published by setting one number.
-
-    Args:
-        tables: where the table is stored.
-        shared: holds the number of the published revision.
-    """
+    """The published revision, and the only way to change it."""
 
     def __init__(self, tables: TableFile, shared: SharedMetrics) -> None:
         self._tables = tables
@@ -126,7 +121,7 @@ class TablePublisher:
         return current == state
 
     async def publish(self, state: EndpointState, prepare: Prepare) -> TableRevision:
-        """Prepare a state everywhere, write it durably, then publish it. On any error nothing is changed.
+        """Prepare a state, write it durably, publish it. An error changes nothing.
 
         Call it only if `is_published` is false, and never concurrently.
 
@@ -156,16 +151,7 @@ class TablePublisher:
 
 
 class Supervisor:
-    """Publishes one endpoint to a pool of workers.
-
-    Args:
-        folder: of the server.
-        options: of the server.
-        listeners: sockets that the workers inherit.
-        publisher: the published table.
-        shared: counters of all workers.
-        must_load: stop if a deployment of the stored table cannot be loaded.
-    """
+    """Publishes one endpoint to a pool of workers (see `serve`)."""
 
     def __init__(
         self,
@@ -237,7 +223,7 @@ class Supervisor:
             _log.warning("a cold start could not be measured: %s", error)
 
     async def publish(self, state: EndpointState, actor: str) -> None:
-        """Serve a state: on return every response of every worker is by it or by a later one.
+        """Serve a state: on return every response is by it or by a later one.
 
         Raises:
             ConflictError, UserError: see `TablePublisher.is_published`.
@@ -279,7 +265,7 @@ class Supervisor:
                 _log.error("generation %d is published, but %s", state.generation, error)
 
     def _list_new(self, state: EndpointState) -> list[Deployment]:
-        """Return deployments that no worker has loaded, neither for the published state nor for the one before."""
+        """Return deployments of neither the published nor the previous state."""
         failed = self._pool.get_failed()
         states = [s for s in (self._publisher.state, self._previous) if s is not None]
         loaded = {d for s in states for d in s.deployments if d.name not in failed}
@@ -324,7 +310,7 @@ class Supervisor:
         self._orphans_ended.set()
 
     async def _end_orphans(self) -> None:
-        """Drain workers of a supervisor that died. Nothing is published until they have ended: they would not notice.
+        """Drain workers of a supervisor that died. They would miss a publication.
 
         They continue to answer, by the same table, until the new workers are ready.
         """
@@ -403,7 +389,7 @@ def serve(
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. The system releases it when the process ends in any way."""
+    """Hold the lock of a folder, which the system releases when the process ends."""
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as stream:
         for attempt in range(_LOCK_ATTEMPTS):
             try:

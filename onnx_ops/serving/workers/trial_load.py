@@ -1,4 +1,4 @@
-"""The trial load: what is new to the workers is first loaded and run in a process that ends afterwards.
+"""The trial load: new deployments are first loaded in a separate process.
 
 A model can abort the process that loads it, hang it, or exceed its memory limit. A worker has requests to answer, so it
 loads only what such a process has loaded before.
@@ -41,7 +41,7 @@ _RAISE_LIMIT = "Raise the memory limit of the server, or publish a smaller varia
 async def run_trial_load(
     deployments: Sequence[Deployment], folder: Path, options: ServerOptions, workers: Collection[int], *, limit_s: int
 ) -> float:
-    """Load deployments as a worker does, and run each on generated inputs, in a separate process.
+    """Load and run deployments in a separate process, as a worker does.
 
     Args:
         deployments: what no worker has loaded yet.
@@ -74,7 +74,7 @@ def _read_tail(file: BinaryIO) -> bytes:
 
 
 async def _wait_for_exit(pid: int) -> int:
-    """Return the wait status of a child when it ends. If this is cancelled, the child is killed."""
+    """Return the wait status of a child; kill it on cancellation."""
     loop = asyncio.get_running_loop()
     handle = os.pidfd_open(pid)
     exited = asyncio.Event()
@@ -98,7 +98,7 @@ def _run_trial(
     output: int,
     limit_s: int,
 ) -> None:
-    """Run the trial process. It writes its duration or an error into `report`, and all output into `output`."""
+    """Run the trial, and write its duration or error into `report`."""
     signal.alarm(limit_s)  # the kernel enforces this limit even if the model hangs or the supervisor is gone
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -122,7 +122,7 @@ def _run_trial(
 
 
 def _adopt_limits(workers: Collection[int]) -> str:
-    """Leave this process as much memory below its limits as the largest worker has left; return the limits."""
+    """Leave this process as much memory as the largest worker; return the limits."""
     limits = []
     for number, field, name in _LIMITS:
         soft, hard = resource.getrlimit(number)
@@ -149,7 +149,7 @@ def _measure_private_bytes() -> int:
 
 
 def _allocate(size: int) -> None:
-    """Allocate memory for the other workers too: a control group or machine has one limit for all of them."""
+    """Allocate memory for the other workers, which share a limit of the system."""
     if size > 0:
         with suppress(OSError):  # beyond the limit of one process, which is no limit for several
             mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()

@@ -1,5 +1,4 @@
-"""One worker process: loads models, accepts connections and answers until it drains; and its messages with the
-supervisor."""
+"""One worker process, and its messages with the supervisor."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRevision:
-    """A table that is being prepared or published. `slots` are those of its deployments in the metrics."""
+    """A table to publish, with the slots of its deployments in the metrics."""
 
     number: int
     table: RoutingTable
@@ -75,7 +74,7 @@ class PrepareRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRevision:
-    """To a worker: a revision was published. Models that it does not need may be freed."""
+    """To a worker: a revision was published."""
 
     number: int
     kind: Literal["commit"] = "commit"
@@ -91,7 +90,7 @@ class AbortRevision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """From a worker: it accepts connections. `failed` are deployments that it could not load, with the reason."""
+    """From a worker: it accepts connections. `failed` deployments have a reason."""
 
     failed: Mapping[str, str] = field(default_factory=dict)
     kind: Literal["ready"] = "ready"
@@ -99,7 +98,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionPrepared:
-    """From a worker: the response to `PrepareRevision`. `error` is empty, or an error as `error_to_bytes` writes it."""
+    """From a worker: it has prepared a revision, or `error` (`error_to_bytes`)."""
 
     number: int
     error: str = ""
@@ -110,7 +109,7 @@ ControlMessage = PrepareRevision | CommitRevision | AbortRevision | WorkerReady 
 
 
 class ControlChannel:
-    """One end of the socket between the supervisor and a worker. Messages arrive whole and in order."""
+    """One end of the socket between the supervisor and a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -175,7 +174,7 @@ def run_worker(setup: WorkerSetup) -> None:
 def load_deployment(
     deployment: Deployment, folder: Path, options: ServerOptions, *, control: bool = False
 ) -> LoadedModel:
-    """Load a deployment as a worker of the server on the folder does. Raises OnnxOpsError (see `load_model`)."""
+    """Load a deployment as a worker does. Raises OnnxOpsError."""
     entries = folder / (CONTROL_PACKED_FOLDER if control else PACKED_FOLDER)
     cache = PackedModelCache(entries, options.prepack or sys.maxsize)
     return load_model(deployment, cache, TrustPolicy.from_options(folder, options))
@@ -265,7 +264,7 @@ class _Worker:
             access_log.close()
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
-        """Follow the supervisor. If it dies, continue with the published table, and offer the sockets to the next."""
+        """Follow the supervisor; if it dies, wait for the next one."""
         try:
             await channel.send(WorkerReady(failed=failed))
             while (message := await channel.receive()) is not None:
@@ -299,7 +298,7 @@ class _Worker:
         return RevisionPrepared(number=revision.number)
 
     async def _release(self) -> None:
-        """Switch to the published revision, and free unneeded models outside the event loop."""
+        """Switch to the published revision, and free unneeded models."""
         with contextlib.suppress(OnnxOpsError):
             self._deployments.get_current()
         if released := self._deployments.release():

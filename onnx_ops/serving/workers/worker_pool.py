@@ -62,12 +62,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of one server. Belongs to the supervisor's event loop, whose process has no other thread.
-
-    Args:
-        size: number of workers.
-        build_setup: builds what a new worker inherits.
-    """
+    """All workers of one server. Belongs to the supervisor's event loop."""
 
     def __init__(self, size: int, build_setup: BuildSetup) -> None:
         self._build_setup = build_setup
@@ -84,7 +79,7 @@ class WorkerPool:
         return frozenset(worker.pid for worker in self._workers.values())
 
     def get_failed(self) -> Mapping[str, str]:
-        """Return deployments that a worker could not load when it started, with the reason."""
+        """Return deployments that a worker could not load, with the reason."""
         return {name: why for worker in self._workers.values() for name, why in worker.failed.items()}
 
     def clear_load_failures(self) -> None:
@@ -102,7 +97,7 @@ class WorkerPool:
             )
 
     async def prepare(self, revision: TableRevision, limit_s: float) -> None:
-        """Let every worker prepare a revision. A worker that dies meanwhile is replaced, and retries once.
+        """Let every worker prepare a revision. One that dies is replaced and retries.
 
         Args:
             revision: to be published.
@@ -240,7 +235,7 @@ class WorkerPool:
 
 
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
-    """Fork a child of this process, which has no other thread, and let it run a function and exit.
+    """Fork a child that runs a function and exits. Needs a single thread.
 
     Args:
         run: what the child does; it ends with exit code 1 if this raises.
