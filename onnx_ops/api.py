@@ -121,7 +121,7 @@ def judge(
 
 
 def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
-    """Say everything that is wrong with pipeline files, without running anything; `onnx-ops check`.
+    """Validate pipeline files without running them; `onnx-ops check`.
 
     Problems raise nothing: they are in the document, and the exit code is 2.
     """
@@ -135,7 +135,7 @@ def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
 
 
 def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, **options: Any) -> Result:
-    """Run pipelines from training to deployment; `onnx-ops run`. What is known already is not done again.
+    """Run pipelines from training to deployment; `onnx-ops run`. Unchanged stages are skipped (cached).
 
     Args:
         files: Pipeline files.
@@ -157,7 +157,7 @@ def run(*files: str | Path, overrides: Sequence[str] = (), quiet: bool = False, 
 
 
 def status(*endpoints: str, model: str = "", target: str = "") -> Result:
-    """What endpoints do now, one document each; `onnx-ops status`. Needs no MLflow.
+    """Return what endpoints serve, one document each; `onnx-ops status`. Needs no MLflow.
 
     Raises:
         NotFoundError: there is no such endpoint.
@@ -177,8 +177,8 @@ def promote(
         version: Its version.
         target: Name of the target, e.g. cpu-1t.
         reason: Why; recorded in the ledger. An override needs one.
-        actor: Who is answerable; user@host if not given.
-        override: Whatever its gates or history say.
+        actor: User recorded in the audit log; user@host if not given.
+        override: Override failed gates or a previous rollback.
 
     Raises:
         RefusedError: the version may not be promoted there.
@@ -205,7 +205,7 @@ def rollback(
         to: Version to go back to; the previous one if not given.
         model: Registered model.
         target: Name of a target.
-        actor: Who is answerable; user@host if not given.
+        actor: User recorded in the audit log; user@host if not given.
         force: Even onto a version that was rolled back itself.
 
     Raises:
@@ -234,7 +234,7 @@ def _call(command: Callable[..., None], *arguments: Any, **options: Any) -> Resu
 
 
 def _done(command: Callable[..., None], *arguments: Any, **options: Any) -> Result:
-    """The same of a command that changes something; raises the worst error that it met, with its screen as a note."""
+    """Call a command that changes something; raise the worst error that it met, with its screen as a note."""
     result, errors = _called(command, *arguments, **options)
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)

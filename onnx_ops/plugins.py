@@ -66,8 +66,9 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str, *arguments: object) -> Any:
-    """A new instance of the plugin, made with the arguments that its kind takes (an endpoint: its state
-    folder, and that of trusted public keys).
+    """Return a new instance of a plugin, made with the arguments that its kind takes.
+
+    An endpoint takes its state folder and the folder of trusted public keys.
 
     Raises:
         NotFoundError: no installed distribution offers it.
@@ -81,7 +82,7 @@ def load(kind: str, name: str, *arguments: object) -> Any:
 
 
 def find(kind: str, name: str) -> EntryPoint:
-    """The entry point itself, without importing it.
+    """Return the entry point of a plugin without importing it.
 
     Raises:
         NotFoundError: no installed distribution offers it.
@@ -126,7 +127,7 @@ def version(name: str) -> str:
 
 
 def bringing(package: str) -> Mapping[str, str]:
-    """The distributions that bring an importable package, with their versions."""
+    """Return the distributions that bring an importable package, with their versions."""
     return {name: version(name) for name in sorted(set(_packages().get(package, ())))}
 
 

@@ -37,7 +37,7 @@ class Affected:
 
 
 def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]:
-    """The pipelines that rest on a changed path.
+    """Return the pipelines that depend on a changed path.
 
     Args:
         project: its pipelines are those in `configs/pipelines`.

@@ -36,9 +36,11 @@ class ChampionRecord:
 
     @property
     def pipeline(self) -> str:
+        """Name of the pipeline that made the version; empty if not known."""
         return "" if isinstance(self.basis, OnnxOpsError) else self.basis[0].pipeline
 
     def found(self, verdict: Verdict, why: str) -> Drift:
+        """Return a drift result of this champion."""
         return Drift(
             model=self.record.model,
             version=self.record.version,
@@ -51,7 +53,7 @@ class ChampionRecord:
 
 
 def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
-    """The champions of all targets, or those of some pipelines or models.
+    """Return the champions of all targets, or those of some pipelines or models.
 
     Raises:
         UserError: a name has no champion.
@@ -132,7 +134,7 @@ def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str,
 
 
 def load_benchmark(store: Store, evidence: Digest) -> Manifest | None:
-    """What was remembered: the request, and the files of its inputs."""
+    """Return what was saved: the request, and the files of its inputs."""
     return store.lookup(_memory(evidence))
 
 

@@ -49,7 +49,7 @@ KEY_FILE_REMEDY = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
 
 
 def build_ports(settings: Settings) -> Ports:
-    """The outside world as the settings describe it. Touches nothing until it is used."""
+    """Return the adapters that the settings describe. Nothing is opened before it is used."""
     provider: Callable[[str], EndpointProvider] = functools.cache(
         lambda name: plugins.load("endpoints", name, settings.endpoints, settings.trusted_keys)
     )
@@ -124,7 +124,7 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
-    """The source that the endpoint names, or its provider's own."""
+    """Return the source that the endpoint names, or its provider's own."""
     settings = dict(config.metrics)
     name = settings.pop("source", None)
     if name is None:
@@ -182,7 +182,7 @@ def _conditions() -> Mapping[str, str]:
 
 
 def exporters(settings: Settings) -> Exporters:
-    """An exporter that names `requirements` of its own runs isolated, with those, unless `env` says otherwise."""
+    """Return the exporters by name. One with `requirements` runs isolated with those, unless `env` overrides it."""
 
     @functools.cache
     def exporter(name: str, env: Environment | None = None, /) -> Exporter:
@@ -201,7 +201,7 @@ def exporters(settings: Settings) -> Exporters:
 
 
 def optimizers(settings: Settings) -> Optimizers:
-    """As for exporters."""
+    """Return the optimizers by name, isolated like the exporters."""
 
     @functools.cache
     def optimizer(name: str, env: Environment | None = None, /) -> Optimizer:
@@ -225,7 +225,7 @@ def _maker(settings: Settings, wanted: Environment) -> Callable[[], Path]:
 
 
 def environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
-    """The environment to run an exporter or optimizer in; None for this installation.
+    """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:
         UserError: `env` asks for packages here, where none are installed for a stage, or names none at all.

@@ -33,7 +33,7 @@ from onnx_ops.scratch import Scratch
 
 @contextlib.contextmanager
 def machine_lock() -> Iterator[None]:
-    """One measurement of times at once on this machine. The lock goes with its holder, however that ends."""
+    """Hold the lock under which one process of this machine measures times. It is released with its holder."""
     path = Path(tempfile.gettempdir()) / f"onnx-ops-benchmark-{os.getuid()}.lock"
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ class MeasurementLock:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """Work whose duration nobody measures."""
+        """Do work whose duration is not measured."""
         with self._turn(alone=False):
             self._working += 1
         try:
@@ -68,7 +68,7 @@ class MeasurementLock:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Work whose figures are times."""
+        """Do work whose results are times."""
         with self._turn(alone=True):
             self._measuring = True
         try:
@@ -80,7 +80,7 @@ class MeasurementLock:
 
     @contextlib.contextmanager
     def _turn(self, *, alone: bool) -> Iterator[None]:
-        """Waits for this comer's turn; what the block writes down is seen by the next one."""
+        """Wait for this caller's turn; the next one sees what the block changes."""
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._changed.wait_for(
@@ -93,7 +93,7 @@ class MeasurementLock:
 
 @contextlib.contextmanager
 def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
-    """The work of a key, done by one at a time: of the threads and processes on this machine that name this folder.
+    """Hold the lock of a key among the threads and processes on this machine that name this folder.
 
     Whoever had to wait looks for the result first. A claim goes with its holder, however that ends.
     """
@@ -144,6 +144,7 @@ class StageExecutor:
     lock: MeasurementLock = field(default_factory=MeasurementLock)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """Execute a stage where its target is measured."""
         if pool := pool_of(stage):
             plugins.require(*plugins.EXTRAS["prefect"], where=f"pool {pool}")
             pools: Pools = plugins.load("pools", "prefect")
@@ -151,7 +152,7 @@ class StageExecutor:
         return self.here(stage, key, inputs)
 
     def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """On this machine, whatever pool the stage's target names."""
+        """Execute a stage on this machine, whatever pool its target names."""
         if not stage.own_process and stage.timeout is None:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
@@ -165,7 +166,7 @@ class StageExecutor:
 def run_in_subprocess(
     settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
 ) -> Manifest:
-    """Raises what the stage raised; StageError if its process crashed, was killed or ran past the time-out."""
+    """Execute a stage in a child process. Raise what it raised; StageError if it crashed, was killed or timed out."""
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
@@ -191,7 +192,7 @@ def run_in_subprocess(
 
 
 def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: Told) -> tuple[int, str]:
-    """The child lives no longer than this process: it watches its standard input, which stays open until then.
+    """Start the child. It ends with this process: it watches its standard input, which stays open until then.
 
     Its temporary files lie in `scratch`, as one that is killed leaves them: gigabytes where a model is large.
 
@@ -229,7 +230,7 @@ def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it has started."""
+    """Kill a process and what it has started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -244,7 +245,7 @@ _ERROR = "error.json"
 
 
 def pool_of(stage: Stage) -> str:
-    """The pool that measures this stage; empty for this machine."""
+    """Return the pool that measures this stage; empty for this machine."""
     if stage.kind is not StageKind.BENCHMARK:
         return ""
     hints: Mapping[str, Any] = stage.hints
@@ -254,7 +255,7 @@ def pool_of(stage: Stage) -> str:
 def ask(
     pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
 ) -> Manifest:
-    """What a worker of the stage's pool measured.
+    """Return what a worker of the stage's pool measured.
 
     Args:
         pools: hands out the work.
@@ -283,7 +284,7 @@ def ask(
 
 
 def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> dict[str, Json]:
-    """A stage and what it is done with, as JSON."""
+    """Return a stage and its inputs as JSON."""
     return {
         "stage": codec.to_json(stage),
         "key": key,
@@ -292,14 +293,14 @@ def build_request(stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> 
 
 
 def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[str, Manifest]]:
-    """What `build_request` was given."""
+    """Return what `build_request` was given."""
     stage = codec.from_json(request["stage"], Stage, where="request")
     files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
     return stage, Digest(str(request["key"])), {name: Manifest(files=found) for name, found in files.items()}
 
 
 def answer(perform: Perform, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
-    """The worker's side: measure here, and leave what came of it in the store; what failed is returned too.
+    """Measure for a pool, on the worker's side. Leave the result in the store; return it, or the failure.
 
     Raises:
         OnnxOpsError: the store itself failed, or the request is none.

@@ -59,11 +59,13 @@ class StageHandler:
     those of importing MLflow."""
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
+        """Return the lock under which a stage with this key is done."""
         if stage.kind in RELEASE or self.claims is None:
             return contextlib.nullcontext()
         return hold_key_lock(self.claims, key)
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
+        """Return the stored result of a stage; None if it must be done."""
         if stage.kind is StageKind.REGISTER:
             return self._registered(key)
         if stage.kind not in RELEASE:
@@ -74,6 +76,7 @@ class StageHandler:
         return Manifest(files={}) if current(self.ports, stage, *chosen) else None
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
+        """Return why a stage is skipped; empty if it is not."""
         if stage.kind is StageKind.QUANTIZE and "search" in stage.settings:
             return _vacant(self.ports, stage, inputs)
         if stage.kind not in RELEASE:
@@ -84,6 +87,7 @@ class StageHandler:
         return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+        """Execute a stage and store its result."""
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
         with self.releasing if released else contextlib.nullcontext():
             return self._done(stage, key, inputs)
@@ -114,7 +118,7 @@ class StageHandler:
         return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)})
 
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
-        """Raises NotFoundError if a module is gone."""
+        """Return the code of modules. Raise NotFoundError if one is gone."""
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.ports.root)
         if code.files:  # what they read when they run
@@ -132,7 +136,7 @@ class StageHandler:
         return True
 
     def _registered(self, key: Digest) -> Manifest | None:
-        """What this key registered, if that is what the registry shows."""
+        """Return what this key registered, if the registry shows it."""
         manifest = self.ports.store.lookup(key)
         if manifest is None or not self.confirms:
             return manifest
@@ -140,6 +144,7 @@ class StageHandler:
         return manifest if _is_current(self.ports, registration) else None
 
     def decision(self, manifest: Manifest) -> Decision | None:
+        """Return the decision in the result of a gate stage."""
         if "decision.json" not in manifest:
             return None
         return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
@@ -240,7 +245,7 @@ def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Ch
 
 
 def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
-    """What a deploy stage binds its endpoint to, and its section of the file."""
+    """Return what a deploy stage binds its endpoint to, and its section of the file."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Deploy, where=stage.id)
     config = EndpointConfig(
@@ -257,7 +262,7 @@ def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:
 
 
 def at_rest(endpoint: str, reports: list[StepReport]) -> None:
-    """A deploy that did not come to rest where it should is told as what it is.
+    """Raise the error of a deploy that did not end as it should.
 
     Raises:
         RefusedError: a version may not serve.

@@ -154,7 +154,7 @@ class Preflight:
             return True
 
     def _model(self, place: Path) -> tuple[list[str], ModelInfo | None]:
-        """What the ready ONNX file is refused for, and what it says of itself."""
+        """Return why the ready ONNX file is refused, and its own description."""
         from onnx_ops.onnx_graph.compatibility import list_user_model_notes, list_user_model_problems
         from onnx_ops.onnx_graph.files import find_model_file
         from onnx_ops.onnx_graph.model_info import read_model_info
@@ -169,7 +169,7 @@ class Preflight:
             return [error.without_place()], None
 
     def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Issue]:
-        """What of the rows that the model is run on it does not take."""
+        """Yield problems of rows that the model does not accept."""
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
 
@@ -220,7 +220,7 @@ class Preflight:
                 )
 
     def _plugin(self, kind: str, name: str) -> Any:
-        """The plugin, or None if it is not installed, which is a finding of its own."""
+        """Return a plugin; None if it is not installed, which is an issue of its own."""
         try:
             return plugins.load(kind, name)
         except OnnxOpsError:
@@ -306,7 +306,7 @@ def _source_loc(loc: Loc, section: DataSection) -> Loc:
 
 
 def _source_message(error: OnnxOpsError, section: DataSection, root: Path) -> str:
-    """The error without the project's path, which its place in the file tells already."""
+    """Return the error's text without the project's path, which its place in the file shows."""
     if not isinstance(section, FileData):
         return str(error)
     path = str((root / section.file).resolve())

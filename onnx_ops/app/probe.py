@@ -26,19 +26,24 @@ class ProjectProbe:
     ports: Ports
 
     def data(self, section: DataSection) -> str:
+        """Return the fingerprint of a data set."""
         return self.ports.source(get_source_name(section)).fingerprint(section, self.ports.root)
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
+        """Return where the data of a data set comes from."""
         source = self.ports.source(get_source_name(section))
         return source.origin(section, self.ports.root) if isinstance(source, TracedSource) else {}
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
+        """Return the project's code that a function runs."""
         return collect_user_code((reference,), self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
+        """Return the digest of a model that the pipeline brings."""
         return self.ports.models.digest(path)
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
+        """Return the versions of the packages that shape a plugin's results."""
         found = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
         if (offered := plugins.distribution(kind, name)) is not None:
             found[offered] = plugins.version(offered)
@@ -52,25 +57,30 @@ class ProjectProbe:
         return found | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
     def settled(self, entry: Quantize) -> Quantize:
+        """Return the entry with the files that its optimizer reads put in."""
         found = self.ports.optimizer(entry.method, entry.env)
         return found.settle(entry, self.ports.root) if isinstance(found, ConfiguredOptimizer) else entry
 
     def is_quantizer(self, entry: Quantize) -> bool:
+        """Return whether the variant of an entry computes something else than its source."""
         found = self.ports.optimizer(entry.method, entry.env)
         return found.quantizes(self.settled(entry)) if isinstance(found, ConfiguredOptimizer) else found.quantized
 
     def hardware(self, target: Target) -> Digest:
+        """Return the digest of the machine that measures a target."""
         return self._machine(target).digest()
 
     def arithmetic(self, target: Target) -> Arithmetic:
+        """Return how the machine of a target computes in few bits."""
         return detect_arithmetic(self._machine(target), target)
 
     def _machine(self, target: Target) -> HardwareFingerprint:
-        """This machine, or what a pool's machines are required to be: which of them will measure is not known yet."""
+        """Return this machine, or what a pool's machines are required to have."""
         here = self.ports.runtime(target.runtime).fingerprint(target)
         return target.requires.least(here) if target.pool else here
 
     def signer(self) -> Digest | None:
+        """Return the key that signs; None if nothing is signed."""
         signer = self.ports.signer()
         return None if signer is None else signer.key
 
@@ -85,15 +95,19 @@ class OutlineProbe(ProjectProbe):
     signing: str = "off"
 
     def data(self, section: DataSection) -> str:
+        """Return the fingerprint of a data set."""
         return ""
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
+        """Return where the data of a data set comes from."""
         return {}
 
     def model(self, path: str) -> Digest:
+        """Return the digest of a model that the pipeline brings."""
         return digest_json(path)
 
     def signer(self) -> Digest | None:
+        """Return the key that signs; None if nothing is signed."""
         if self.signing in ("off", "auto"):
             return None if self.signing == "off" else digest_json(self.signing)
         return super().signer()

@@ -44,6 +44,7 @@ class Project:
 
     @property
     def targets(self) -> TargetFiles:
+        """Target files of the project."""
         from onnx_ops.config.targets import TargetFiles
 
         return TargetFiles(self.settings.root, self.settings.shared_targets)
@@ -78,7 +79,7 @@ class Prepared:
 
 
 def open_project(start: Path | None = None) -> Project:
-    """The project around a folder; raises UserError for a bad settings file."""
+    """Return the project around a folder. Raise UserError for a bad settings file."""
     settings = load_settings(start)
     return Project(settings=settings, ports=build_ports(settings))
 
@@ -145,7 +146,7 @@ def check(
 def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
-    """Packages that a run of the whole pipeline needs here and that are missing, but for those reported already."""
+    """Return missing packages and credentials that a whole run needs, but for those reported already."""
     from onnx_ops.app.probe import OutlineProbe
     from onnx_ops.config.document import Issue
     from onnx_ops.pipeline import plan
@@ -180,7 +181,7 @@ def _silent_notifiers(project: Project) -> Iterator[str]:
 
 
 def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
-    """What a stage that deploys lacks here, as far as that shows without network."""
+    """Yield what a stage that deploys lacks here, as far as that shows without network."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.ports import PrerequisiteChecker
@@ -222,7 +223,7 @@ def _endpoint(stage: Stage) -> str:
 
 
 def abilities(project: Project, entry: Deploy) -> frozenset[str]:
-    """What can be done for an endpoint, by its provider and by whatever counts its requests."""
+    """Return what an endpoint's provider and its source of metrics can do for it."""
     provider = project.ports.provider(entry.provider)
     able = provider.capabilities(entry.settings)
     settings = dict(entry.metrics)
@@ -238,12 +239,12 @@ def abilities(project: Project, entry: Deploy) -> frozenset[str]:
 
 
 def _check_source(source: str, settings: Mapping[str, Json]) -> None:
-    """Raises UserError for settings that this source of metrics does not take."""
+    """Raise UserError for settings that this source of metrics does not take."""
     plugins.load("metrics", source, settings)
 
 
 def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
-    """What its rollouts will take, for a person who writes the file."""
+    """Return how long its rollouts will take, for the author of the file."""
     if not any(entry.rollout.judged for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy
@@ -276,7 +277,7 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
 def foresee(
     project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
-    """What a run would find known, and what it would do."""
+    """Return which stages a run would find cached, and which it would do."""
     from onnx_ops.pipeline import preview
 
     return preview(prepared.plan, handler=replace(project.handler(), confirms=False), fresh=fresh)
@@ -295,7 +296,7 @@ def require_packages(project: Project, plan: Plan) -> None:
 
 
 def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
-    """Packages that are not installed, each with the first stage that needs it."""
+    """Yield packages that are not installed, each with the first stage that needs it."""
     missing: dict[str, Stage] = {}
     for stage in plan.stages:
         for name in plugins.absent(_packages(project, stage)):

@@ -48,7 +48,7 @@ def where_to_read(registration: Registration) -> str:
 
 
 def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
-    """What was measured in a run, by the digest under which it is stored."""
+    """Return the evidence of a run by the digest under which it is stored."""
     stored = [
         outcome.manifest["evidence.json"]
         for outcome in summary.outcomes
@@ -58,7 +58,7 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
 
 
 def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
-    """Everything a person or a machine wants to know about a finished run."""
+    """Summarize a finished run."""
     gates = [
         stage
         for stage in result.plan.stages
@@ -91,7 +91,7 @@ def _policy(stages: Sequence[Stage], target: str) -> TargetObjective:
 
 
 def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:
-    """A pair that could not be measured has a decision too: ERROR, with the stage that failed."""
+    """Return the decision of a gate stage: ERROR with the failed stage where nothing was measured."""
     manifest = outcomes[stage.id].manifest
     if manifest is not None:
         return codec.loads(ports.store.read(manifest["decision.json"]), Decision)
@@ -106,7 +106,7 @@ def _cause(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> str:
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
-    """The outcome at the root of a chain of skipped stages: a failure, or a place that a search left empty."""
+    """Return the outcome at the root of a chain of skipped stages."""
     outcome = outcomes[stage_id]
     while outcome.status is StageStatus.SKIPPED:
         needed = outcome.reason.removeprefix("needs ").partition(",")[0]

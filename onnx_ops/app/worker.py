@@ -26,6 +26,7 @@ from onnx_ops.pipeline.stages import execute
 
 
 def main() -> None:
+    """Read one request, execute its stage, write one result."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, args=(Path(request["scratch"]),), daemon=True).start()
     document = _answer(request)
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def _die_with_parent(scratch: Path) -> None:
-    """The parent holds the other end of standard input; when it is gone, nobody waits for the result.
+    """End this process when its parent, which holds the other end of standard input, is gone.
 
     The processes that the stage has started go too: they are of this process's group, which is its own. So does what
     they have written, as the parent can no longer remove it.

@@ -54,7 +54,7 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
-    """What a provider finds about its surroundings: for the endpoints of these pipeline files, and for those that are.
+    """Return what a provider finds for the endpoints of these pipeline files and for those that exist.
 
     Raises:
         UserError: there is no such provider, or a file is wrong.
@@ -115,7 +115,7 @@ def _optional(check: str, missing: Sequence[str], told: str) -> Diagnosis:
 
 
 def _own(kind: str, name: str) -> Iterable[Diagnosis]:
-    """What a runtime finds itself."""
+    """Yield the findings of a runtime."""
     found = plugins.load(kind, name) if kind == "runtimes" else None
     return found.diagnose() if isinstance(found, EnvironmentRuntime) else ()
 
@@ -168,7 +168,7 @@ def _key_file(path: Path) -> Diagnosis:
 
 
 def _trust(settings: Settings) -> Diagnosis:
-    """A decision that nobody can verify promotes nothing."""
+    """Check that decisions can be verified."""
     from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
 
     key = EcdsaSigner(settings.signing_key).key
@@ -198,7 +198,7 @@ def _registry(project: Project) -> Iterator[Diagnosis]:
 
 
 def _webhook(project: Project) -> Iterator[Diagnosis]:
-    """What can be seen from outside of the server's key, schemes and private addresses: whether deliveries arrive."""
+    """Yield whether the webhook's deliveries arrive."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
 
     uri = project.settings.tracking_uri
@@ -221,7 +221,7 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
 def _notifications(project: Project) -> Iterator[Diagnosis]:
     """One line for each notifier, whatever the others are."""
     if not project.settings.notifiers:
-        yield Diagnosis(check="notifications", ok=True, found="none: nobody is told of a rollback")
+        yield Diagnosis(check="notifications", ok=True, found="no notification channel configured")
         return
     for name, notifier in project.ports.notifiers().items():
         try:
@@ -239,7 +239,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
     for one in found:
         name = one.state.endpoint
         idle = one.state.roles.stable is None
-        silent = "answers, but nobody supervises it" if one.unsupervised else "nothing deployed" if idle else "silent"
+        silent = "answers, but has no supervisor" if one.unsupervised else "nothing deployed" if idle else "silent"
         yield Diagnosis(
             check=f"endpoint {name}",
             ok=one.actual is not None or idle,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def status_document(one: EndpointStatus) -> dict[str, Any]:
-    """The same content for machines."""
+    """Return an endpoint's status for --json."""
     state = one.state
     return {
         "endpoint": state.endpoint,
@@ -38,6 +38,7 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
 
 
 def status_report(found: Sequence[EndpointStatus], now: float) -> None:
+    """Print what endpoints serve."""
     out = console()
     if not found:
         print_text(out, "No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
@@ -67,7 +68,7 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
         elif one.unsupervised:
             print_text(
                 out,
-                f"answers at {escape(one.address or '?')}, but [red]nobody supervises it[/red]: no change is possible",
+                f"answers at {escape(one.address or '?')}, but [red]has no supervisor[/red]: no change is possible",
                 indent=2,
             )
             print_text(
@@ -116,6 +117,7 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:
+    """Print entries of ledgers as a table."""
     if not lines:
         console().print("No entries: nothing of what is asked for has happened yet.")
         return
@@ -156,7 +158,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
 
 
 def orphan_report(survey: OrphanSurvey) -> None:
-    """What providers hold that no release needs."""
+    """Print what providers hold that no release needs."""
     out = console()
     if survey.orphans:
         rows = []
@@ -164,13 +166,14 @@ def orphan_report(survey: OrphanSurvey) -> None:
             left = one.leftover
             cells = (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
             rows.append([escape(text) for text in cells])
-        print_table(out, ("endpoint", "provider", "what", "name", "costs", "why nobody needs it"), rows)
+        print_table(out, ("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
     print_text(out, f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:
         print_text(out, f"[yellow]{escape(endpoint)}: its provider does not answer; there may be more.[/yellow]")
 
 
 def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
+    """Print what a prune removes, or would remove."""
     out, rows = console(), []
     leaving = [(model, entry, "") for model, entries in plan.remove.items() for entry in entries]
     for model, entry, why in (*leaving, *((kept.model, kept.version, kept.why) for kept in plan.kept)):
@@ -187,9 +190,9 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
         out, f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB)."
     )
     size = sum(one.size_bytes for one in plan.contents) / 1e6
-    print_text(out, f"{verb} {len(plan.contents)} contents of the store that nothing needs ({size:.1f} MB).")
+    print_text(out, f"{verb} {len(plan.contents)} unreferenced objects of the store ({size:.1f} MB).")
     orphan_report(plan.orphans)
     if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
-        print_text(out, "Add --yes to do it.")
+        print_text(out, "Add --yes to remove them.")
     if removed and leaving:
         print_text(out, "`mlflow gc` frees their space in MLflow.")

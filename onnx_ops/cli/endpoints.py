@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from onnx_ops.ports import Ports
 
 Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
-OfModel = Annotated[str, typer.Option("--model", help="Only those of this registered model.", show_default=False)]
-OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only those of this target.", show_default=False)]
+OfModel = Annotated[str, typer.Option("--model", help="Only endpoints of this registered model.", show_default=False)]
+OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only endpoints of this target.", show_default=False)]
 
 _AGO = re.compile(r"[0-9.]+ ?[a-z]+")
 
@@ -39,9 +39,7 @@ def status(
     endpoints: Endpoints = None,
     model: OfModel = "",
     target: OfTarget = "",
-    orphans: Annotated[
-        bool, typer.Option("--orphans", help="Show instead what providers hold and no release needs.")
-    ] = False,
+    orphans: Annotated[bool, typer.Option("--orphans", help="List orphaned cloud resources instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what endpoints serve now, from the ledger and the endpoints. Needs no MLflow.
@@ -81,12 +79,14 @@ def history(
     endpoints: Endpoints = None,
     model: OfModel = "",
     target: OfTarget = "",
-    by: Annotated[str, typer.Option("--by", metavar="ACTOR", help="Only what this actor did.")] = "",
+    by: Annotated[str, typer.Option("--by", metavar="ACTOR", help="Only entries of this actor.")] = "",
     since: Annotated[
         str, typer.Option("--since", metavar="WHEN", help="A date, a time (ISO 8601, UTC), or how long ago: 7d, 20m.")
     ] = "",
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Only so many, the newest.")] = None,
-    traffic: Annotated[bool, typer.Option("--traffic", help="Only what moved traffic, drawn as bars.")] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Show only the N most recent entries.")
+    ] = None,
+    traffic: Annotated[bool, typer.Option("--traffic", help="Only changes of traffic, drawn as bars.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what happened to endpoints: who, when, what and why; with --json also the evidence.
@@ -124,9 +124,9 @@ def history(
 @handle_errors
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
-    keep: Annotated[int, typer.Option("--keep", min=0, help="Newest releases of each model that stay.")] = 5,
+    keep: Annotated[int, typer.Option("--keep", min=0, help="Number of newest releases of each model to keep.")] = 5,
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="AGE", help="Younger versions and contents stay.")
+        str, typer.Option("--older-than", metavar="AGE", help="Keep younger versions and objects.")
     ] = "30d",
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Remove them; without it, only show what would be removed.")
@@ -136,7 +136,7 @@ def prune(
     """Remove old versions from the registry, this machine, the store and the providers.
 
     Never removed: a version that an alias points at, or that an endpoint serves, may go back to, or is about to serve;
-    content that a recorded result, the ledger or a decision behind an alias names, or that is younger than a day.
+    an object that a recorded result, the ledger or a decision behind an alias names, or that is younger than a day.
     MLflow marks what is removed as deleted; `mlflow gc` frees its space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
@@ -165,7 +165,9 @@ def delete(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",
     actor: Actor = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed without a terminal.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Skip confirmation (required in non-interactive shells).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete an endpoint and free its name. Versions, aliases and history stay.
@@ -175,7 +177,7 @@ def delete(
     from onnx_ops.app.project import open_project
     from onnx_ops.release.promote import delete_with_timeout as end
 
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"End endpoint {endpoint}? Requests to it will fail")):
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")):
         raise UserError("nothing was deleted", where=endpoint, remedy="Confirm with --yes.")
     end(open_project().ports, endpoint, reason=reason, actor=actor)
     if as_json:

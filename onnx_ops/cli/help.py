@@ -17,6 +17,7 @@ class Command(TyperCommand):
         super().__init__(name, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, shown by their names."""
         return _named(super().get_params(ctx))
 
 
@@ -29,6 +30,7 @@ class CommandGroup(TyperGroup):
     """A group whose own options are shown like those of its commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, shown by their names."""
         return _named(super().get_params(ctx))
 
 

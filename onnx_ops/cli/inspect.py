@@ -21,7 +21,7 @@ def inspect(
     model: Annotated[
         str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)
     ],
-    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows for which the cost is told.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Batch size used for the cost estimate.")] = 1,
     dims: Annotated[
         list[str] | None,
         typer.Option("--dim", metavar="NAME=SIZE", help="Size of a free dimension, for the cost; default 8."),
@@ -40,7 +40,7 @@ def inspect(
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what an ONNX file holds, and whether it is valid: inputs, outputs, operators, weights, cost, targets.
+    """Show the contents of an ONNX file and validate it: inputs, outputs, operators, weights, cost, targets.
 
     The cost comes from shapes alone; weights beside the file are not read.
 
@@ -84,7 +84,7 @@ def inspect(
 
 @contextmanager
 def local_model(place: str) -> Iterator[Path]:
-    """The model as a local file; what is fetched is gone afterwards."""
+    """Open the model as a local file; what is fetched is removed afterwards."""
     from onnx_ops.onnx_graph.files import find_model_file
 
     if "://" not in place and not place.startswith("models:/"):

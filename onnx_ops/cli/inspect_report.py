@@ -19,6 +19,7 @@ from onnx_ops.reporting.formatting import format_figure, number
 def survey_document(
     path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
+    """Return the summary of a model for --json."""
     return {
         "tool": "inspect",
         "path": str(path),
@@ -33,6 +34,7 @@ def survey_document(
 
 
 def survey_report(path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
+    """Print the summary of a model."""
     out, info = console(), found.info
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
     beside = f", weights in {', '.join(found.external)}" if found.external else ""

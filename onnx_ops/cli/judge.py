@@ -169,7 +169,7 @@ def judge(
 
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
-    """The files, with casts around one that takes other floats than the baseline, or bfloat16; and notes on these."""
+    """Return the files, with casts around one that takes other floats than the baseline; and notes on these."""
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
@@ -185,7 +185,7 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
 
 
 def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
-    """The same with digests and sizes of the files that were given."""
+    """Return the judgement with digests and sizes of the given files."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -290,7 +290,7 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
 
 
 def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
-    """The gate of the metric that was named, or that fits the labels."""
+    """Return the gate of the named metric, or of the one that fits the labels."""
     from onnx_ops.tools.judge import build_metric_gate
 
     label = dataset.label if dataset is not None else None
@@ -387,7 +387,7 @@ def _heading(found: Judgement, baseline: str, candidate: str, rows: str, setting
 
 
 def _shown(place: str) -> str:
-    """A file by its name, other places as they are."""
+    """Return a file's name, and other places as they are."""
     return place if ":" in place else Path(place).name
 
 

@@ -63,7 +63,7 @@ def keys_new(
     if as_json:
         print_json({"key": key, "private": str(path), "public": str(public_path(path))})
     else:
-        say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (give it to whoever verifies)")
+        say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (copy it to every machine that verifies)")
 
 
 @keys.command("rotate", cls=Command)

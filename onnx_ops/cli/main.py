@@ -89,4 +89,5 @@ def program(
 
 
 def main() -> None:
+    """Run the command line."""
     app()

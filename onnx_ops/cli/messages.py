@@ -63,9 +63,9 @@ def _tell(found: Sequence[DeliveryResult]) -> None:
         for notice in told.sent:
             say(f"{told.notifier}: {notice.title}")
         if told.trouble:
-            say(f"{told.notifier}: not told: {told.trouble}", err=True)
+            say(f"{told.notifier}: not sent: {told.trouble}", err=True)
     if not any(told.sent or told.trouble for told in found):
-        say("nothing to tell")
+        say("nothing to send")
 
 
 webhooks = make_group(

@@ -50,7 +50,7 @@ Base = Annotated[
 Jobs = Annotated[
     int,
     typer.Option(
-        "--jobs", "-j", min=1, max=256, metavar="N", help="Pipelines or stages that run side by side at most."
+        "--jobs", "-j", min=1, max=256, metavar="N", help="Maximum number of pipelines or stages that run in parallel."
     ),
 ]
 
@@ -280,11 +280,11 @@ def init(
     if as_json:
         print_json({"name": chosen, "folder": str(folder), "files": list(files)})
         return
-    typer.echo(f"{folder}: {len(files)} files around configs/pipelines/{chosen}.yaml")
+    typer.echo(f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)")
     typer.echo(
         f"\n  cd {shlex.quote(str(folder))}\n"
         "  make demo                    # makes .venv/; from training to an endpoint that answers\n"
         "  make test\n"
         "  . .venv/bin/activate         # puts onnx-ops on the path\n"
-        "\nREADME.md describes the files."
+        "\nSee README.md for the project layout."
     )

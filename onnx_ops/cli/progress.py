@@ -46,9 +46,11 @@ class Durations:
                 self._known = {str(key): float(s) for key, s in json.loads(self._path.read_text("utf-8")).items()}
 
     def get(self, key: str) -> float | None:
+        """Return how long a step took last time, in seconds."""
         return self._known.get(key)
 
     def record(self, key: str, seconds: float) -> None:
+        """Remember how long a step took."""
         self._known.pop(key, None)
         self._known[key] = round(seconds, 2)
 
@@ -103,6 +105,7 @@ class StepProgress:
         self._needs = needs or {}
 
     def tell(self, detail: str) -> None:
+        """Show a detail of the current step."""
         self._detail = detail
         if self._is_printing:
             self._print()
@@ -134,6 +137,7 @@ class StepProgress:
 
     @property
     def is_done(self) -> bool:
+        """Return whether all steps have ended."""
         return self._done.issuperset(self._steps)
 
     def line(self) -> str:
@@ -234,10 +238,12 @@ class RunProgress:
         self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(needs)} stages")
 
     def started(self, stage: Stage) -> None:
+        """Show that a stage has started."""
         if not self._is_one_of_several:
             self._progress.start(stage.id)
 
     def told(self, stage: Stage, line: str) -> None:
+        """Show how far a stage is."""
         if self._is_one_of_several:
             return
         if self._console.is_terminal:
@@ -247,6 +253,7 @@ class RunProgress:
             self._console.print(f"   {escape(about + line)}", soft_wrap=True, highlight=False)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        """Show how a stage ended."""
         self._progress.finish(stage.id)
         if outcome.status is StageStatus.DONE:
             self._durations.record(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)

@@ -279,7 +279,7 @@ def _budget(texts: tuple[str, ...]) -> Budget:
 
 
 def _parts(hint: Any) -> list[Any]:
-    """A hint and everything that it is made of."""
+    """Return a hint and all its parts."""
     return [hint, *(part for one in get_args(hint) for part in _parts(one))]
 
 

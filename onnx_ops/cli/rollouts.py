@@ -248,9 +248,9 @@ def rollback(
 ) -> None:
     """Move all traffic back to the previous version, now. Needs neither Prefect nor MLflow.
 
-    Asking again for what was done is no error. Exit code 4, within ten seconds, if it could not be done yet: then it is
-    owed, a background process tries for a quarter of an hour, and so does every reconciliation, until it is done or
-    --withdraw takes it back. Meanwhile the version counts as rejected.
+    Repeating a finished rollback is no error. Exit code 4, within ten seconds, if it could not be done yet. Then a
+    background process retries for 15 minutes, and so does every reconciliation, until it is done or withdrawn with
+    --withdraw. Meanwhile the version counts as rejected.
 
     The aliases follow in the background, or by the reconciler. A single endpoint of several that serve the same model
     and target is pinned and leaves the aliases as they are; --all moves them.
@@ -298,7 +298,7 @@ def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as
         print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
     else:
         for name, what in done.items():
-            say(f"{name}: {what} is owed no longer. The next reconciliation restores what the ledger says.")
+            say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
 
 
 def _print_results(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
@@ -317,7 +317,9 @@ def _write_aliases(project: Project, names: Sequence[str], actor: str) -> dict[s
 
     reasons = {name: write_aliases(project.ports, name, actor=actor) for name in names}
     return {
-        name: f"registry pending: {why}\n  later: onnx-ops reconcile {name}" for name, why in reasons.items() if why
+        name: f"Registry aliases are pending: {why}\n  later: onnx-ops reconcile {name}"
+        for name, why in reasons.items()
+        if why
     }
 
 
@@ -330,15 +332,18 @@ def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
     if not names:
         return {}
     log = _in_background(project, ("reconcile", "--retry", _RETRY), names, _REGISTRY_LOG)
-    told = f"registry pending: written in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
+    text = (
+        f"Registry aliases will be updated in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
+    )
     if absent(EXTRAS["mlflow"]):
         hint = install_hint(*EXTRAS["mlflow"])
-        told = f"registry pending: package mlflow is not installed. {hint}; then: onnx-ops reconcile {' '.join(names)}"
-    return dict.fromkeys(names, told)
+        command = f"onnx-ops reconcile {' '.join(names)}"
+        text = f"Registry aliases are pending: package mlflow is not installed. {hint}; then: {command}"
+    return dict.fromkeys(names, text)
 
 
 def _notify(project: Project, names: Sequence[str], *, wait: bool) -> None:
-    """A chat that does not answer is no trouble of the rollback: the ledger keeps what is due, and its log says why."""
+    """Send notifications; a failure does not fail the rollback, since the ledger keeps what is due."""
     if not (names and project.settings.notifiers):
         return
     if not wait:
@@ -348,7 +353,7 @@ def _notify(project: Project, names: Sequence[str], *, wait: bool) -> None:
 
     for told in send_pending_each(project.ports, names):
         if told.trouble:
-            say(f"{told.notifier}: not told: {told.trouble}", err=True)
+            say(f"{told.notifier}: not sent: {told.trouble}", err=True)
 
 
 def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:

@@ -32,6 +32,7 @@ _REASONS = 2
 
 
 def plan_table(plan: Plan, would: Mapping[str, str]) -> None:
+    """Print the stages of a plan."""
     out = console()
     print_text(out, f"[bold]Plan of {escape(plan.pipeline)}[/bold]")
     rows = []
@@ -304,6 +305,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
 
 
 def explanation_report(version: str, explanations: Sequence[ReevaluatedDecision]) -> None:
+    """Print re-evaluated decisions beside the signed ones."""
     out = console()
     for one in explanations:
         decision = one.decision
@@ -321,6 +323,7 @@ def explanation_report(version: str, explanations: Sequence[ReevaluatedDecision]
 
 
 def drift_table(found: Sequence[Drift]) -> None:
+    """Print the drift of champions."""
     rows = [
         [
             *map(escape, (one.model, one.version, one.target, one.variant)),
@@ -333,6 +336,7 @@ def drift_table(found: Sequence[Drift]) -> None:
 
 
 def doctor_table(findings: Sequence[Diagnosis]) -> None:
+    """Print the findings of `doctor`."""
     rows = [
         [
             "[yellow]--[/yellow]" if one.absent else "[green]ok[/green]" if one.ok else "[red]!![/red]",
@@ -346,6 +350,7 @@ def doctor_table(findings: Sequence[Diagnosis]) -> None:
 
 
 def targets_table(told: Sequence[Told]) -> None:
+    """Print targets, and which this machine can measure."""
     rows = []
     for one in told:
         said = "can measure it" if one.here else "not measured here" if one.here is False else "not looked at"

@@ -80,7 +80,7 @@ def _obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
 
 
 def _tiny_model(path: Path) -> Path:
-    """A product of two fixed matrices of 4 × 4, in float32."""
+    """Write a product of two 4 × 4 matrices in float32."""
     from onnx import TensorProto, helper
 
     a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")

@@ -34,6 +34,7 @@ def console() -> Console:
 
 
 def error_console() -> Console:
+    """Return a console on standard error."""
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
 
 

@@ -24,11 +24,13 @@ _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _P
 
 
 def alone_document(found: SingleModelResult, model: Path, target: str) -> dict[str, Any]:
+    """Return the result of `bench` for --json."""
     document = codec.to_json(found)
     return {"tool": "bench", "a": str(model), "target": target, **document, "exit_code": 0}
 
 
 def alone_report(found: SingleModelResult, model: Path, target: str) -> None:
+    """Print the result of `bench`."""
     out = console()
     rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
     out.print(f"[bold]{escape(f'{model.name} on {target}, {rows} a request')}[/bold]")
@@ -43,7 +45,7 @@ def alone_report(found: SingleModelResult, model: Path, target: str) -> None:
 
 
 def advise(found: Sequence[Advice]) -> None:
-    """What slows a model down, and what to set."""
+    """Print what slows a model down, and what to set."""
     for line in advice_lines(found):
         print_text(console(), f"[yellow]advice[/yellow] {escape(line)}")
 

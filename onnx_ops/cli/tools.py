@@ -96,7 +96,7 @@ def bench(
 
 
 def _bench_of(name: str) -> tuple[Ports, Target]:
-    """The outside world and the target, in a project or anywhere else."""
+    """Return the ports and the target, in a project or anywhere else."""
     from onnx_ops.app.project import open_project
 
     project = open_project()
@@ -118,7 +118,7 @@ def _samples(
 
 
 def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: int) -> SampleRows:
-    """The first rows of a .npz file, checked against the inputs of a model."""
+    """Return the first rows of a .npz file, checked against the inputs of a model."""
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.tools.probing import check_samples
 
@@ -130,6 +130,7 @@ def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: i
 
 
 def sizes_of(dims: list[str]) -> dict[str, int]:
+    """Return the sizes of dimensions by name, of `NAME=SIZE` texts."""
     sizes = {}
     for text in dims:
         name, _, size = text.partition("=")

@@ -70,7 +70,7 @@ def keep_watching(
 
 @contextlib.contextmanager
 def _stopped_by_signals(bell: ReconcileQueue) -> Iterator[None]:
-    """The first signal ends the loop between two effects; a second one ends the process as it always would."""
+    """End the loop at the first signal, between two effects; a second one ends the process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -65,7 +65,7 @@ SCALES: Mapping[str, Scale] = {
 
 
 def parse_quantity(written: object, unit: str) -> float | int:
-    """The number of base units that was written.
+    """Return the number of base units of a written quantity.
 
     Args:
         written: a YAML scalar; only text with a unit is accepted, zero included.

@@ -234,7 +234,7 @@ class _Conversion:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar by YAML 1.2's core schema.
+    """Return the value of an unquoted scalar by YAML 1.2's core schema.
 
     Raises:
         ValueError: it is a number that other readers take for another one (`012`), is not finite, or is too long.

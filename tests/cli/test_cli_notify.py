@@ -52,7 +52,7 @@ def test_a_test_that_does_not_arrive(inbox: WebhookSink, capfd: pytest.CaptureFi
 
 def test_with_nothing_to_tell(inbox: WebhookSink) -> None:
     result = CliRunner().invoke(app, ["notify"])
-    assert (result.exit_code, result.output) == (0, "nothing to tell\n")
+    assert (result.exit_code, result.output) == (0, "nothing to send\n")
     assert inbox.requests == []
 
 

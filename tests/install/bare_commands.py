@@ -61,7 +61,7 @@ class Call:
 
 CALLS = (
     Call("--version", 0, "onnx-ops"),
-    Call("init fraud --template sklearn", 0, "files around"),
+    Call("init fraud --template sklearn", 0, "Created"),
     Call("check --static alone.yaml released.yaml cloud.yaml tidied.yaml trained.yaml", 0, "no problems"),
     Call("check released.yaml", 4, "needs mlflow, not installed"),
     Call("plan trained.yaml", 0, "register"),
