@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.adapters.data.dvc import DvcSource
 from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import PluginData
 
-KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
-"""Folder in which environments stay from one run of the tests to the next."""
+ENVIRONMENTS = Path(
+    os.environ.get("ONNX_OPS_TEST_ENVIRONMENTS") or Path(tempfile.gettempdir()) / f"onnx-ops-environments-{os.getuid()}"
+)
+"""Folder of environments that all workers share, and that stay from one run of the tests to the next."""
 
 DVC = "dvc==3.67.1"
 
@@ -154,8 +157,8 @@ def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
 
 
 def source(state: Path) -> DvcSource:
-    """One that keeps what it makes below `state`, and environments from one run of the tests to the next if asked."""
-    return DvcSource().housed(Path(os.environ.get(KEPT, state / "environments")), state)
+    """Return a source with its state below `state`, in the shared environments."""
+    return DvcSource().housed(ENVIRONMENTS, state)
 
 
 def dvc(repository: Repository, environments: Path, *commands: tuple[str, ...], packages: tuple[str, ...] = ()) -> str:

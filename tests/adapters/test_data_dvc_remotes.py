@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.adapters.data.dvc import DvcSource
 from onnx_ops.adapters.isolation.environments import NpmPackages
 from onnx_ops.errors import (
     DigestMismatchError,
@@ -116,7 +116,7 @@ def test_a_tampered_remote_object_is_refused_by_name(pushed: Repository, reads: 
     assert "DVC remote" in error.what
     assert error.where.endswith(str(pushed.stored(oid)))
     assert md5(archive(7)) in error.why
-    assert f"data/train.npz.dvc:2 wants {oid}" in error.why
+    assert f"data/train.npz.dvc leads to {oid}" in error.why
     assert "dvc push" in error.remedy
 
 
@@ -128,7 +128,7 @@ def test_a_pointer_to_what_nobody_has_is_told(pushed: Repository, reads: DvcSour
     pushed.commit()
     with pytest.raises(NotFoundError, match=r"DVC has lost data/train\.npz") as caught:
         reads.load(section(PATH), pushed.root)
-    assert caught.value.where == "data/train.npz.dvc:2"
+    assert caught.value.where == "data/train.npz.dvc"
     assert md5(archive(8)) in caught.value.why
 
 

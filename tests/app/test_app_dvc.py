@@ -16,7 +16,7 @@ from onnx_ops.app.project import execute, open_project, prepare
 from onnx_ops.domain.pipeline import StageStatus
 from onnx_ops.onnx_graph.model_info import read_lineage
 from onnx_ops.pipeline import RunResult
-from tests.adapters.dvc_parts import Repository, archive, configure, md5
+from tests.adapters.dvc_parts import ENVIRONMENTS, Repository, archive, configure, md5
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path("configs/pipelines/kept.yaml")
@@ -62,6 +62,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     repository.add("data/train.npz", iris(0))
     repository.add("data/test.npz", iris(1))
     repository.commit("v1")
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    (root / ".onnx-ops").mkdir()
+    (root / ".onnx-ops/environments").symlink_to(ENVIRONMENTS)
     return repository
 
 

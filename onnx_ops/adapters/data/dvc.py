@@ -1,0 +1,464 @@
+"""Read a `.npz`, `.csv` or `.parquet` file that DVC tracks, by path and revision.
+
+DVC itself, in an isolated environment, finds the pointer of a commit and fetches what no cache here has. Every byte is
+checked here against the MD5 of the pointer: DVC takes a changed file of its cache or its remote for the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from onnx_ops import codec
+from onnx_ops.adapters.data.file import read_arrays, sample_arrays
+from onnx_ops.adapters.files import durable_file
+from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv, hold_lock
+from onnx_ops.adapters.isolation.process import ProcessLimits, WorkerProcess, build_interpreter_command
+from onnx_ops.config.binding import bind_settings
+from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.pipeline import DataSection, PluginData
+from onnx_ops.domain.quantities import Pattern
+from onnx_ops.errors import (
+    DigestMismatchError,
+    InfrastructureError,
+    NotFoundError,
+    OnnxOpsError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
+from onnx_ops.ports.data import Array, Sample
+from onnx_ops.scratch import Scratch
+
+_WORKER = "onnx_ops.adapters.data.dvc_worker:run_dvc"
+_TIMEOUT_S = 3600.0
+"""Seconds in which one object must have arrived."""
+
+_PLUGINS: Mapping[str, str] = {
+    "azure": "dvc-azure==3.1.1",
+    "gs": "dvc-gs==3.1.0",
+    "oss": "dvc-oss==3.0.0",
+    "s3": "dvc-s3==3.3.0",
+    "ssh": "dvc-ssh==4.3.0",
+    "webdav": "dvc-webdav==3.0.1",
+    "webdavs": "dvc-webdav==3.0.1",
+}
+"""What DVC needs for a remote, by the scheme of its URL. Folders and http(s) need nothing."""
+
+_FOLDER_SUFFIX = ".dir"
+"""Ends the MD5 of a list of files, which stands for a folder."""
+
+_MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
+_SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
+"""Set inside hooks; they would select another repository."""
+
+_RESTORE = "Restore it with `git checkout`, or make it again with `dvc add`, and commit."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DvcSettings:
+    """`path` is a file in the repository, as DVC knows it; `repo` a folder relative to the project's root, or a URL.
+
+    `rev` is a tag, branch or commit; empty for what is checked out. `remote` names the DVC remote; empty for that of
+    the pointer, else the repository's default. `md5` is what the pointer must say, if given. `requirements` are the
+    packages of DVC's environment; empty for those of this release that the remote needs.
+    """
+
+    path: str
+    rev: str = ""
+    repo: str = "."
+    remote: str = ""
+    md5: Annotated[str, Pattern(r"([0-9a-f]{32}(\.dir)?)?", "an MD5, as the .dvc file has it")] = ""
+    requirements: tuple[str, ...] = ()
+
+    @property
+    def is_url(self) -> bool:
+        """Whether `repo` is a URL, of which a copy is kept."""
+        return "://" in self.repo or _SCP_LIKE.fullmatch(self.repo) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DvcPointer:
+    """What DVC says of one output: its pointer file, MD5 and size (-1 if unknown), and where its objects lie.
+
+    `remote` is the remote that the pointer names, `scheme` that of its URL, `cache` the folder of objects on this
+    machine (empty if there is none). `legacy` objects are those of DVC 1 and 2, which are stored elsewhere.
+    """
+
+    file: str
+    out: str
+    md5: str | None
+    size: int
+    remote: str
+    scheme: str
+    legacy: bool
+    cache: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrackedFile:
+    """A file at a commit: `folder` is where git runs, `path` is relative to the top of the repository."""
+
+    settings: DvcSettings
+    folder: Path
+    commit: str
+    path: str
+    pointer: DvcPointer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DvcSource:
+    """Fulfils `use: dvc`.
+
+    Args:
+        environments: folder of the environment with DVC, which is made when it is first needed.
+        repositories: folder of copies of repositories with a URL, and of the pointers that DVC found.
+    """
+
+    environments: Path = Path(".onnx-ops/environments")
+    repositories: Path = Path(".onnx-ops/repositories")
+    requirements: tuple[str, ...] = ("dvc==3.67.1",)
+
+    def housed(self, environments: Path, kept: Path) -> DvcSource:
+        """Return the same source with its state below these folders."""
+        return replace(self, environments=environments, repositories=kept / "repositories")
+
+    def fingerprint(self, section: DataSection, root: Path) -> str:
+        """Return the MD5 of the pointer, the size, and the file's path within a tracked folder."""
+        tracked = self._find(section, root)
+        below = tracked.path[len(tracked.pointer.out) + 1 :]
+        return f"dvc {tracked.pointer.md5} {tracked.pointer.size} {below}".rstrip()
+
+    def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
+        """Return repository, revision, commit, path and MD5."""
+        tracked = self._find(section, root)
+        return {
+            "kind": "dvc",
+            "repo": tracked.settings.repo,
+            "rev": tracked.settings.rev or "HEAD",
+            "commit": tracked.commit,
+            "path": tracked.settings.path,
+            "md5": str(tracked.pointer.md5),
+        }
+
+    def rests_on(self, section: DataSection) -> Iterable[str]:
+        """Yield the possible pointer files of the project; none for a pinned revision, which no commit changes."""
+        settings = _read_settings(section)
+        if settings.is_url or settings.rev:
+            return
+        path = posixpath.normpath(posixpath.join(settings.repo, settings.path))
+        while path:
+            yield f"{path}.dvc"
+            path = posixpath.dirname(path)
+            yield posixpath.join(path, "dvc.lock")
+
+    def sample(self, section: DataSection, root: Path) -> Sample | None:
+        """Read the first rows of the copy in the checkout, whose digest only `load` checks."""
+        settings = _read_settings(section)
+        if settings.is_url:
+            return None
+        self._find(section, root)
+        copy = root / settings.repo / settings.path
+        return None if settings.rev or not copy.is_file() else sample_arrays(copy, where=settings.path)
+
+    def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
+        """Read the file from DVC's cache or remote, after checking it against its MD5."""
+        tracked = self._find(section, root)
+        with Scratch() as folder:
+            copy = self._copy_file(tracked, folder)
+            where = f"{tracked.settings.path} at {tracked.commit[:12]}"
+            return read_arrays(copy, where=where, name=tracked.settings.path)
+
+    def _find(self, section: DataSection, root: Path) -> _TrackedFile:
+        settings = _read_settings(section)
+        folder, inner = root / settings.repo, ""
+        if settings.is_url:
+            folder = self._refresh_mirror(settings)
+        commit = _find_commit(folder, settings.rev, settings.repo if settings.is_url else str(folder))
+        top = _git(folder, "rev-parse", "--show-toplevel")
+        if is_checkout := not (settings.is_url or top.returncode):
+            inner = folder.resolve().relative_to(Path(_text(top)).resolve()).as_posix()
+        path = posixpath.normpath(posixpath.join(inner, settings.path))
+        pointer = self._find_pointer(settings, folder, commit, path)
+        tracked = _TrackedFile(settings=settings, folder=folder, commit=commit, path=path, pointer=pointer)
+        if is_checkout and commit == _find_commit(folder, "", str(folder)):
+            self._check_checkout(tracked)
+        if settings.md5 and settings.md5 != pointer.md5:
+            raise DigestMismatchError(
+                f"the DVC pointer of {settings.path} is not the one that the pipeline pins",
+                where=f"{pointer.file} at {commit[:12]}",
+                why=f"it says {pointer.md5}, the pipeline file {settings.md5}",
+                remedy="If the data was meant to change, write its MD5 into the pipeline file.",
+            )
+        return tracked
+
+    def _find_pointer(self, settings: DvcSettings, folder: Path, commit: str, path: str) -> DvcPointer:
+        """Ask DVC for the pointer of a commit, once: a commit never changes."""
+        key = json.dumps([str(folder.resolve()), commit, path, settings.remote])
+        stored = self.repositories / "pointers" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        with suppress(OSError, ValueError, OnnxOpsError):
+            return codec.from_json(json.loads(stored.read_text(encoding="utf-8")), DvcPointer)
+        place = str(folder.resolve())
+        found = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
+        if not found:
+            raise NotFoundError(
+                f"DVC knows no {path}",
+                where=f"commit {commit[:12]}",
+                why="no .dvc file and no dvc.lock of that commit names it",
+                remedy="Was the .dvc file committed, and before this revision? `path` is relative to `repo`.",
+            )
+        pointer = codec.from_json(found[0], DvcPointer)
+        _check_pointer(pointer, path)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        with durable_file(stored) as temporary:
+            temporary.write_text(json.dumps(codec.to_json(pointer)), encoding="utf-8")
+        return pointer
+
+    def _check_checkout(self, tracked: _TrackedFile) -> None:
+        """Refuse a pointer that was changed in the checkout of the very commit that is used."""
+        file, path = tracked.pointer.file, tracked.path
+        top = Path(_text(_git(tracked.folder, "rev-parse", "--show-toplevel")))
+        if not (top / file).is_file() or not _git(top, "diff", "--quiet", tracked.commit, "--", file).returncode:
+            return
+        place = str(tracked.folder.resolve())
+        found = self._ask(tracked.settings, (), "find", repo=place, rev="", path=path, remote="")
+        changed = [codec.from_json(one, DvcPointer) for one in found]
+        if [(one.md5, one.size) for one in changed] != [(tracked.pointer.md5, tracked.pointer.size)]:
+            stated = f"{changed[0].md5} ({changed[0].size} bytes)" if changed else f"nothing of {tracked.pointer.out}"
+            raise DigestMismatchError(
+                f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
+                where=file,
+                why=f"it says {stated}; the commit says {tracked.pointer.md5} ({tracked.pointer.size} bytes)",
+                remedy="Commit the change and name that revision, or restore the pointer with `git checkout`.",
+            )
+
+    def _copy_file(self, tracked: _TrackedFile, scratch: Path) -> Path:
+        """Copy the file that the pointer stands for into `scratch`, checked."""
+        pointer = tracked.pointer
+        copy, place = self._copy_object(tracked, str(pointer.md5), scratch)
+        if not str(pointer.md5).endswith(_FOLDER_SUFFIX):
+            if pointer.size not in (-1, copy.stat().st_size):
+                raise _wrong_pointer(pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}")
+            return copy
+        try:
+            files = {str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(copy.read_bytes())}
+        except (ValueError, TypeError, KeyError) as error:
+            raise _wrong_pointer(pointer, f"what it names is no list of files: {place}") from error
+        if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
+            raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
+        below = tracked.path[len(pointer.out) + 1 :]
+        if below not in files:
+            raise NotFoundError(
+                f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
+                where=pointer.file,
+                why=f"it holds {', '.join(sorted(files)[:8])}",
+                remedy=f"Name one file, such as {pointer.out}/{min(files, default='FILE')}.",
+            )
+        return self._copy_object(tracked, files[below], scratch)[0]
+
+    def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
+        """Copy an object from the cache, else from the remote, and check the copy. Return it and its origin."""
+        pointer, copy = tracked.pointer, scratch / md5
+        cached = Path(pointer.cache) / md5[:2] / md5[2:]
+        if pointer.cache and _copy_cached(cached, copy):
+            _check_object(copy, pointer, "DVC cache file", str(cached), "Delete that file, then `dvc fetch`")
+            return copy, str(cached)
+        remote = tracked.settings.remote or pointer.remote
+        packages = (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else ()
+        answer = self._ask(
+            tracked.settings,
+            packages,
+            "fetch",
+            repo=str(tracked.folder.resolve()),
+            rev="" if pointer.cache else tracked.commit,  # the configuration of a checkout has the credentials
+            remote=remote,
+            md5=md5,
+            legacy=pointer.legacy,
+            copy=str(copy),
+        )
+        if not answer["found"]:
+            raise NotFoundError(
+                f"DVC has lost {pointer.out}",
+                where=pointer.file,
+                why=f"neither the cache nor the remote has {md5}: {answer['place']}",
+                remedy="`dvc push` it from where it was added. What was imported is not pushed: name its own "
+                "repository as `repo`. If no copy is left, the pointer may have been changed by hand.",
+            )
+        remedy = "Delete that object, then `dvc push` from a checkout whose cache is right"
+        _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
+        return copy, str(answer["place"])
+
+    def _ask(self, settings: DvcSettings, packages: tuple[str, ...], do: str, **arguments: object) -> Any:
+        """Send one request to DVC in a new process of its environment."""
+        requirements = settings.requirements or (*self.requirements, *packages)
+        environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
+        command = build_interpreter_command(environments.python(Environment(requirements=requirements)), _WORKER)
+        process = WorkerProcess(command, ProcessLimits(), "data")
+        try:
+            return process.ask(do, timeout=_TIMEOUT_S, **arguments)
+        finally:
+            process.stop()
+
+    def _refresh_mirror(self, settings: DvcSettings) -> Path:
+        """Bring the bare copy of a repository up to date, unless it has the commit that `rev` names in full."""
+        mirror = self.repositories / hashlib.sha256(settings.repo.encode()).hexdigest()[:16]
+        with hold_lock(mirror.with_suffix(".lock")):
+            if not (mirror / "HEAD").is_file():
+                done = _git(mirror.parent, "clone", "--bare", "--quiet", "--", settings.repo, str(mirror))
+            elif (
+                len(settings.rev) in (40, 64)
+                and not _git(mirror, "cat-file", "-e", f"{settings.rev}^{{commit}}").returncode
+            ):
+                return mirror
+            else:
+                refs = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
+                done = _git(mirror, "fetch", "--quiet", "--prune", "origin", *refs)
+        if done.returncode:
+            raise ServiceUnavailableError(
+                "the repository cannot be reached",
+                where=settings.repo,
+                why=_last_error(done),
+                remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are used, without prompts.",
+            )
+        return mirror
+
+
+def _read_settings(section: DataSection) -> DvcSettings:
+    """Bind `with:`.
+
+    Raises:
+        UserError: it is no section of this source, or its settings cannot be used.
+        RefusedError: the path leads out of the repository, or the URL holds a password.
+    """
+    if not isinstance(section, PluginData) or section.use != "dvc":
+        raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
+    settings = bind_settings(
+        section.with_, DvcSettings, where="data.with", remedy="For example: with: {path: data/train.npz}."
+    )
+    path = PurePosixPath(settings.path)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in settings.path:
+        raise RefusedError(
+            "the path leads out of its repository",
+            where=f"data.with.path: {settings.path}",
+            remedy="Write it relative to `repo`, with slashes.",
+        )
+    if "://" in settings.repo and urlsplit(settings.repo).password is not None:
+        raise RefusedError(
+            "a password does not belong into a pipeline file",
+            where="data.with.repo",
+            why="the URL holds one, and the file and the lineage are kept",
+            remedy="Take it out of the URL; git asks its credential helper, or use an SSH key.",
+        )
+    return settings
+
+
+def _check_pointer(pointer: DvcPointer, path: str) -> None:
+    """Refuse a pointer that DVC would not write, or that names nothing to check."""
+    if not pointer.md5:
+        raise RefusedError(
+            f"the DVC pointer has no MD5 for {pointer.out}",
+            where=pointer.file,
+            why="its remote keeps versions of the cloud, or DVC does not keep the file",
+            remedy="Only what DVC stores by content can be checked: `dvc add` it, with a remote that is neither "
+            "`version_aware` nor `worktree`.",
+        )
+    if not _MD5.fullmatch(pointer.md5):
+        raise _wrong_pointer(pointer, f"{pointer.md5!r} is no MD5")
+    if pointer.size < -1:
+        raise _wrong_pointer(pointer, f"its size is {pointer.size}")
+    if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
+        raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
+
+
+def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
+    return DigestMismatchError("the DVC pointer is not what DVC writes", where=pointer.file, why=why, remedy=_RESTORE)
+
+
+def _check_object(copy: Path, pointer: DvcPointer, what: str, place: str, remedy: str) -> None:
+    """Compare the MD5 of a copy with its name."""
+    wanted = copy.name.removesuffix(_FOLDER_SUFFIX)
+    with copy.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if digest != wanted:
+        copy.unlink()
+        raise DigestMismatchError(
+            f"the {what} is not what its pointer names",
+            where=place,
+            why=f"its MD5 is {digest}; {pointer.file} leads to {wanted}",
+            remedy=f"It was damaged or changed; DVC itself does not check. {remedy}.",
+        )
+
+
+def _copy_cached(source: Path, copy: Path) -> bool:
+    """Copy a file of the cache, if it is there. Only the copy is checked and read: others may write to the original."""
+    try:
+        shutil.copyfile(source, copy)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise InfrastructureError(
+            "the DVC cache file cannot be read",
+            where=str(source),
+            why=error.strerror or str(error),
+            remedy="Check who may read it; `dvc cache dir` shows where the cache is.",
+        ) from error
+    return True
+
+
+def _find_commit(folder: Path, rev: str, shown: str) -> str:
+    """Return the commit that a tag, branch or hash names; an empty one is what is checked out."""
+    repository = _git(folder, "rev-parse", "--git-dir")
+    if repository.returncode:
+        raise NotFoundError(
+            "this is no git repository",
+            where=shown,
+            why=_last_error(repository),
+            remedy="`repo` is a folder of a checkout, relative to the project's root, or a URL.",
+        )
+    done = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
+    if done.returncode:
+        raise NotFoundError(
+            f"there is no revision {rev!r}" if rev else "nothing was committed yet",
+            where=shown,
+            why="git knows no tag, branch or commit of that name",
+            remedy="List them with `git tag` and `git branch`. A shallow clone lacks them: `git fetch --tags "
+            "--unshallow`, in GitHub's checkout `fetch-depth: 0`.",
+        )
+    return _text(done)
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    environ = {key: value for key, value in os.environ.items() if key not in _GIT_VARIABLES}
+    environ |= {"GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except FileNotFoundError as error:
+        if not folder.is_dir():
+            remedy = "`repo` is relative to the project's root."
+            raise NotFoundError("no such folder", where=str(folder), remedy=remedy) from error
+        raise InfrastructureError("git is not installed", where=str(folder)) from error
+    except (NotADirectoryError, ValueError) as error:
+        raise UserError("git cannot be asked here", where=str(folder), why=str(error)) from error
+
+
+def _text(done: subprocess.CompletedProcess[bytes]) -> str:
+    return done.stdout.decode(errors="surrogateescape").strip()
+
+
+def _last_error(done: subprocess.CompletedProcess[bytes]) -> str:
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "git printed no error"

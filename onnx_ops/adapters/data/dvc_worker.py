@@ -1,0 +1,163 @@
+"""Ask DVC inside its isolated environment: where a file is tracked, and for the bytes of its objects.
+
+The objects are copied as they are. Their digests are checked outside, since DVC trusts its cache and its remotes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from onnx_ops.adapters.isolation.worker_main import serve
+from onnx_ops.errors import (
+    DigestMismatchError,
+    MissingPackageError,
+    NotFoundError,
+    RefusedError,
+    ServiceUnavailableError,
+    UserError,
+)
+
+
+class DvcWorker:
+    """Opens one repository at one revision, and keeps it open from one request to the next."""
+
+    where = "data"
+    refusing: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._key = ("", "")
+        self._repo: Any = None
+
+    def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
+        """Return the outputs that are or hold `path`, relative to the top of the git repository.
+
+        An empty `rev` reads the working tree. `remote` is the one to use, empty for that of the pointer or the default.
+        """
+        from dvc.exceptions import OutputNotFoundError
+
+        with self._opened(repo, rev) as opened:
+            top = opened.scm.root_dir if not rev else opened.fs.root_marker
+            try:
+                outs = opened.find_outs_by_path(opened.fs.join(top, *path.split("/")), recursive=False, strict=False)
+            except OutputNotFoundError:
+                return []
+            default = opened.config["core"].get("remote", "")
+            return [
+                {
+                    "file": _pointer_file(opened.fs.relpath(opened.fs.abspath(out.stage.path), top)),
+                    "out": opened.fs.relpath(out.fs_path, top),
+                    "md5": out.hash_info.value if out.hash_info else None,
+                    "size": -1 if out.meta is None or out.meta.size is None else out.meta.size,
+                    "remote": out.remote or "",
+                    "scheme": _scheme(opened.config["remote"], remote or out.remote or default),
+                    "legacy": out.hash_name != "md5",
+                    "cache": out.cache.path if out.cache else "",
+                }
+                for out in outs
+            ]
+
+    def fetch(self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str) -> dict[str, Any]:
+        """Copy an object from the remote to `copy`; return its place without credentials, and whether it is there."""
+        from dvc.config import ConfigError, RemoteConfigError
+
+        where = f"DVC remote {remote}" if remote else "the default DVC remote"
+        with self._opened(repo, rev) as opened:
+            try:
+                place = opened.cloud.get_remote(remote or None)
+                unchecked = place.worktree or place.fs.version_aware
+            except (ConfigError, RemoteConfigError) as error:
+                remedy = "`dvc remote list` shows the remotes; `dvc remote default NAME` sets the default."
+                raise UserError("the DVC remote cannot be used", where=where, why=str(error), remedy=remedy) from error
+            except ImportError as error:
+                remedy = "List it beside DVC: `with: {requirements: ['dvc==3.67.1', 'dvc-s3==3.3.0']}`."
+                what = "DVC lacks a package for this remote"
+                raise MissingPackageError(what, where=where, why=str(error)[:300], remedy=remedy) from error
+            except Exception as error:  # each cloud's package raises its own
+                raise _unreachable(where, error) from error
+            if unchecked:
+                raise UserError(
+                    "the DVC remote does not store by content",
+                    where=where,
+                    why="it is `version_aware` or `worktree`",
+                    remedy="Push to a plain remote: data without an MD5 cannot be checked.",
+                )
+            store = place.legacy_odb if legacy else place.odb
+            source = store.oid_to_path(md5)
+            shown = _without_credentials(store.fs.unstrip_protocol(source))
+            try:
+                store.fs.get_file(source, copy)
+            except FileNotFoundError:
+                return {"place": shown, "found": False}
+            except Exception as error:
+                raise _unreachable(shown, error) from error
+            return {"place": shown, "found": True}
+
+    @contextmanager
+    def _opened(self, repo: str, rev: str) -> Iterator[Any]:
+        """Yield the repository; say in the terms of this package what DVC finds wrong with it."""
+        from dvc.exceptions import DvcException, NotDvcRepoError, OutputDuplicationError
+        from dvc.repo import Repo
+
+        try:
+            if self._key != (repo, rev) or self._repo is None:
+                self._repo = Repo(repo, rev=rev or None)
+                self._key = repo, rev
+            yield self._repo
+        except NotDvcRepoError as error:
+            raise NotFoundError("this is no DVC repository", where=repo, remedy="`dvc init` makes one.") from error
+        except OutputDuplicationError as error:
+            raise RefusedError(
+                f"several DVC pointers claim {error.output}",
+                where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
+                why="DVC never writes that: one of them was written by hand",
+                remedy="Remove the one that is wrong, and commit.",
+            ) from error
+        except DvcException as error:
+            raise DigestMismatchError(
+                "DVC cannot read its pointers",
+                where=repo if not rev else f"{repo} at {rev[:12]}",
+                why=str(error),
+                remedy="Restore the file with `git checkout`, or make it again with `dvc add`, and commit.",
+            ) from error
+
+
+def run_dvc() -> None:
+    """Serve DVC, which keeps its own state below this process's temporary folder."""
+    os.environ["DVC_SITE_CACHE_DIR"] = tempfile.gettempdir()
+    serve(DvcWorker())
+
+
+def _pointer_file(path: str) -> str:
+    """Return the file that states the MD5: of a pipeline's stage it is `dvc.lock`, not `dvc.yaml`."""
+    return f"{path.removesuffix('dvc.yaml')}dvc.lock" if path.rpartition("/")[2] == "dvc.yaml" else path
+
+
+def _scheme(remotes: Any, name: str) -> str:
+    """Return the scheme of a remote's URL; remotes may refer to one another."""
+    for _ in range(8):
+        scheme, separator, rest = str(remotes.get(name.lower(), {}).get("url", "")).partition("://")
+        if scheme != "remote":
+            return scheme if separator else ""
+        name = rest.partition("/")[0]
+    return ""
+
+
+def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
+        "the DVC remote cannot be read",
+        where=where,
+        why=f"{type(error).__name__}: {str(error)[:300]}",
+        remedy="Try `dvc fetch` with the same variables: credentials come from them or from `.dvc/config.local`.",
+    )
+
+
+def _without_credentials(url: str) -> str:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    return ""
