@@ -44,7 +44,7 @@ CONFIG = EndpointConfig(
     target="cpu",
     target_digest=digest_bytes(b"target"),
     pipeline="softsign",
-    settings={"workers": 2, "prepack": 1},  # the cache of packed models loads libraries too
+    settings={"workers": 2, "prepack": "1 B"},  # the cache of packed models loads libraries too
 )
 BODY = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
 
