@@ -3,7 +3,7 @@
     python -m benchmarks.wire
 
 Only bytes to arrays and arrays to bytes, in one process, no HTTP and no model; the least of many interleaved rounds.
-The second table shows from which size simdjson gains on orjson (`LARGE` in serving/wire/document.py).
+The second table shows from which size simdjson gains on orjson (`LARGE_BODY_BYTES` in serving/inference/tensors.py).
 """
 
 from __future__ import annotations
