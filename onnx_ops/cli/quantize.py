@@ -190,7 +190,7 @@ def _report(found: QuantizedFile, out: Path, targets: list[Target]) -> None:
         for line in coverage_lines(one.coverage):
             print_text(show, escape(f"{target.name}: {line}"))
         if target.name in found.effects:
-            print_text(show, escape(f"{target.name}: {found.effects[target.name].words()}"))
+            print_text(show, escape(f"{target.name}: {found.effects[target.name]}"))
         advise(one.advice)
 
 

@@ -194,7 +194,7 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
     all_names = [value.name for value in values]
     if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
-    copy = failed.model.with_name(f"{failed.model.stem}-make_tracer.onnx")
+    copy = failed.model.with_name(f"{failed.model.stem}-inside.onnx")
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
         single, double = tracer(inputs, frozenset(chosen))

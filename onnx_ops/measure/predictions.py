@@ -213,7 +213,7 @@ def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array
     classes = None if label is None else as_text(flatten_column(label))
     if classes is None or classes.ndim != 1:
         wide = classes is not None and classes.ndim == 2
-        remedy = "Of one column a class, convert its number: labels.argmax(axis=1)." if wide else ""
+        remedy = "Of one column a class, take its number: labels.argmax(axis=1)." if wide else ""
         raise _make_label_error(definition, label, "one class a row", remedy)
     if classes.dtype.kind != "f":
         return classes

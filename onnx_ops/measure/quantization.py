@@ -108,7 +108,7 @@ def _share_stretch(
 ) -> tuple[ActivationMeasurement, ...]:
     """Share the stretch among activations with the same range, as of MaxPool, Slice or Reshape.
 
-    A range fits if it fits measurement of them, and is not judged where measurement of them has none.
+    A range fits if it fits one of them, and is not judged where one of them has none.
     """
     stretches: dict[tuple[float, float], list[float | None]] = {}
     for activation, measurement in zip(activations, measurements, strict=True):

@@ -250,7 +250,7 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
 def _check(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
 ) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-    """Return the outcome without work, or None; an error result is a failure."""
+    """Return the outcome without work, or None; an unreadable result is a failure."""
     try:
         return _find_outcome(stage, outcomes, handler, fresh), None
     except StorageError:

@@ -234,13 +234,12 @@ def _compute_chance(signals: Sequence[Array]) -> float:
     """
     if not signals:
         return 1.0
-    logs = [np.log(_rank_shares(_standardise_largest(statistics))) for statistics in signals]
+    logs = []
+    for statistics in signals:
+        spread = statistics[1:].std(axis=0)
+        standardised = (statistics - statistics[1:].mean(axis=0)) / np.where(spread > 0, spread, np.inf)
+        logs.append(np.log(_rank_shares(standardised.max(axis=1))))
     return float(_rank_shares(-np.sum(logs, axis=0))[0])
-
-
-def _standardise_largest(statistics: Array) -> Array:
-    spread = statistics[1:].std(axis=0)
-    return np.asarray(((statistics - statistics[1:].mean(axis=0)) / np.where(spread > 0, spread, np.inf)).max(axis=1))
 
 
 def _rank_shares(values: Array) -> Array:

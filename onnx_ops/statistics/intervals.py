@@ -246,26 +246,19 @@ def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Inte
     bias = special.ndtri(np.clip(below, 1 / (values.size + 1), values.size / (values.size + 1)))
     left_out = replicates.left_out[np.isfinite(replicates.left_out)]
     influences = left_out.mean() - left_out if left_out.size else left_out
-    far = special.stdtrit(_degrees(influences), 1 - _TAIL * (1 - confidence) / 2)
+    fourth, size = float(np.sum(influences**4)), float(influences.size)
+    degrees = max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else size)
+    far = special.stdtrit(degrees, 1 - _TAIL * (1 - confidence) / 2)
     levels = bias + np.array([-far, far])
-    levels = special.ndtr(bias + levels / np.maximum(1 - _acceleration(influences) * levels, 0.1))
+    squares = float(np.sum(influences**2))
+    acceleration = float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
+    levels = special.ndtr(bias + levels / np.maximum(1 - acceleration * levels, 0.1))
     low, high = np.quantile(values, levels, method="weibull")
     return Interval(
         estimate=replicates.observed,
         low=min(float(low), replicates.observed),
         high=max(float(high), replicates.observed),
     )
-
-
-def _acceleration(influences: npt.NDArray[np.float64]) -> float:
-    squares = float(np.sum(influences**2))
-    return float(np.sum(influences**3)) / (6 * squares**1.5) if squares > 0 else 0.0
-
-
-def _degrees(influences: npt.NDArray[np.float64]) -> float:
-    """Return the degrees of freedom of the variance that the influences add up to; at least 1."""
-    fourth = float(np.sum(influences**4))
-    return max(1.0, float(np.sum(influences**2)) ** 2 / fourth - 1 if fourth > 0 else float(influences.size))
 
 
 def _combine(operation: Any, one: Replicates, other: Replicates) -> Replicates:

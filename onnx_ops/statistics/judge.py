@@ -185,16 +185,10 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
         size_bytes=evidence.size_bytes,
         ratio=_UNIT if own else _find_ratio(evidence),
         metric=metric,
-        change=_NONE if own else _finite(_find_change(evidence, metric, lower=lower)),
+        change=_NONE if own else _find_change(evidence, metric, lower=lower),
         seconds=median / 1e9 if median and math.isfinite(median) else None,
         load=_find_load_time(evidence),
     )
-
-
-def _finite(interval: Interval | None) -> Interval | None:
-    if interval and all(map(math.isfinite, (interval.estimate, interval.low, interval.high))):
-        return interval
-    return None
 
 
 def _find_ratio(evidence: Evidence) -> Interval | None:
@@ -207,19 +201,17 @@ def _find_ratio(evidence: Evidence) -> Interval | None:
 
 
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
-    for counts in evidence.metrics:
-        if (counts.metric, counts.against) == (metric, EXPORT):
-            try:
-                return change_interval(counts)
-            except ValueError:  # impossible counts, which the gate reports
-                return None
-    for score in evidence.scores:
-        if (score.metric, score.against) == (metric, EXPORT):
-            if not lower:
-                return score.difference
-            if score.ratio is not None:
-                return Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
-    return None
+    key, change = (metric, EXPORT), None
+    if counts := next((c for c in evidence.metrics if (c.metric, c.against) == key), None):
+        try:
+            change = change_interval(counts)
+        except ValueError:  # impossible counts, which the gate reports
+            return None
+    elif score := next((s for s in evidence.scores if (s.metric, s.against) == key and (not lower or s.ratio)), None):
+        change = score.difference
+        if lower and score.ratio is not None:
+            change = Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
+    return change if change and all(map(math.isfinite, (change.estimate, change.low, change.high))) else None
 
 
 def _find_load_time(evidence: Evidence) -> Interval | None:

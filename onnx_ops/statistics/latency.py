@@ -252,9 +252,9 @@ def explain_withheld_verdict(
 ) -> str | None:
     """Return why no verdict may be given on this host, or None.
 
-    A model against self_estimate has the ratio 1. The interval of B may be bias by as much as the measured self-ratio
-    is: where it would then reach the limit, the verdict is withheld. The width of the self-test's own interval does not
-    matter, since the noise of the host is in the interval of B too.
+    A model against itself has the ratio 1. The interval of B may be off by as much as the measured self-ratio is: where
+    it would then reach the limit, the verdict is withheld. The width of the self-test's own interval does not matter,
+    since the noise of the host is in the interval of B too.
     """
     if sum(1 for pair in self_log_ratios if len(pair)) < LOOKS[0]:
         return "the noise of the host was not measured"
@@ -374,10 +374,10 @@ def compute_block_logs(
 ) -> Floats:
     """Return the log of the median run of each block, up to a constant that all models share.
 
-    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that usable its
-    core is worth more than ten that did not: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and by
-    9.4 % with at least three such runs required. Where a probe was timed around each run, its explanation of the run
-    time is subtracted first (`_explain_by_probe`).
+    Medians are of the runs that were not preempted; of all runs in a block without one. A single run that kept its core
+    is worth more than ten that did not: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and by 9.4 %
+    with at least three such runs required. Where a probe was timed around each run, its explanation of the run time is
+    subtracted first (`_explain_by_probe`).
 
     Args:
         nanoseconds: shape (heats, blocks, models, runs).

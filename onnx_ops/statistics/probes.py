@@ -205,7 +205,7 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
 
     `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
     holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
-    may occur if it may occur everywhere. Only floats are changed; a group that would only repeat real rows is left out.
+    may occur if it may occur anywhere. Only floats are changed; a group that would only repeat real rows is left out.
 
     Args:
         samples: real inputs by name; axis 0 is the batch.
@@ -223,7 +223,12 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     if "f" in kinds:
         for name, factor in _FACTORS.items():
             if all(_can_hold(array, factor) for array in samples.values()):
-                multiple = {n: _multiply(array[rows], factor) for n, array in samples.items()}
+                multiple = {
+                    n: (array[rows].astype(np.float64) * factor).astype(array.dtype)
+                    if array.dtype.kind == "f"
+                    else array[rows]
+                    for n, array in samples.items()
+                }
                 groups[f"beyond_range:{name}"] = ProbeGroup(inputs=multiple, inside=False)
         has_missing = any(domain.missing.any() for domain in domains.values())
         everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
@@ -333,10 +338,6 @@ def _replace_texts(chosen: AnyArray, domain: InputDomain) -> AnyArray:
         return chosen
     row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
     return np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
-
-
-def _multiply(chosen: AnyArray, factor: float) -> AnyArray:
-    return (chosen.astype(np.float64) * factor).astype(chosen.dtype) if chosen.dtype.kind == "f" else chosen
 
 
 def _can_hold(array: AnyArray, factor: float) -> bool:

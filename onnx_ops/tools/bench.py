@@ -15,8 +15,6 @@ from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import (
     Advice,
     Evidence,
-    LatencyComparison,
-    PairedRatios,
     RuntimeFacts,
     throughput_metric_name,
 )
@@ -43,7 +41,7 @@ from onnx_ops.tools.probing import shared_inputs
 
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
-"""Of each figure; the others are throughputs."""
+"""Of each quantity; the others are throughputs."""
 
 PER_SECOND = "req/s"
 
@@ -51,15 +49,15 @@ Tell = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
 
 A = "A"
-"""What the baseline is called in evidence."""
+"""Name of the baseline in evidence."""
 
 REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory": 0.1}
-"""What B may lose by kind of gate, unless said otherwise: starts of processes vary more than runs do."""
+"""Default limits of B by kind of gate: process starts vary more than runs do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkFigure:
-    """A figure in `unit` with 95 % bounds (0 and None where there are none), and how many samples it rests on."""
+    """A value in `unit` with 95 % bounds (0 and None where there are none), and its number of samples."""
 
     value: float
     unit: str
@@ -72,8 +70,8 @@ class BenchmarkFigure:
 class SingleModelResult:
     """One model on one target.
 
-    `figures` holds quantiles of single runs in one session, and where asked the median throughput of fresh sessions
-    and the medians of fresh processes, by the names they have in evidence. `advice` says what slows it down.
+    `figures` holds quantiles of single runs in one session and, if requested, the median throughput of fresh sessions
+    and the medians of fresh processes, by their names in evidence. `advice` says what slows it down.
     """
 
     batch: int
@@ -98,7 +96,7 @@ def benchmark(
     seed: int = 0,
     tell: Tell = lambda _: None,
 ) -> SingleModelResult:
-    """Time one model alone.
+    """Time one model.
 
     Raises:
         UserError: the file is not a valid model, or too new for the target.
@@ -108,16 +106,16 @@ def benchmark(
     asked = asked or MeasurementRequest()
     tell(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
-    figures = {name: _quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
+    figures = {name: _make_quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
     for level in asked.throughput:
         tell(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
-        figures[throughput_metric_name(level)] = _median(throughput.per_second, PER_SECOND)
+        figures[throughput_metric_name(level)] = _make_median(throughput.per_second, PER_SECOND)
     if asked.starts:
         tell(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
-        figures |= {name: _median(values, UNITS[name]) for name, values in samples.items() if values}
+        figures |= {name: _make_median(values, UNITS[name]) for name, values in samples.items() if values}
     return SingleModelResult(
         batch=count_rows(feed),
         runs=runs,
@@ -131,7 +129,7 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """What really runs the model there; who is to blame if nothing does."""
+    """Return what really runs the model there; raise the user's or the machine's error if nothing does."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
@@ -143,21 +141,21 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
         raise
 
 
-def _median(values: Sequence[float], unit: str) -> BenchmarkFigure:
-    found = compare_quantile(values, 0.5, math.inf)
-    high = found.high if math.isfinite(found.high) else None
-    return BenchmarkFigure(value=found.quantile, unit=unit, low=found.low, high=high, n=found.runs)
+def _make_median(values: Sequence[float], unit: str) -> BenchmarkFigure:
+    quantile = compare_quantile(values, 0.5, math.inf)
+    high = quantile.high if math.isfinite(quantile.high) else None
+    return BenchmarkFigure(value=quantile.quantile, unit=unit, low=quantile.low, high=high, n=quantile.runs)
 
 
-def _quantile(nanoseconds: Sequence[int], q: float) -> BenchmarkFigure:
-    found = compare_latency_quantile(nanoseconds, q, math.inf)
-    high = found.high if math.isfinite(found.high) else None
-    return BenchmarkFigure(value=found.quantile, unit="s", low=found.low, high=high, n=found.runs)
+def _make_quantile(nanoseconds: Sequence[int], q: float) -> BenchmarkFigure:
+    quantile = compare_latency_quantile(nanoseconds, q, math.inf)
+    high = quantile.high if math.isfinite(quantile.high) else None
+    return BenchmarkFigure(value=quantile.quantile, unit="s", low=quantile.low, high=high, n=quantile.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """B against A. `medians` are those of A and B by figure, latency first, in the unit that `UNITS` has for it."""
+    """B against A. `medians` are those of A and B by quantity, latency first, in the unit of `UNITS`."""
 
     batch: int
     decision: Decision
@@ -166,11 +164,12 @@ class ComparisonResult:
 
     @property
     def verdict(self) -> Verdict:
+        """Return the verdict of the gates."""
         return self.decision.verdict
 
 
 def build_pair_gates(max_regression: float | None, *, concurrency: int | None, cold: bool) -> tuple[Gate, ...]:
-    """The gates that B must pass; one limit for all of them, or that of `REGRESSIONS` for each."""
+    """Build the gates for B, with one limit for all of them or the defaults of `REGRESSIONS`."""
 
     def limit(kind: str) -> float:
         return REGRESSIONS[kind] if max_regression is None else max_regression
@@ -198,7 +197,7 @@ def benchmark_pair(
     seed: int = 0,
     tell: Tell = lambda _: None,
 ) -> ComparisonResult:
-    """Time B against A look by look, A against itself, and what the gates say about it.
+    """Time B against A look by look, and A against itself, and judge the result by gates.
 
     Args:
         runtime: runs both.
@@ -206,20 +205,20 @@ def benchmark_pair(
         a: the baseline.
         b: the candidate.
         feed: one request.
-        gates: a latency gate with `max_regression`, and further ones that ask for further measurements.
-        conditions: tells the state of the machine.
+        gates: a latency gate with `max_regression`, and others that need further measurements.
+        conditions: returns the state of the machine.
         seed: of the order of runs.
-        tell: hears what is at work.
+        tell: receives progress messages.
 
     Raises:
-        UserError: a file is not a valid model, too new for the target, or the two take different inputs.
-        MeasurementError: a model does not run there, or not on the provider asked for.
+        UserError: a file is not a valid model, too new for the target, or the two have different inputs.
+        MeasurementError: a model does not run there, or not on the requested provider.
     """
     shared_inputs(a, b)
     _check_provider(read_runtime_facts(runtime, target, a), a)
     facts = read_runtime_facts(runtime, target, b)
     asked = derive_measurement_request(gates)
-    race = PairedBenchmark(
+    pair = PairedBenchmark(
         runtime=runtime,
         target=target,
         baseline=a,
@@ -230,29 +229,27 @@ def benchmark_pair(
         tolerances=asked.tolerances,
         tell=tell,
     )
-    comparison, raw = compare_latency(race)
-    ratios, more = compare_resources(race, asked)
-    evidence = _evidence(runtime, target, b, facts, comparison, ratios, conditions())
-    evidence = replace(evidence, advice=inspect_execution(runtime, a, b, target).advice)
+    comparison, raw = compare_latency(pair)
+    ratios, more = compare_resources(pair, asked)
+    evidence = replace(
+        make_evidence(runtime, target, b),
+        conditions=dict(conditions()),
+        runtime=facts,
+        comparisons=(comparison,),
+        ratios=ratios,
+        advice=inspect_execution(runtime, a, b, target).advice,
+    )
     decision = judge(gates, evidence)
     return ComparisonResult(
         batch=count_rows(feed),
         decision=decision,
         evidence=evidence,
-        medians={LATENCY: _latencies(raw), **{r.figure: _medians(r.figure, more) for r in ratios}},
+        medians={LATENCY: _find_latencies(raw), **{r.figure: _find_medians(r.figure, more) for r in ratios}},
     )
 
 
-def _evidence(
-    runtime: Runtime,
-    target: Target,
-    model: Path,
-    facts: RuntimeFacts,
-    comparison: LatencyComparison,
-    ratios: tuple[PairedRatios, ...],
-    conditions: Mapping[str, str],
-) -> Evidence:
-    """What a pipeline's judge asks for; without a release, the file's digest stands for it."""
+def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
+    """Make evidence about B for the judge; without a release, the file's digest takes its place."""
     digest = digest_file(model)
     return Evidence(
         pipeline="",
@@ -265,11 +262,7 @@ def _evidence(
         dedicated=target.dedicated,
         size_bytes=read_model_info(model).size_bytes,
         hardware=runtime.fingerprint(target),
-        conditions=dict(conditions),
-        runtime=facts,
         baseline=A,
-        comparisons=(comparison,),
-        ratios=ratios,
     )
 
 
@@ -282,21 +275,21 @@ def _check_provider(facts: RuntimeFacts, model: Path) -> None:
         )
 
 
-def _latencies(raw: RawSamples) -> tuple[float, float]:
-    """Seconds of A and B over all blocks of all looks, without the runs that were preempted."""
+def _find_latencies(raw: RawSamples) -> tuple[float, float]:
+    """Return seconds of A and B over all blocks of all looks, without preempted runs."""
     looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
     sides = []
     for side in (0, -1):
-        ns, gone = (
+        ns, preempted = (
             np.concatenate([raw[f"{look}/{kind}"][:, :, side].ravel() for look in looks])
             for kind in ("nanoseconds", "preempted")
         )
-        sides.append(float(np.median(ns if gone.all() else ns[~gone])) / 1e9)
+        sides.append(float(np.median(ns if preempted.all() else ns[~preempted])) / 1e9)
     return sides[0], sides[1]
 
 
-def _medians(figure: str, raw: RawSamples) -> tuple[float, float]:
-    """Of A and B over all pairs, in the figure's unit."""
+def _find_medians(figure: str, raw: RawSamples) -> tuple[float, float]:
+    """Return the medians of A and B over all pairs, in the unit of the quantity."""
     if figure in UNITS:
         scale = 1e9 if UNITS[figure] == "s" else 1.0
         a, _, b = np.median(raw[f"starts/{A}/{figure}"].astype(np.float64), axis=0) / scale

@@ -1,7 +1,7 @@
-"""Compare: does one ONNX file compute what another does? Without a pipeline, from the two files alone.
+"""Compare two ONNX files: whether one computes what the other does. Without a pipeline, from the files alone.
 
-There is no source in float64 here, so that rounding noise cannot be measured. A's answers without graph optimisations
-are the reference, and fixed tolerances take the noise's place.
+There is no source in float64, so rounding noise cannot be measured. A's answers without graph optimizations are the
+reference, and fixed tolerances take the place of the noise.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ REFERENCE = Target(
 RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
 _ENOUGH = 8
-"""Rows from which on one and the same answer to all of them is no accident."""
+"""Rows from which on the same answer to all of them is no coincidence."""
 
 KEYS, LENGTH = " (keys)", " (length)"
-"""What stands beside the values of maps and sequences, as outputs of their own: a matrix has neither."""
+"""Suffixes of the additional outputs of maps and sequences; a matrix has neither."""
 
 JoinedAnswers = Mapping[str, Tensors | MeasurementError]
 
@@ -64,9 +64,9 @@ Tell = Callable[[str], None]
 class OutputDifference:
     """One output on one group of inputs.
 
-    `error` is the largest |B - A|; where `labels` is set (integers, booleans, texts) the share of rows that differ.
-    `limit` is what `error` may be at the value that is worst off; `ratio` is error / limit. `mismatch` names a
-    difference that no figure tells.
+    `error` is the largest |B - A|; for `labels` (integers, booleans, texts) the share of rows that differ. `limit` is
+    the largest error allowed at the worst value; `ratio` is error / limit. `mismatch` describes a difference without a
+    number.
     """
 
     output: str
@@ -85,8 +85,8 @@ class OutputDifference:
 class ParityResult:
     """What B is to A. `notes` say what was not compared, and why.
 
-    `trees` holds the trees of B beside those of A, where both have some; `coverage` what of a quantized B runs in int8,
-    `advice` what slows B down.
+    `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B that runs in int8;
+    `advice` says what slows B down.
     """
 
     a: Digest
@@ -99,15 +99,17 @@ class ParityResult:
 
     @property
     def verdict(self) -> Verdict:
+        """Return the worst verdict."""
         return combine_verdicts(d.verdict for d in self.differences)
 
     @property
     def worst(self) -> OutputDifference:
-        """The first of those that are worst off."""
+        """Return the first of the worst differences."""
         return max(self.differences, key=lambda d: (d.verdict.rank, bool(d.mismatch), d.ratio, d.error))
 
     @property
     def reason(self) -> str:
+        """Return the reason of the verdict."""
         worst = f"output {self.worst.output!r}, inputs {self.worst.group!r}: {self.worst.reason}"
         if self.verdict is not Verdict.PASS:
             return worst
@@ -128,19 +130,19 @@ def compare(
     sizes: Collection[str] = (),
     exact: Runtime | None = None,
 ) -> ParityResult:
-    """Parity of B, run on the target, against A.
+    """Compare B, run on the target, with A.
 
     `sizes` names dimensions of A at which one size is enough. Where B fixes another one, it is not the same function.
-    `exact` runs A as the reference, where the target's runtime is not ONNX Runtime on this machine.
+    `exact` runs A as the reference, if the target's runtime is not ONNX Runtime on this machine.
 
     Raises:
-        UserError: a file is not a valid model, or the two do not take the same inputs.
+        UserError: a file is not a valid model, or the two do not have the same inputs.
         MeasurementError: a model does not run here, or A does not give the same answer twice.
     """
     shared_inputs(a, b)
     require_hardware(runtime, target)
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
-    _check_places(target, (a, reference), (b, target))
+    _check_compatibility(target, (a, reference), (b, target))
     bounds = read_input_bounds(a)
     empty = not any(map(is_unsafe_without_rows, (a, b)))
     readable = [path for path in (a, b) if not is_ort_format(path) and has_trees(path)]
@@ -148,42 +150,45 @@ def compare(
     groups = build_groups(samples, empty=empty, bounds=bounds, splits=splits)
     tell(f"running {a.name} on {len(groups)} groups of inputs")
     exact = exact or runtime
-    expected = _answers(exact, reference, a, groups)
+    expected = _run_groups(exact, reference, a, groups)
     tell(f"running {b.name} on {len(groups)} groups of inputs")
-    found = _answers(runtime, target, b, groups)
+    answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
     measured: list[ParityMeasurement] = []
     notes = ["one row is large: edges and large batches were left out"] if samples.large else []
     for group in groups:
-        right, answer = expected[group.name], found[group.name]
+        expected_answer, answer = expected[group.name], answers[group.name]
         measured_here: list[ParityMeasurement] = []
-        if isinstance(right, MeasurementError):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(right)})")
+        if isinstance(expected_answer, MeasurementError):
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(expected_answer)})")
         elif isinstance(answer, MeasurementError):
-            measured_here = [_refused(group.name, answer)]
+            text = f"B refuses these inputs, A does not: {explain_rejection(answer)}"
+            measured_here = [make_mismatch("*", group.name, text)]
         else:
-            measured_here = _measured(group.name, right, answer)
+            measured_here = _measure_group(group.name, expected_answer, answer)
         measured += [replace(m, inside=group.inside) for m in measured_here]
     fixed = find_fixed_sizes(a, b)
-    if refused := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
-        why = f"B takes {', '.join(refused)} only, A takes any; to compare at that size alone: --dim"
+    if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
+        why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare at that size alone: --dim"
         measured.append(make_mismatch("*", "sizes", why))
     notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
-    measured += _coarse(expected[REAL], found[REAL])
-    if extra := sorted({name for answer in found.values() for name in _names(answer)} - set(_names(expected[REAL]))):
+    measured += _find_halved(expected[REAL], answers[REAL])
+    if extra := sorted(
+        {name for answer in answers.values() for name in _list_outputs(answer)} - set(_list_outputs(expected[REAL]))
+    ):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
-    notes += _read_as(expected[REAL])
+    notes += _describe_forms(expected[REAL])
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
     if trees is not None and trees.changed:
         measured.append(make_mismatch("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
-    order = {name: i for i, name in enumerate(("*", *_names(expected[REAL])))}
+    order = {name: i for i, name in enumerate(("*", *_list_outputs(expected[REAL])))}
     measured = sorted(pool_noise(measured), key=lambda m: order.get(m.output, len(order)))
-    judged = [(m, _judged(m, labels=m.output in labels)) for m in measured]
+    judged = [(m, _judge_measurement(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
-    if not any(_tells_apart(_tensors(expected[group.name])) for group in groups if group.inside):
-        differences += _untold(samples, _tensors(expected[REAL]))
-    notes += _outside([difference for m, difference in judged if not m.inside])
+    if not any(_distinguishes_rows(_tensors(expected[group.name])) for group in groups if group.inside):
+        differences += _make_undistinguished(samples, _tensors(expected[REAL]))
+    notes += _describe_outside([difference for m, difference in judged if not m.inside])
     examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
@@ -196,8 +201,8 @@ def compare(
     )
 
 
-def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
-    """Raises UserError if a target cannot run its model, as far as the file tells."""
+def _check_compatibility(target: Target, *pairs: tuple[Path, Target]) -> None:
+    """Raise UserError if a target cannot run its model, as far as the file shows."""
     for model, place in pairs:
         if reason := explain_version_limits(read_model_info(model), place):
             remedy = "Export the model for this target's opset and IR version."
@@ -207,20 +212,20 @@ def _check_places(target: Target, *pairs: tuple[Path, Target]) -> None:
             raise UserError(reason, where=model.name, remedy=remedy)
 
 
-def _answers(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
-    """By group; one that the model refuses holds the reason. Refusing the plain rows is refusing to run."""
+def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
+    """Run all groups; one that the model rejects holds the error. Rejecting the plain rows is an error."""
     try:
         answers = run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
         check_model(model)  # a file that breaks the rules of ONNX is the user's to mend
         raise
-    return {name: a if isinstance(a, MeasurementError) else _joined(a) for name, a in answers.items()}
+    return {name: a if isinstance(a, MeasurementError) else _join_runs(a) for name, a in answers.items()}
 
 
 def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
-    """Make tensors of sequences and maps.
+    """Convert sequences and maps to tensors.
 
-    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences an output an element, and their
+    Maps (ZipMap) become a matrix with a column a key, and their keys; other sequences one output an element, and their
     length. An optional output that is absent is left out.
     """
     tensors: dict[str, Any] = {}
@@ -241,7 +246,7 @@ def _as_tensors(answer: Mapping[str, Any]) -> Tensors:
     return tensors
 
 
-def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
+def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
     answers = [_as_tensors(answer) for answer in raw]
     if len(answers) == 1:
         return answers[0]
@@ -254,18 +259,18 @@ def _joined(raw: Sequence[Mapping[str, Any]]) -> Tensors:
             raise UserError(
                 f"output {name!r} has another shape for other rows: {' and '.join(map(str, sorted(shapes)[:2]))}",
                 why="its shape depends on the values of the inputs, so that answers cannot be laid side by side",
-                remedy="Bring one run's rows: --data.",
+                remedy="Supply the rows of one run: --data.",
             )
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def _check_repeats(runtime: Runtime, target: Target, a: Path, group: InputGroup) -> None:
-    """Twice in one session: a fresh session draws the same random numbers again."""
+    """Run A twice in one session: a fresh session would draw the same random numbers again."""
     first, second = map(_as_tensors, runtime.run(a, target, (group.runs[0], group.runs[0])))
     for name, array in first.items():
         if name not in second or not _same(array, second[name]):
             raise MeasurementError(
-                f"output {name!r} is another one each time",
+                f"output {name!r} differs each time",
                 where=a.name,
                 why="the model draws random numbers, so that there is no answer to compare with",
                 remedy="Export it for inference, without dropout and sampling.",
@@ -282,62 +287,64 @@ def _tensors(answer: Tensors | MeasurementError) -> Tensors:
     return {} if isinstance(answer, MeasurementError) else answer
 
 
-def _names(answer: Tensors | MeasurementError) -> tuple[str, ...]:
+def _list_outputs(answer: Tensors | MeasurementError) -> tuple[str, ...]:
     return tuple(_tensors(answer))
 
 
-def _measured(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
-    found = []
+def _measure_group(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
+    measurements = []
     for name, expected in reference.items():
         if name in answer:
-            found.append(measure_output(group=group, output=name, onnx=answer[name], single=expected, double=None))
-        elif not _in_other_form(name, expected, answer):
-            found.append(make_mismatch(name, group, "B lacks this output"))
-    return found
+            measurements.append(
+                measure_output(group=group, output=name, onnx=answer[name], single=expected, double=None)
+            )
+        elif not _has_other_form(name, expected, answer):
+            measurements.append(make_mismatch(name, group, "B lacks this output"))
+    return measurements
 
 
-def _read_as(answer: Tensors | MeasurementError) -> list[str]:
-    """A line on each output of A that is no tensor."""
-    names = _names(answer)
+def _describe_forms(answer: Tensors | MeasurementError) -> list[str]:
+    """Return a line on each output of A that is not a tensor."""
+    names = _list_outputs(answer)
     maps = [f"{n.removesuffix(KEYS)} holds maps: compared by keys, and as a matrix" for n in names if n.endswith(KEYS)]
     ends = [n.removesuffix(LENGTH) for n in names if n.endswith(LENGTH)]
     return maps + [f"{name} is a sequence: compared by length, and element by element" for name in ends]
 
 
-def _in_other_form(name: str, expected: Any, answer: Tensors) -> bool:
-    """Whether one of the two gives a matrix and the other maps: keys and lengths then have no counterpart."""
+def _has_other_form(name: str, expected: Any, answer: Tensors) -> bool:
+    """Return whether one model returns a matrix and the other maps: keys and lengths then have no counterpart."""
     base = name.removesuffix(KEYS).removesuffix(LENGTH)
     return base in answer if base != name else not expected.size and f"{name}{LENGTH}" in answer
 
 
-def _coarse(expected: Tensors | MeasurementError, found: Tensors | MeasurementError) -> list[ParityMeasurement]:
-    """Outputs that hold float16 numbers only, which is too little to show in a tolerance for float32."""
+def _find_halved(expected: Tensors | MeasurementError, answers: Tensors | MeasurementError) -> list[ParityMeasurement]:
+    """Return outputs that hold float16 numbers only, an error too small for a tolerance for float32."""
 
     def halved(array: Any) -> bool:
         with np.errstate(over="ignore"):
             return bool((array.astype(np.float16).astype(np.float32) == array).all())
 
-    both = [(name, a, _tensors(found).get(name)) for name, a in _tensors(expected).items()]
-    told = "B's answers are float16 numbers, those of A are not"
+    both = [(name, a, _tensors(answers).get(name)) for name, a in _tensors(expected).items()]
+    text = "B's answers are float16 numbers, those of A are not"
     return [
-        make_mismatch(name, REAL, told)
+        make_mismatch(name, REAL, text)
         for name, a, b in both
         if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
     ]
 
 
-def _tells_apart(answers: Tensors) -> bool:
-    """Whether some rows have other answers than others: rows beside splits do where made-up ones do not."""
-    told = [array for name, array in answers.items() if array.ndim and not name.endswith((KEYS, LENGTH))]
-    return not all(_same(array, array[:1].repeat(len(array), 0)) for array in told)
+def _distinguishes_rows(answers: Tensors) -> bool:
+    """Return whether some rows have other answers than others."""
+    outputs = [array for name, array in answers.items() if array.ndim and not name.endswith((KEYS, LENGTH))]
+    return not all(_same(array, array[:1].repeat(len(array), 0)) for array in outputs)
 
 
-def _untold(samples: SampleRows, answers: Tensors) -> tuple[OutputDifference, ...]:
-    """What rows cannot show to which A gives one and the same answer."""
+def _make_undistinguished(samples: SampleRows, answers: Tensors) -> tuple[OutputDifference, ...]:
+    """Return an INCONCLUSIVE difference where A gives the same answer to all rows."""
     count = len(samples)
-    told = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
-    by_row = [array for array in told if array.ndim and len(array) == count]
-    if count < _ENOUGH or len(by_row) < len(told):
+    outputs = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
+    by_row = [array for array in outputs if array.ndim and len(array) == count]
+    if count < _ENOUGH or len(by_row) < len(outputs):
         return ()
     reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
     return (
@@ -356,29 +363,25 @@ def _untold(samples: SampleRows, answers: Tensors) -> tuple[OutputDifference, ..
     )
 
 
-def _outside(differences: Sequence[OutputDifference]) -> list[str]:
-    """One line on what differs where the rows are not like."""
-    departed = [d for d in differences if d.verdict is not Verdict.PASS]
-    if not departed:
+def _describe_outside(differences: Sequence[OutputDifference]) -> list[str]:
+    """Return one line on differences outside the domain of the rows."""
+    differing = [d for d in differences if d.verdict is not Verdict.PASS]
+    if not differing:
         return []
-    groups = ", ".join(sorted({d.group for d in departed}))
-    return [f"not judged, since no row is like that: B differs on {groups} ({departed[0].reason})"]
+    groups = ", ".join(sorted({d.group for d in differing}))
+    return [f"not judged, since no row is like that: B differs on {groups} ({differing[0].reason})"]
 
 
-def _refused(group: str, error: MeasurementError) -> ParityMeasurement:
-    return make_mismatch("*", group, f"B refuses these inputs, A does not: {explain_rejection(error)}")
-
-
-def _judged(m: ParityMeasurement, *, labels: bool) -> OutputDifference:
+def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifference:
     factor = ParityGate().noise_factor
     limit = m.noise * factor
     good = not m.mismatch and m.ratio <= factor
     if m.mismatch:
         reason = m.mismatch.replace("the source gives", "A gives").replace("the source has", "A has")
     elif labels:
-        reason = f"answers differ in {100 * m.error:.3g}% of {_rows(m)}, limit 0%"
+        reason = f"answers differ in {100 * m.error:.3g}% of {_format_rows(m)}, limit 0%"
     else:
-        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_rows(m)}"
+        reason = f"error {m.error:.3g}, limit {limit:.3g}, {_format_rows(m)}"
     return OutputDifference(
         output=m.output,
         group=m.group,
@@ -393,5 +396,5 @@ def _judged(m: ParityMeasurement, *, labels: bool) -> OutputDifference:
     )
 
 
-def _rows(m: ParityMeasurement) -> str:
+def _format_rows(m: ParityMeasurement) -> str:
     return "1 row" if m.rows == 1 else f"{m.rows} rows"

@@ -1,7 +1,7 @@
-"""Judge: may one ONNX file take the place of another? One verdict on two files, without a pipeline.
+"""Judge: whether one ONNX file may replace another. One verdict on two files, without a pipeline.
 
-A candidate in float must compute what its baseline computes. One that was made by rounding is judged by the parts of
-rounding: each weight and activation, the function without rounding, and what rounding does to the task.
+A float candidate must compute what its baseline computes. A rounded one is judged by the parts of rounding: each weight
+and activation, the function without rounding, and the effect of rounding on the task.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import numpy as np
 
 from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, ParityMeasurement, WeightMeasurement
+from onnx_ops.domain.evidence import ActivationMeasurement, Advice, ParityMeasurement, WeightMeasurement
 from onnx_ops.domain.gate import ACCURACY, MetricGate, ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import read_answers, run_groups
 from onnx_ops.measure.execution import inspect_execution
+from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import measure_activations, measure_weights
-from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
+from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
 from onnx_ops.onnx_graph.files import read_structure, resolve_external_files
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -45,6 +46,7 @@ from onnx_ops.tools.bench import (
     Tell,
     benchmark_pair,
     build_pair_gates,
+    make_evidence,
     read_runtime_facts,
 )
 from onnx_ops.tools.compare import REFERENCE, ParityResult, compare
@@ -55,21 +57,21 @@ Part = Literal["parity", "latency"]
 HALF = 2.0**-10
 """Spacing of float16 relative to its values."""
 
-_LOOKED_AT, _COMPARED = 256, 128
-"""Rows that activations are looked at on, and that the function is compared on."""
+_ACTIVATION_ROWS, _FUNCTION_ROWS = 256, 128
+"""Rows for measuring activations, and rows for comparing the function."""
 
 _LARGE_ROW = 1 << 14
-"""Bytes of a row of which a quarter as many is enough: it has many values."""
+"""Bytes of a row from which on a quarter as many rows are enough."""
 
-_FIGURES = {"ratio": "latency", "load": "load time", "first": "first inference", "peak": "peak memory"}
+_METRIC_NAMES = {"ratio": "latency", "load": "load time", "first": "first inference", "peak": "peak memory"}
 
-_MADE_UP = frozenset({"saturation", "clipping"})
-"""What of the activations only rows like those of use can tell."""
+_NEEDS_REAL_ROWS = frozenset({"saturation", "clipping"})
+"""Activation metrics that need rows like those of use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One point of the sweep: its name in results, the sizes of free dimensions, and the rows to feed."""
+    """One point of the sweep: its name in results, the batch, and the rows to feed."""
 
     name: str
     batch: int
@@ -78,11 +80,27 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRequest:
-    """Two files, where and how they are held against each other, and how much the candidate may lose.
+    """Two files, how they are compared, and how much the candidate may lose.
 
-    `settings` is the sweep. `dataset` holds all rows that were brought, with labels if there are any; None where rows
-    were made up. `metric` is the limit on the task metric. `runtime` gives a runtime by its name, `inside` is one for
-    models that show what is inside them.
+    Args:
+        baseline: the baseline's file.
+        candidate: the candidate's file.
+        kind: precision of both files.
+        targets: where they run.
+        settings: the sweep.
+        runtime: returns a runtime by its name.
+        inside: runtime for models that expose their intermediate values.
+        conditions: returns the state of the machine.
+        metric: limit on the task metric.
+        dataset: the user's rows, with labels if there are any; None if rows are generated.
+        functions: custom metrics by reference.
+        max_regression: limit of all performance gates; None for the defaults.
+        concurrency: requests in flight for throughput; None to skip it.
+        cold: whether to measure cold starts.
+        only: one part of the comparison.
+        sizes: dimensions at which one size is enough.
+        seed: of the order of runs.
+        tell: receives progress messages.
     """
 
     baseline: Path
@@ -106,12 +124,13 @@ class JudgeRequest:
 
     @property
     def exact(self) -> Runtime:
+        """Return the runtime of the reference answers."""
         return self.runtime(REFERENCE.runtime)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetJudgement:
-    """What was found on one target. `paired` holds the timings, in the order of the sweep.
+    """The results on one target. `paired` holds the timings, in the order of the sweep.
 
     `remedy` says what to do where something could not be measured.
     """
@@ -125,7 +144,7 @@ class TargetJudgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The verdict on two files: the worst of those on all targets. `sizes` are bytes before and after."""
+    """The verdict on two files. `sizes` are bytes before and after."""
 
     kind: CandidateKind
     digests: tuple[Digest, Digest]
@@ -135,18 +154,19 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
+        """Return the worst verdict of all targets."""
         return combine_verdicts(one.decision.verdict for one in self.targets)
 
 
 def judge_candidate(request: JudgeRequest) -> Judgement:
-    """Measure what the kind of the candidate asks for, and judge it by the rules of a pipeline's gates.
+    """Measure what the kind of the candidate requires, and judge it by the rules of a pipeline's gates.
 
     Raises:
-        UserError: a file is not valid, the two take different inputs, or a metric does not fit them.
+        UserError: a file is not valid, the two have different inputs, or a metric does not fit them.
     """
     notes: dict[str, None] = {}
     rounding = tuple(_judge_rounding(request, notes)) if request.kind.is_rounded and request.only != "latency" else ()
-    targets = tuple(_on_target(request, target, rounding, notes) for target in request.targets)
+    targets = tuple(_judge_target(request, target, rounding, notes) for target in request.targets)
     return Judgement(
         kind=request.kind,
         digests=(digest_file(request.baseline), digest_file(request.candidate)),
@@ -156,10 +176,10 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     )
 
 
-def _on_target(
+def _judge_target(
     request: JudgeRequest, target: Target, rounding: Sequence[GateResult], notes: dict[str, None]
 ) -> TargetJudgement:
-    """A target on which something cannot be measured is an error of its own, and the others are judged all the same."""
+    """Judge one target; a failed measurement is an error of that target only."""
     results, paired = list(rounding), list[ComparisonResult]()
     advice: tuple[Advice, ...] = ()
     remedy = ""
@@ -167,14 +187,28 @@ def _on_target(
         runtime = request.runtime(target.runtime)
         read_runtime_facts(runtime, target, request.candidate)
         if request.only != "latency":
-            found, advice = _judge_answers(request, runtime, target, notes)
-            results += found
+            answers, advice = _judge_answers(request, runtime, target, notes)
+            results += answers
         if request.only != "parity":
             for number, setting in enumerate(request.settings):
-                one = _time(request, runtime, target, setting, first=not number)
-                paired.append(one)
-                results += [_named(result, setting.name) for result in one.decision.results]
-                advice = advice or one.evidence.advice
+                cold = request.cold and not number
+                comparison = benchmark_pair(
+                    runtime,
+                    target,
+                    request.baseline,
+                    request.candidate,
+                    setting.samples.feed(setting.batch),
+                    gates=build_pair_gates(request.max_regression, concurrency=request.concurrency, cold=cold),
+                    conditions=request.conditions,
+                    seed=request.seed,
+                    tell=request.tell,
+                )
+                paired.append(comparison)
+                for result in comparison.decision.results:
+                    metric = result.metric.removesuffix(f" vs {A}")
+                    parts = (_METRIC_NAMES.get(metric, metric), setting.name)
+                    results.append(replace(result, metric=", ".join(part for part in parts if part)))
+                advice = advice or comparison.evidence.advice
     except MeasurementError as error:
         why = f": {error.why}" if error.why else ""
         remedy = error.remedy
@@ -184,46 +218,26 @@ def _on_target(
     return TargetJudgement(target=target.name, decision=decision, paired=tuple(paired), advice=advice, remedy=remedy)
 
 
-def _time(
-    request: JudgeRequest, runtime: Runtime, target: Target, setting: SweepPoint, *, first: bool
-) -> ComparisonResult:
-    return benchmark_pair(
-        runtime,
-        target,
-        request.baseline,
-        request.candidate,
-        setting.samples.feed(setting.batch),
-        gates=build_pair_gates(request.max_regression, concurrency=request.concurrency, cold=request.cold and first),
-        conditions=request.conditions,
-        seed=request.seed,
-        tell=request.tell,
-    )
-
-
-def _named(result: GateResult, setting: str) -> GateResult:
-    """A result of one setting of the sweep, by what it is about."""
-    figure = result.metric.removesuffix(f" vs {A}")
-    return replace(result, metric=", ".join(part for part in (_FIGURES.get(figure, figure), setting) if part))
-
-
 def _judge_answers(
     request: JudgeRequest, runtime: Runtime, target: Target, notes: dict[str, None]
 ) -> tuple[list[GateResult], tuple[Advice, ...]]:
-    """The candidate's answers on one target: at every shape of the sweep as those of the baseline, and at the task."""
+    """Judge the candidate's answers on one target: at every shape of the sweep, and at the task."""
     results: list[GateResult] = []
     advice: tuple[Advice, ...] = ()
     if request.kind.is_rounded:
         examined = inspect_execution(runtime, request.baseline, request.candidate, target)
         advice = examined.advice
-        evidence = replace(_evidence(request, runtime, target), coverage=examined.coverage)
+        evidence = replace(
+            make_evidence(runtime, target, request.candidate), quantized=True, coverage=examined.coverage
+        )
         results += [r for r in judge((ParityGate(),), evidence).results if r.metric == "int8 coverage"]
         if request.kind.candidate.precision == "float16":
-            results.append(_within_noise(request, runtime, target, "float16"))
+            results.append(_judge_within_noise(request, runtime, target, "float16"))
     elif request.kind.baseline.precision != "float32":
-        results.append(_within_noise(request, runtime, target, "baseline"))
+        results.append(_judge_within_noise(request, runtime, target, "baseline"))
     else:
-        for setting in _shapes(request.settings):
-            found = compare(
+        for setting in _list_shapes(request.settings):
+            parity = compare(
                 runtime,
                 target,
                 request.baseline,
@@ -233,15 +247,15 @@ def _judge_answers(
                 sizes=request.sizes,
                 exact=request.exact,
             )
-            notes |= dict.fromkeys(found.notes)
-            results.append(_parity_result(found, "outputs", setting.name))
-            advice = advice or found.advice
+            notes |= dict.fromkeys(parity.notes)
+            results.append(_parity_result(parity, "outputs", setting.name))
+            advice = advice or parity.advice
     results += _judge_task(request, runtime, target)
     return results, advice
 
 
-def _shapes(settings: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
-    """The settings that differ in more than the batch, named without it."""
+def _list_shapes(settings: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
+    """Yield the settings that differ in more than the batch, named without it."""
     seen = set()
     for setting in settings:
         name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))
@@ -270,13 +284,13 @@ def _parity_result(found: ParityResult, metric: str, setting: str = "") -> GateR
     )
 
 
-def _within_noise(
+def _judge_within_noise(
     request: JudgeRequest, runtime: Runtime, target: Target, of: Literal["float16", "baseline"]
 ) -> GateResult:
-    """The candidate's answers in units of the noise that its precision brings: the rule of the parity gate.
+    """Judge the answers in units of the noise of their precision, by the rule of the parity gate.
 
-    For float16 that is what rounding the constants of the baseline does to its answers; for a quantized baseline, what
-    the target's own graph optimisations do.
+    For float16 the noise is the effect of rounding the baseline's constants; for a quantized baseline, that of the
+    target's own graph optimizations.
     """
     samples = request.settings[0].samples
     groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
@@ -293,72 +307,81 @@ def _within_noise(
         answers = run_groups(runtime, target, request.candidate, runs)
     measured: list[ParityMeasurement] = []
     for name in runs:
-        three = right[name], rough[name], answers[name]
-        if isinstance(three[0], MeasurementError) or isinstance(three[1], MeasurementError):
+        by_model = right[name], rough[name], answers[name]
+        if isinstance(by_model[0], MeasurementError) or isinstance(by_model[1], MeasurementError):
             continue
-        if isinstance(three[2], MeasurementError):
-            text = f"B refuses these inputs, A does not: {three[2].why or three[2].what}"
-            measured.append(_mismatch("*", name, text))
+        if isinstance(by_model[2], MeasurementError):
+            text = f"B refuses these inputs, A does not: {by_model[2].why or by_model[2].what}"
+            measured.append(make_mismatch("*", name, text))
             continue
-        exact, noisy, found = (_stacked(one) for one in three if not isinstance(one, MeasurementError))
+        exact, noisy, found = (
+            _stack_runs(measurement) for measurement in by_model if not isinstance(measurement, MeasurementError)
+        )
         for output, expected in exact.items():
             if output not in found:
-                measured.append(_mismatch(output, name, "B lacks this output"))
+                measured.append(make_mismatch(output, name, "B lacks this output"))
                 continue
             epsilon = HALF if of == "float16" and expected.dtype.kind == "f" else 0.0
-            one = measure_output(
+            measurement = measure_output(
                 group=name, output=output, onnx=found[output], single=noisy[output], double=expected, epsilon=epsilon
             )
-            measured.append(one)
-    evidence = replace(_evidence(request, runtime, target), quantized=False, parity=pool_noise(measured))
+            measured.append(measurement)
+    evidence = replace(make_evidence(runtime, target, request.candidate), parity=pool_noise(measured))
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     noise = "the noise of float16" if of == "float16" else "A's own noise"
-    return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=_worded(result.reason, noise))
+    reason = result.reason.replace("the source's noise", noise).replace("the source gives", "A gives")
+    return replace(result, limit=f"≤ {ParityGate().noise_factor:g}x noise", reason=reason)
 
 
-def _worded(reason: str, noise: str) -> str:
-    return reason.replace("the source's noise", noise).replace("the source gives", "A gives")
-
-
-def _mismatch(output: str, group: str, text: str) -> ParityMeasurement:
-    return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
-
-
-def _stacked(answers: Sequence[Tensors]) -> Tensors:
+def _stack_runs(answers: Sequence[Tensors]) -> Tensors:
     return {name: np.concatenate([np.atleast_1d(one[name]) for one in answers]) for name in answers[0]}
 
 
 def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[GateResult]:
-    """The structural invariants of a pipeline's parity gate, and the function without rounding.
+    """Judge the structural invariants of a pipeline's parity gate, and the function without rounding.
 
-    Copies are looked at: files that show what is inside are written beside them.
+    Copies are measured, since files that expose intermediate values are written beside them.
     """
     a, b = request.baseline, request.candidate
     request.tell(f"comparing weights and activations of {b.name} with those of {a.name}")
-    own = request.dataset is not None
-    rows = _few(request.settings[0].samples.rows, _LOOKED_AT)
+    is_real = request.dataset is not None
+    rows = _take_few(request.settings[0].samples.rows, _ACTIVATION_ROWS)
     weights: tuple[WeightMeasurement, ...] = ()
     activations: tuple[ActivationMeasurement, ...] = ()
-    unread = ""
-    function = _judge_function(request)  # in a process of its own: a model that crashes is told by it
+    weights_error = ""
+    function = _judge_function(request)  # in its own process, so that a crash is reported
     with Scratch() as folder:
         try:
-            a, b = (_copied(path, folder / side) for path, side in ((a, "baseline"), (b, "candidate")))
+            a, b = (_copy_model(path, folder / side) for path, side in ((a, "baseline"), (b, "candidate")))
             weights = measure_weights(a, b, request.inside, rows)
         except (MeasurementError, UserError) as error:
-            unread = str(error)
+            weights_error = str(error)
         if request.kind.candidate.precision == "int8" and rows:
             try:
-                found = measure_activations(request.inside, a, b, rows)
-                activations = found if own else tuple(replace(one, clipping=None, stretch=None) for one in found)
+                activations = measure_activations(request.inside, a, b, rows)
+                if not is_real:
+                    activations = tuple(replace(one, clipping=None, stretch=None) for one in activations)
             except (MeasurementError, UserError) as error:
-                notes[f"activations were not looked at: {error}"] = None
-    yield from _invariants(request, weights, activations, unread, own)
+                notes[f"activations were not measured: {error}"] = None
+    target = request.targets[0]
+    evidence = replace(
+        make_evidence(request.runtime(target.runtime), target, request.candidate),
+        quantized=True,
+        weights=weights,
+        activations=activations,
+    )
+    for result in judge((ParityGate(),), evidence).results:
+        if result.gate != "parity" or result.metric == "export" or (not is_real and result.metric in _NEEDS_REAL_ROWS):
+            continue
+        if result.metric == "weights" and weights_error:
+            yield replace(result, reason=join_lines(f"weights cannot be compared: {weights_error}"))
+        else:
+            yield result
     yield function
 
 
-def _copied(model: Path, folder: Path) -> Path:
-    """The model and the files of its weights in a folder of its own."""
+def _copy_model(model: Path, folder: Path) -> Path:
+    """Copy the model and its weight files to a folder."""
     for file in (model, *resolve_external_files(read_structure(model), model.parent)):
         place = folder / (file.name if file == model else file.relative_to(model.parent))
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -366,34 +389,14 @@ def _copied(model: Path, folder: Path) -> Path:
     return folder / model.name
 
 
-def _few(rows: Tensors, count: int) -> Tensors:
-    """The first rows; fewer where one is large."""
+def _take_few(rows: Tensors, count: int) -> Tensors:
+    """Return the first rows; fewer if one is large."""
     size = sum(array.nbytes for array in rows.values()) // max(1, max(map(len, rows.values()), default=1))
     return {name: array[: count if size < _LARGE_ROW else count // 4] for name, array in rows.items()}
 
 
-def _invariants(
-    request: JudgeRequest,
-    weights: tuple[WeightMeasurement, ...],
-    activations: tuple[ActivationMeasurement, ...],
-    unread: str,
-    own: bool,
-) -> Iterator[GateResult]:
-    target = request.targets[0]
-    evidence = replace(
-        _evidence(request, request.runtime(target.runtime), target), weights=weights, activations=activations
-    )
-    for result in judge((ParityGate(),), evidence).results:
-        if result.gate != "parity" or result.metric == "export" or (not own and result.metric in _MADE_UP):
-            continue
-        if result.metric == "weights" and unread:
-            yield replace(result, reason=join_lines(f"weights cannot be compared: {unread}"))
-        else:
-            yield result
-
-
 def _judge_function(request: JudgeRequest) -> GateResult:
-    """Whether the candidate, its rounding taken off, is the baseline with the candidate's weights."""
+    """Judge whether the candidate without its rounding is the baseline with the candidate's weights."""
     with Scratch() as folder:
         plain, exact = folder / "baseline.onnx", folder / "candidate.onnx"
         try:
@@ -401,8 +404,8 @@ def _judge_function(request: JudgeRequest) -> GateResult:
             write_with_weights(request.baseline, weights, plain)
             write_dequantized(request.baseline, request.candidate, exact)
             samples = request.settings[0].samples
-            samples = replace(samples, rows=_few(samples.rows, _COMPARED))
-            found = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
+            samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
+            parity = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
         except (MeasurementError, UserError) as error:
             return GateResult(
                 gate="parity",
@@ -411,45 +414,45 @@ def _judge_function(request: JudgeRequest) -> GateResult:
                 verdict=Verdict.INCONCLUSIVE,
                 reason=join_lines(f"its rounding cannot be taken off: {error}"),
             )
-    result = _parity_result(found, "function")
-    told = "without its rounding, B computes " + (
-        "what A does with B's weights" if found.verdict is Verdict.PASS else "something else than A"
+    result = _parity_result(parity, "function")
+    text = "without its rounding, B computes " + (
+        "what A does with B's weights" if parity.verdict is Verdict.PASS else "something else than A"
     )
-    return replace(result, reason=f"{told}: {result.reason}")
+    return replace(result, reason=f"{text}: {result.reason}")
 
 
 def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
-    """The task metric where there are labels, or none are needed; else how many answers change."""
+    """Judge the task metric if labels exist or are not needed; otherwise how many answers change."""
     dataset, gate = request.dataset, request.metric
     label_free = gate.definition().label_free
     if dataset is not None and (dataset.label is not None or label_free):
-        return _metric_results(request, runtime, target, dataset, gate)
+        return _judge_metric(request, runtime, target, dataset, gate)
     if not request.kind.is_rounded:
         return []
     rows = dataset.inputs if dataset is not None else request.settings[0].samples.rows
-    found = _agreement(request, runtime, target, rows) if rows else None
-    if found is None:
+    agreement = _judge_agreement(request, runtime, target, rows) if rows else None
+    if agreement is None:
         remedy = "give --labels and --metric, or --metric cosine for embeddings"
         reason = f"what rounding costs the task is not shown: no output can be read as classes; {remedy}"
     elif dataset is None:
         reason = (
-            f"what rounding costs the task is not shown: {found.reason}, but rows made up from the graph "
+            f"what rounding costs the task is not shown: {agreement.reason}, but rows made up from the graph "
             "say nothing of yours: give --data, and --labels"
         )
-    elif found.verdict is Verdict.PASS:
-        return [replace(found, reason=f"{found.reason}; accuracy cannot drop by more")]
+    elif agreement.verdict is Verdict.PASS:
+        return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
     else:
-        reason = f"{found.reason}: whether for the worse, only labels tell; give --labels"
-    blank = found or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
+        reason = f"{agreement.reason}: whether for the worse, only labels tell; give --labels"
+    blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
     return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=reason)]
 
 
-def _metric_results(
+def _judge_metric(
     request: JudgeRequest, runtime: Runtime, target: Target, dataset: Dataset, gate: MetricGate
 ) -> list[GateResult]:
     definition = gate.definition()
     request.tell(f"scoring {definition.label} on {len(dataset)} rows")
-    scorer = ScoringRequest(
+    scoring = ScoringRequest(
         runtime=runtime,
         target=target,
         models={CANDIDATE: request.candidate, A: request.baseline},
@@ -457,21 +460,20 @@ def _metric_results(
         seed=request.seed,
         functions=request.functions,
     )
-    return _judged(request, runtime, target, measure_metrics(scorer, (definition,)), gate)
-
-
-def _judged(
-    request: JudgeRequest, runtime: Runtime, target: Target, found: TaskMetrics, gate: MetricGate
-) -> list[GateResult]:
+    metrics = measure_metrics(scoring, (definition,))
     evidence = replace(
-        _evidence(request, runtime, target), metrics=found.counts, scores=found.scores, grouped=found.grouped
+        make_evidence(runtime, target, request.candidate),
+        quantized=request.kind.is_rounded,
+        metrics=metrics.counts,
+        scores=metrics.scores,
+        grouped=metrics.grouped,
     )
     results = [r for r in judge((gate,), evidence).results if r.gate == "metric"]
     return [replace(r, gate="task", metric=r.metric.removesuffix(f" vs {A}")) for r in results]
 
 
-def _agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors) -> GateResult | None:
-    """The share of answers that change, with A's own answers as labels; None where they are no classes."""
+def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Tensors) -> GateResult | None:
+    """Judge the share of answers that change, with A's answers as labels; None if they are not classes."""
     try:
         parts = read_answers(
             runtime, request.baseline, target, rows, lambda outputs: read_prediction(ACCURACY, outputs)
@@ -480,40 +482,22 @@ def _agreement(request: JudgeRequest, runtime: Runtime, target: Target, rows: Te
         label = (reading.values > 1 / 2).astype(np.int64) if reading.columns == 1 else reading.values
         gate = MetricGate(name="accuracy", max_drop=request.metric.max_drop or request.metric.max_increase)
         dataset = Dataset(inputs=rows, label=label)
-        (found,) = [
+        (accuracy,) = [
             r
-            for r in _metric_results(request, runtime, target, dataset, gate)
+            for r in _judge_metric(request, runtime, target, dataset, gate)
             if r.metric == "accuracy" and not r.advisory
         ]
     except (UserError, ValueError):
         return None
-    if found.estimate is None or found.verdict is Verdict.ERROR:
+    if accuracy.estimate is None or accuracy.verdict is Verdict.ERROR:
         return None
-    changed = round(-found.estimate * found.n)
-    told = f"{changed} of {found.n} classes change, at most {-100 * (found.low or 0.0):.3g}% of such rows"
-    return replace(found, metric="agreement", reason=told)
-
-
-def _evidence(request: JudgeRequest, runtime: Runtime, target: Target) -> Evidence:
-    """What the rules ask for; without a release, the file's digest stands for it."""
-    digest = digest_file(request.candidate)
-    return Evidence(
-        pipeline="",
-        variant="B",
-        target=target.name,
-        quantized=request.kind.is_rounded,
-        release=digest,
-        manifest=digest,
-        target_digest=target.digest(),
-        dedicated=target.dedicated,
-        size_bytes=read_model_info(request.candidate).size_bytes,
-        hardware=runtime.fingerprint(target),
-        baseline=A,
-    )
+    changed = round(-accuracy.estimate * accuracy.n)
+    text = f"{changed} of {accuracy.n} classes change, at most {-100 * (accuracy.low or 0.0):.3g}% of such rows"
+    return replace(accuracy, metric="agreement", reason=text)
 
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
-    """The limit on a metric: a drop in percentage points, or of an error a growth as a share of the baseline's."""
+    """Build the limit on a metric: a drop in percentage points, or the relative growth of an error."""
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
         return replace(gate, max_increase=max_drop) if lower_is_better else replace(gate, max_drop=max_drop)

@@ -1,7 +1,8 @@
-"""Inputs for a model of which nothing is known but its file: made up from its shapes, or a person's own, in groups."""
+"""Inputs for a model file without a pipeline: generated from its shapes, or supplied by the user, in groups."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,16 +27,16 @@ from onnx_ops.statistics.probes import (
 )
 
 LENGTH = 8
-"""What a symbolic dimension that is not the batch is made up as."""
+"""Generated size of a symbolic dimension other than the batch."""
 
 _BITS = 40
-"""Size of the largest whole numbers that are made up: above what 32 bits hold."""
+"""Size of the largest generated whole numbers: above 32 bits."""
 
 _RUN_BYTES = 1 << 24
-"""Inputs of one run; what a model holds on the way may be a hundred times as much."""
+"""Inputs of one run; the intermediate values of a model may take a hundred times as much."""
 
 _SET_BYTES = 1 << 26
-"""Rows of one group: there are about ten groups."""
+"""Rows of one group, of about ten groups."""
 
 _ROW_BYTES = 1 << 30
 
@@ -46,12 +47,12 @@ _REMEDIES = {
     "optional": "Export the model with plain tensors: one file with this input, and one without it.",
     "sequence": "Export the model with one tensor for each element.",
 }
-"""What to do about an input that cannot be made up, by its type."""
+"""What to do about an input that cannot be generated, by its type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGroup:
-    """Inputs of one kind, cut into runs. Outputs of the runs belong together along axis 0.
+    """Inputs of one kind, cut into runs, whose outputs belong together along axis 0.
 
     `inside` says whether callers can send such inputs.
     """
@@ -65,8 +66,8 @@ class InputGroup:
 class SampleRows:
     """Rows to feed a model with.
 
-    `batch` is the number of rows that every run must have, or 0 if any will do. `fixed` inputs have no axis for rows
-    and stand in every run as they are.
+    `batch` is the number of rows that every run must have, or 0 for any number. `fixed` inputs have no axis for rows
+    and are the same in every run.
     """
 
     rows: Tensors
@@ -78,77 +79,80 @@ class SampleRows:
 
     @property
     def row_bytes(self) -> int:
+        """Return the bytes of a row."""
         return sum(array.nbytes for array in self.rows.values()) // max(1, len(self))
 
     @property
     def large(self) -> bool:
-        """Whether groups of 32 such rows would take too much memory."""
+        """Return whether groups of 32 such rows would take too much memory."""
         return self.row_bytes * MIN_NOISE_ROWS > _SET_BYTES
 
-    def chosen(self, rows: Any) -> Tensors:
-        """The rows of those indices as one run."""
+    def select(self, rows: Any) -> Tensors:
+        """Return the rows of those indices as one run."""
         return {**{name: array[rows] for name, array in self.rows.items()}, **self.fixed}
 
     def feed(self, size: int) -> Tensors:
-        """One run of `size` rows, or of the batch that the model insists on; rows repeat if there are fewer."""
-        return self.chosen(np.arange(self.batch or size) % max(1, len(self)))
+        """Return one run of `size` rows, or of the model's fixed batch; rows repeat if there are fewer."""
+        return self.select(np.arange(self.batch or size) % max(1, len(self)))
 
 
 def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
-    """What a model takes, or what two models both take: a dimension that one of them fixes is fixed.
+    """Return a model's inputs, or those of two models: a dimension that one of them fixes is fixed.
 
     Raises:
         NotFoundError, RefusedError: as for reading the files.
-        UserError: a file is not ONNX, or the two do not take the same inputs.
+        UserError: a file is not ONNX, or the two do not have the same inputs.
     """
     first = read_model_info(a).inputs
     if b is None:
         return first
     second = {spec.name: spec for spec in read_model_info(b).inputs}
-    shared = [_shared(spec, second[spec.name]) for spec in first if spec.name in second]
+    shared = [_merge_specs(spec, second[spec.name]) for spec in first if spec.name in second]
     common = [spec for spec in shared if spec is not None]
     if len(common) < max(len(first), len(second)):
         raise UserError(
             "the models do not take the same inputs",
             where=b.name,
-            why=f"{a.name} takes {_listed(first)}; {b.name} takes {_listed(tuple(second.values()))}",
+            why=f"{a.name} takes {_list_specs(first)}; {b.name} takes {_list_specs(tuple(second.values()))}",
             remedy="Export both with inputs of the same names, shapes and types.",
         )
     return tuple(common)
 
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
-    """The sizes that B insists on of dimensions that A leaves free, by their names in A."""
+    """Return the sizes that B fixes of dimensions that A leaves free, by their names in A."""
     second = {spec.name: spec for spec in read_model_info(b).inputs}
     return {
         str(size): int(other)
         for spec in read_model_info(a).inputs
         if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
-        for size, other in _paired(spec, second[spec.name])
-        if _free(size) and not _free(other)
+        for size, other in _pair_sizes(spec, second[spec.name])
+        if _is_free(size) and not _is_free(other)
     }
 
 
-def _shared(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
-    """What fits both, or None."""
+def _merge_specs(a: TensorSpec, b: TensorSpec) -> TensorSpec | None:
+    """Return what fits both, or None."""
     if a.dtype != b.dtype:
         return None
     if not (a.shape and b.shape):  # the rank of one is not known, or it is a scalar
         return a if a.shape else b
-    if len(a.shape) != len(b.shape) or any(not _free(x) and not _free(y) and x != y for x, y in _paired(a, b)):
+    if len(a.shape) != len(b.shape) or any(
+        not _is_free(x) and not _is_free(y) and x != y for x, y in _pair_sizes(a, b)
+    ):
         return None
-    return replace(a, shape=tuple(y if _free(x) and not _free(y) else x for x, y in _paired(a, b)))
+    return replace(a, shape=tuple(y if _is_free(x) and not _is_free(y) else x for x, y in _pair_sizes(a, b)))
 
 
-def _paired(a: TensorSpec, b: TensorSpec) -> Iterator[tuple[int | str, int | str]]:
+def _pair_sizes(a: TensorSpec, b: TensorSpec) -> Iterator[tuple[int | str, int | str]]:
     return zip(a.shape, b.shape, strict=True)
 
 
-def _free(size: int | str) -> bool:
+def _is_free(size: int | str) -> bool:
     return isinstance(size, str) or size < 0
 
 
-def _listed(specs: Sequence[TensorSpec]) -> str:
+def _list_specs(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{s.name} ({s.dtype} {' × '.join(map(str, s.shape))})" for s in specs) or "nothing"
 
 
@@ -160,43 +164,43 @@ def generate_samples(
     seed: int = 0,
     bounds: Mapping[str, InputBounds] | None = None,
 ) -> SampleRows:
-    """Random rows: floats are standard normal, booleans 0 or 1, texts those that the model knows, and `a` or `b`.
+    """Generate random rows: floats standard normal, booleans 0 or 1, texts known to the model, `a` or `b`.
 
-    Integers that are indices reach every entry; others are most often masks, and 0 or 1. Inputs that begin with fixed
-    sizes which differ have no axis for rows: each is drawn once, as a whole.
+    Integers that are indices reach every entry; others are most often masks, and are 0 or 1. Inputs that begin with
+    different fixed sizes have no axis for rows: each is drawn once, as a whole.
 
     Args:
-        inputs: what the model takes.
-        count: rows; fewer where they would not fit into 64 MiB.
+        inputs: of the model.
+        count: rows; fewer if they would not fit into 64 MiB.
         dims: sizes of symbolic dimensions by name; others than the batch are 8.
         seed: of the draw.
-        bounds: what the graph tells of the inputs.
+        bounds: what the graph shows about the inputs.
 
     Raises:
-        UserError: an input is no tensor, or is of a type or size that cannot be made up, or `dims` names none.
+        UserError: an input is no tensor, or its type or size cannot be generated, or `dims` names no dimension.
     """
-    _check_names(inputs, dims)
+    _check_dimension_names(inputs, dims)
     starts = {spec.shape[0] for spec in inputs if spec.shape}
-    whole = len(starts) > 1 and not any(map(_free, starts))
+    whole = len(starts) > 1 and not any(map(_is_free, starts))
     rowed = [] if whole else [spec for spec in inputs if spec.shape]
-    batch = 1 if whole else _fixed_batch(inputs, dims)
+    batch = 1 if whole else _find_fixed_batch(inputs, dims)
     symbols = {str(spec.shape[0]): batch or 1 for spec in rowed}
     draw = np.random.default_rng(seed)
     shapes = {spec.name: _row_shape(spec, {**symbols, **dims}) for spec in inputs}
     shapes |= {spec.name: tuple(map(int, spec.shape)) for spec in inputs if whole}
-    row_bytes = sum(_bytes_of(spec, shapes[spec.name]) for spec in inputs)
+    row_bytes = sum(math.prod(shapes[spec.name]) * max(1, _dtype(spec).itemsize) for spec in inputs)
     if row_bytes > _ROW_BYTES:
-        raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Bring rows: --data.")
+        raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Supply rows: --data.")
     count = max(batch or 1, min(count, _SET_BYTES // max(1, row_bytes)))
-    told = bounds or {}
-    known = {spec.name: told.get(spec.name, InputBounds()) for spec in inputs}
-    rows = {s.name: _draw(draw, s, (count, *shapes[s.name]), known[s.name]) for s in rowed}
-    fixed = {s.name: _draw(draw, s, shapes[s.name], known[s.name]) for s in inputs if s not in rowed}
+    known_bounds = bounds or {}
+    known = {spec.name: known_bounds.get(spec.name, InputBounds()) for spec in inputs}
+    rows = {s.name: _draw_values(draw, s, (count, *shapes[s.name]), known[s.name]) for s in rowed}
+    fixed = {s.name: _draw_values(draw, s, shapes[s.name], known[s.name]) for s in inputs if s not in rowed}
     return SampleRows(rows=rows, fixed=fixed, batch=batch)
 
 
 def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, where: str, limit: int) -> SampleRows:
-    """A person's own rows, checked against what the model takes; what else the file holds is left alone.
+    """Check the user's own rows against the model's inputs; other arrays are ignored.
 
     Raises:
         UserError: an input is missing, or has another shape or type.
@@ -211,13 +215,13 @@ def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, wh
                 remedy="Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array).",
             )
         rows[spec.name] = _as_declared(spec, arrays[spec.name], where)[:limit]
-    return SampleRows(rows=rows, fixed={}, batch=_fixed_batch(inputs, {}))
+    return SampleRows(rows=rows, fixed={}, batch=_find_fixed_batch(inputs, {}))
 
 
 def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield why a model cannot take these arrays as its inputs, each with the input's name, if it is about one.
+    """Yield why a model cannot take these arrays as its inputs, each with the input's name, if any.
 
-    Unlike `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
+    Unlike in `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
     """
     if missing := [spec.name for spec in inputs if spec.name not in arrays]:
         names = ", ".join(map(repr, missing))
@@ -226,8 +230,9 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
     for spec in inputs:
         array = arrays[spec.name]
         if not _has_shape(spec, array):
-            yield spec.name, f"{spec.name!r} is of shape {_shape_text(array.shape)}, the model takes {_shown(spec)}"
-        elif not _is_type(spec, array):
+            shape = " × ".join(["rows", *map(str, array.shape[1:])])
+            yield spec.name, f"{spec.name!r} is of shape {shape}, the model takes {_format_shape(spec)}"
+        elif not (array.dtype.kind in "US" if spec.dtype == "string" else array.dtype == _dtype(spec)):
             text = f"{spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
             numbers = array.dtype.kind in "biuf" and spec.dtype != "string"
             yield spec.name, f"{text}. Save it as that: array.astype({spec.dtype!r})" if numbers else text
@@ -239,20 +244,14 @@ def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any])
 
 def _has_shape(spec: TensorSpec, array: Any) -> bool:
     declared = spec.shape
-    return not declared or (len(declared) == array.ndim and all(map(_fits, declared[1:], array.shape[1:])))
+    if not declared:
+        return True
+    pairs = zip(declared[1:], array.shape[1:], strict=False)
+    return len(declared) == array.ndim and all(_is_free(size) or size == actual for size, actual in pairs)
 
 
-def _is_type(spec: TensorSpec, array: Any) -> bool:
-    kind = _dtype(spec)
-    return bool(array.dtype.kind in "US" if kind.kind == "U" else array.dtype == kind)
-
-
-def _shown(spec: TensorSpec) -> str:
+def _format_shape(spec: TensorSpec) -> str:
     return " × ".join(str(size) for size in spec.shape)
-
-
-def _shape_text(shape: Sequence[int]) -> str:
-    return " × ".join(["rows", *map(str, shape[1:])])
 
 
 def build_groups(
@@ -262,57 +261,61 @@ def build_groups(
     bounds: Mapping[str, InputBounds] | None = None,
     splits: Tensors | None = None,
 ) -> tuple[InputGroup, ...]:
-    """The rows as they are, rows made of them, and batches of several sizes where the model takes any.
+    """Build the groups: the rows, rows derived from them, and batches of several sizes if the model accepts any.
 
-    Large rows come without others, and in batches of 16 MiB at most. Whole numbers that are neither indices nor say
-    how large something is come in all sizes and of both signs too: a model that refuses these has no answer to compare.
+    Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
+    come in all magnitudes and with both signs: a model that rejects these has no answer to compare.
 
     Args:
         samples: rows to begin with.
-        empty: whether a batch of no rows is among them.
-        bounds: what the graph tells of the inputs.
+        empty: whether to add a batch of no rows.
+        bounds: what the graph shows about the inputs.
         splits: rows next to the splits of trees.
     """
     if not samples.rows:
         return (InputGroup(name=REAL, runs=(samples.fixed,)),)
-    told = bounds or {}
-    indices = {name: known.index for name, known in told.items() if known.index is not None}
-    found = {REAL: ProbeGroup(inputs=samples.rows)}
+    known_bounds = bounds or {}
+    indices = {name: known.index for name, known in known_bounds.items() if known.index is not None}
+    probes = {REAL: ProbeGroup(inputs=samples.rows)}
     if not samples.large:
-        missing = {name: InputValues(missing=True) for name, known in told.items() if known.missing}
+        missing = {name: InputValues(missing=True) for name, known in known_bounds.items() if known.missing}
         domains = learn_domains(samples.rows, missing, indices)
-        found = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
+        probes = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
         if splits is not None:
-            found["splits"] = ProbeGroup(inputs=splits)
-        free = [n for n, array in samples.rows.items() if array.dtype.kind in "iu" and n in told and n not in indices]
-        if plain := [name for name in free if not told[name].size]:
-            found["range:whole_numbers"] = ProbeGroup(inputs=_whole_numbers(samples.rows, plain))
+            probes["splits"] = ProbeGroup(inputs=splits)
+        free = [
+            n
+            for n, array in samples.rows.items()
+            if array.dtype.kind in "iu" and n in known_bounds and n not in indices
+        ]
+        if plain := [name for name in free if not known_bounds[name].size]:
+            probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     groups = [
-        InputGroup(name=name, runs=tuple(_runs(probe.inputs, samples)), inside=probe.inside)
-        for name, probe in found.items()
+        InputGroup(name=name, runs=tuple(_cut_runs(probe.inputs, samples)), inside=probe.inside)
+        for name, probe in probes.items()
     ]
     if not samples.batch:
         for name, index in make_batch_inputs({"row": np.arange(len(samples))}).items():
             rows = index["row"].astype(np.intp)
             if len(rows) < 2 or len(rows) * samples.row_bytes <= _RUN_BYTES:
-                groups.append(InputGroup(name=name, runs=(samples.chosen(rows),)))
+                groups.append(InputGroup(name=name, runs=(samples.select(rows),)))
     return tuple(groups)
 
 
-def _whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
-    """Rows with whole numbers of every size and sign at those inputs."""
+def _draw_whole_numbers(rows: Tensors, names: Sequence[str]) -> Tensors:
+    """Replace whole numbers of those inputs by others of every magnitude and sign."""
     draw = np.random.default_rng(1)
-    found = dict(take_rows(rows, 3 * MIN_NOISE_ROWS))
+    inputs = dict(take_rows(rows, 3 * MIN_NOISE_ROWS))
     for name in names:
-        limits = np.iinfo(found[name].dtype.name)
-        sizes = np.exp2(draw.uniform(0, min(_BITS, np.log2(float(limits.max))), found[name].shape))
+        limits = np.iinfo(inputs[name].dtype.name)
+        sizes = np.exp2(draw.uniform(0, min(_BITS, np.log2(float(limits.max))), inputs[name].shape))
         signed = sizes * (draw.choice([-1.0, 1.0], sizes.shape) if limits.min < 0 else 1.0)
-        found[name] = np.clip(signed, float(limits.min), float(limits.max) / 2).astype(found[name].dtype)
-    return found
+        inputs[name] = np.clip(signed, float(limits.min), float(limits.max) / 2).astype(inputs[name].dtype)
+    return inputs
 
 
-def _runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
-    """The rows cut into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
+def _cut_runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
+    """Cut the rows into runs of the batch; the last run of a fixed batch is filled up from the first rows."""
     count = len(next(iter(rows.values())))
     if not count:
         yield {**rows, **samples.fixed}
@@ -325,24 +328,20 @@ def _runs(rows: Tensors, samples: SampleRows) -> Iterator[Tensors]:
         yield {**{name: array[chosen] for name, array in rows.items()}, **samples.fixed}
 
 
-def _rowed(spec: TensorSpec) -> bool:
-    return bool(spec.shape)
-
-
-def _fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> int:
-    """The number of rows that the model insists on; 0 if any will do."""
-    first = {spec.shape[0] for spec in inputs if _rowed(spec)}
+def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> int:
+    """Return the number of rows that the model requires; 0 for any number."""
+    first = {spec.shape[0] for spec in inputs if spec.shape}
     sizes = {dims.get(size, 0) if isinstance(size, str) else max(0, size) for size in first} - {0}
     if len(sizes) > 1:
         raise UserError(
             f"its inputs begin with different dimensions: {sorted(sizes)}",
-            why="axis 0 is taken for the batch, so all inputs must have as many rows",
+            why="axis 0 is the batch, so all inputs must have the same number of rows",
             remedy="Export the model with a batch in front of every input.",
         )
     return min(sizes, default=0)
 
 
-def _check_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
+def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
     known = sorted({size for spec in inputs for size in spec.shape if isinstance(size, str)} - {"?"})
     if unknown := sorted(set(dims) - set(known)):
         raise UserError(
@@ -355,30 +354,23 @@ def _row_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims.get(s, LENGTH) if isinstance(s, str) else LENGTH if s < 0 else s for s in sizes)
 
 
-def _bytes_of(spec: TensorSpec, shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total * max(1, _dtype(spec).itemsize)
-
-
 def _dtype(spec: TensorSpec) -> np.dtype[Any]:
     if spec.dtype == "string":
         return np.dtype(np.str_)
     try:
         found = np.dtype(spec.dtype)
     except TypeError as error:
-        raise _no_tensor(spec) from error
+        raise _make_type_error(spec) from error
     if found.kind not in "biuf":
-        raise _no_tensor(spec)
+        raise _make_type_error(spec)
     return found
 
 
-def _no_tensor(spec: TensorSpec) -> UserError:
+def _make_type_error(spec: TensorSpec) -> UserError:
     return UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=_REMEDIES.get(spec.dtype, _TENSORS))
 
 
-def _draw(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
+def _draw_values(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
     kind = _dtype(spec)
     if kind.kind == "f":
         return draw.standard_normal(shape).astype(kind)
@@ -388,14 +380,12 @@ def _draw(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], b
     return draw.integers(low, high, shape, endpoint=True).astype(kind)
 
 
-def _fits(declared: int | str, size: int) -> bool:
-    return _free(declared) or declared == size
-
-
 def _as_declared(spec: TensorSpec, array: Any, where: str) -> Any:
     kind = _dtype(spec)
     if not _has_shape(spec, array):
-        raise UserError(f"array {spec.name!r} has shape {array.shape}, the model takes {_shown(spec)}", where=where)
+        raise UserError(
+            f"array {spec.name!r} has shape {array.shape}, the model takes {_format_shape(spec)}", where=where
+        )
     if kind.kind == "U" and array.dtype.kind in "US":
         return array.astype(np.str_)
     if kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):

@@ -38,21 +38,22 @@ from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
-    """Time of the variant over that of its source, with 95 % bounds; `why` instead where that cannot be known."""
+    """Time of a variant over that of its source, with 95 % bounds; `why` instead if it is unknown."""
 
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
     why: str = ""
 
-    def words(self) -> str:
+    def __str__(self) -> str:
+        """Return the estimate as a text."""
         if self.why:
             return f"not timed: {self.why}"
         return f"{self.ratio:.2f} times the time ({self.low:.2f} to {self.high:.2f}); `judge` decides"
 
 
 def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Path) -> SpeedupEstimate:
-    """A few fresh session pairs on one made-up row."""
+    """Time a few fresh session pairs on one synthetic row."""
     try:
         feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
         samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(heats=LOOKS[0]))
@@ -64,9 +65,9 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFile:
-    """What was made and how: sizes in bytes before and after, and what each target makes of it.
+    """How a variant was made: sizes in bytes before and after, and how each target executes it.
 
-    `effects` on time are told for float variants, which are made for nothing else.
+    `effects` are estimates for float variants, whose only purpose is speed.
     """
 
     recipe: tuple[str, ...]
@@ -84,14 +85,14 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: Tensors | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, which must not exist; it appears whole or not at all.
+    """Write the variant to `path`, which must not exist; it appears completely or not at all.
 
     Args:
         ports: optimizers and runtimes.
-        section: the recipe as a pipeline file would give it.
+        section: the recipe as in a pipeline file.
         source: the float model.
         path: the variant.
-        targets: those that the recipe follows.
+        targets: those that the recipe depends on.
         calibration: rows by ONNX name, or None.
 
     Raises:
@@ -105,27 +106,27 @@ def quantize_file(
             raise UserError(reason.partition(": set export.")[0], where=source.name, remedy=remedy)
     machines = list_machines(ports, targets)
     with Scratch() as folder:
-        made = folder / MODEL_FILE
+        temporary = folder / MODEL_FILE
         optimizer = ports.optimizer(section.method, section.env)
         quantized = optimizer.quantized
         if isinstance(optimizer, ConfiguredOptimizer):
             section = optimizer.settle(section, ports.root)
             quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
-            OptimizeRequest(section=section, source=source, path=made, calibration=calibration, machines=machines)
+            OptimizeRequest(section=section, source=source, path=temporary, calibration=calibration, machines=machines)
         )
         effects = {
-            t.name: estimate_speedup(ports.runtime(t.runtime), t, source, made) for t in targets if not quantized
+            t.name: estimate_speedup(ports.runtime(t.runtime), t, source, temporary) for t in targets if not quantized
         }
-        found = deliver(ports, made, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
-        return replace(found, effects=effects)
+        result = deliver(ports, temporary, source, path, targets=targets, recipe=recipe, excluded=section.exclude)
+        return replace(result, effects=effects)
 
 
 def check_paths(source: Path, path: Path) -> None:
-    """Raises UserError if the source is no valid model, or the variant cannot be written to its path."""
+    """Raise UserError if the source is not a valid model, or the variant cannot be written to its path."""
     check_model(source)
     refuse_ort(source)
-    for place in (path, _weights_of(path)):
+    for place in (path, _weights_path(path)):
         if place.exists():
             raise UserError("there is a file of that name", where=str(place), remedy="Remove it, or name another.")
     if not path.parent.is_dir():
@@ -133,7 +134,7 @@ def check_paths(source: Path, path: Path) -> None:
 
 
 def list_machines(ports: Ports, targets: Sequence[Target]) -> tuple[Arithmetic, ...]:
-    """The kinds of machine of the targets, each once."""
+    """Return the distinct kinds of machine of the targets."""
     return tuple(dict.fromkeys(detect_arithmetic(ports.runtime(t.runtime).fingerprint(t), t) for t in targets))
 
 
@@ -147,27 +148,28 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Put a variant that was made to its path, weights too large for one file beside it, and examine it."""
+    """Put a variant to its path, with weights too large for one file beside it, and inspect its execution."""
     examined = {t.name: inspect_execution(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
-    if _weights_of(made).exists():
+    if _weights_path(made).exists():
         model = parse_model(made)
         for entry in (
             entry for tensor in iterate_tensors(model) for entry in tensor.external_data if entry.key == "location"
         ):
-            entry.value = _weights_of(path).name
-        _place(_weights_of(made), _weights_of(path))
+            entry.value = _weights_path(path).name
+        _copy_atomically(_weights_path(made), _weights_path(path))
         made.write_bytes(model.SerializeToString(deterministic=True))
-    _place(made, path)
+    _copy_atomically(made, path)
     return QuantizedFile(recipe=recipe, sizes=sizes, examined=examined)
 
 
-def _weights_of(path: Path) -> Path:
+def _weights_path(path: Path) -> Path:
+    """Return the path of the weights beside a model."""
     return path.with_name(f"{path.name}.data")
 
 
-def _place(made: Path, path: Path) -> None:
-    """Copy a file; it appears whole or not at all."""
+def _copy_atomically(made: Path, path: Path) -> None:
+    """Copy a file; it appears completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.copyfile(made, partial)
     os.replace(partial, path)
@@ -175,7 +177,18 @@ def _place(made: Path, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSearch:
-    """What is to be found. `section.keep` is the one role that is wanted; `data` are digests of the rows, by use."""
+    """What to search for.
+
+    Args:
+        section: the entry of a pipeline file; `keep` holds the one wanted role.
+        source: the float model.
+        path: the variant.
+        targets: where it is timed.
+        tune: rows that the metric is measured on.
+        metric: the task metric.
+        calibration: rows by ONNX name, or None.
+        data: digests of the rows, by use.
+    """
 
     section: Quantize
     source: Path
@@ -187,71 +200,71 @@ class VariantSearch:
     data: Mapping[str, Digest] = field(default_factory=dict)
 
 
-def search_variant(ports: Ports, order: VariantSearch, *, tell: Tell) -> QuantizedFile:
-    """Search, and write the variant of the wanted role to its path; the same order goes on where it was stopped.
+def search_variant(ports: Ports, request: VariantSearch, *, tell: Tell) -> QuantizedFile:
+    """Search, and write the variant of the wanted role; the same search resumes where it was interrupted.
 
-    Everything that was tried is written beside it, `PATH.search.json`, whatever comes of it.
+    Everything that was tried is written beside it, to `PATH.search.json`, whatever the result.
 
     Raises:
         UserError: a file is not valid or exists already, or nothing keeps the budget.
         StageError: a library failed.
     """
-    check_paths(order.source, order.path)
-    key = _search_key(ports, order)
+    check_paths(request.source, request.path)
+    key = _search_key(ports, request)
     with Scratch() as folder:
         source = folder / "source" / MODEL_FILE
         source.parent.mkdir()
-        copy_model(order.source, source)
-        ground = SearchContext(
+        copy_model(request.source, source)
+        context = SearchContext(
             ports=ports,
-            section=order.section,
+            section=request.section,
             source=source,
             folder=folder / "trials",
-            targets=order.targets,
-            machines=list_machines(ports, order.targets),
-            tune=order.tune,
-            calibration=order.calibration,
-            metric=order.metric,
-            lower=order.metric.higher_is_better is False,
+            targets=request.targets,
+            machines=list_machines(ports, request.targets),
+            tune=request.tune,
+            calibration=request.calibration,
+            metric=request.metric,
+            lower=request.metric.higher_is_better is False,
             batch=1,
-            budget=order.section.budget or Budget(),
+            budget=request.section.budget or Budget(),
             seed=int(key[-8:], 16),
         )
-        found = search(ground, ports.journal(key), tell)
-        tried = order.path.with_name(f"{order.path.name}.{SEARCH_FILE}")
-        tried.write_bytes(codec.dumps(found.record))
-        if not found.models:
+        result = search(context, ports.journal(key), tell)
+        record_path = request.path.with_name(f"{request.path.name}.{SEARCH_FILE}")
+        record_path.write_bytes(codec.dumps(result.record))
+        if not result.models:
             raise UserError(
                 "nothing keeps the budget",
-                where=order.path.name,
-                why="; ".join(slot.reason for slot in found.record.slots),
+                where=request.path.name,
+                why="; ".join(slot.reason for slot in result.record.slots),
                 remedy=(
-                    f"Allow more time with `--budget max_minutes=…`; {tried.name} holds what was tried."
-                    if found.record.timed_out
+                    f"Allow more time with `--budget max_minutes=…`; {record_path.name} holds what was tried."
+                    if result.record.timed_out
                     else "Allow more with `--budget metric_drop=…`, or keep the float model; "
-                    f"{tried.name} holds what was tried."
+                    f"{record_path.name} holds what was tried."
                 ),
             )
-        ((made, trial),) = found.models.values()
+        ((made, trial),) = result.models.values()
         return deliver(
             ports,
             made,
             source,
-            order.path,
-            targets=order.targets,
-            recipe=tuple(describe_recipe(found.record, trial)),
+            request.path,
+            targets=request.targets,
+            recipe=tuple(describe_recipe(result.record, trial)),
             excluded=trial.excluded,
         )
 
 
-def _search_key(ports: Ports, order: VariantSearch) -> Digest:
+def _search_key(ports: Ports, request: VariantSearch) -> Digest:
     return digest_json(
         {
-            "section": codec.to_json(order.section),
-            "model": digest_file(order.source),
-            "data": dict(order.data),
-            "metric": codec.to_json(order.metric),
-            "targets": [target.digest() for target in order.targets],
-            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in order.targets],
+            "section": codec.to_json(request.section),
+            "model": digest_file(request.source),
+            "data": dict(request.data),
+            "metric": codec.to_json(request.metric),
+            "targets": [target.digest() for target in request.targets],
+            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
         }
     )

@@ -12,7 +12,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.gate import ACCURACY, MetricDefinition
-from onnx_ops.domain.pipeline import Stage, StageKind
+from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
 from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _measure_metrics, add_default_metric
@@ -72,7 +72,7 @@ def bench_of(candidate: Path, export: Path, label: Any) -> BenchmarkContext:
         target=target,
         candidate=candidate,
         export=export,
-        champion=None,
+        baselines={EXPORT: export},
         dataset=dataset,
         seed=0,
     )

@@ -10,10 +10,22 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ColdStartGate, Gate, LatencyGate, MemoryGate, MetricGate, SizeGate, ThroughputGate
-from onnx_ops.domain.pipeline import Export, FileData, Pipeline, Plan, Register, Samples, StageKind, Validate
-from onnx_ops.domain.quantization import Arithmetic
+from onnx_ops.domain.pipeline import (
+    Calibrate,
+    Export,
+    FileData,
+    Pipeline,
+    Plan,
+    Quantize,
+    Register,
+    Samples,
+    StageKind,
+    Validate,
+)
+from onnx_ops.domain.quantization import Arithmetic, Budget, Tune
 from onnx_ops.pipeline import InlineExecutor, SilentObserver, plan, run
 from onnx_ops.testing.fakes import FakeClock
 from tests.pipeline.plan_parts import PIPELINE, TARGETS, CountingHandler, TableProbe, ids
@@ -300,3 +312,83 @@ def test_a_variant_is_made_for_each_kind_of_machine_among_its_targets() -> None:
     assert alike == [codec.to_json(Arithmetic(family="x86"))]
     assert sorted(one["saturates"] for one in mixed) == [False, True]  # type: ignore[attr-defined]
     assert settings(**{"cpu/vnni": "no"}) == mixed
+
+
+ENTRY = Quantize(name="best", method="auto", tune=Tune(data="extra"), calibrate=Calibrate(data="train"))
+SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))
+
+
+def planned_search(pipeline: Pipeline = SEARCHED, probe: TableProbe | None = None) -> Plan:
+    return plan(pipeline, TARGETS, probe or TableProbe())
+
+
+def search_keys(some: Plan) -> dict[str, str]:
+    result = run(
+        some, handler=CountingHandler(), executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock()
+    )
+    return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
+
+
+def changed_search(before: Plan, after: Plan) -> set[str]:
+    old, new = search_keys(before), search_keys(after)
+    return {name for name in old if name in new and old[name] != new[name]}
+
+
+def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
+    stages = planned_search()
+    assert ids(stages.stages, StageKind.SEARCH) == ["search/best"]
+    assert ids(stages.stages, StageKind.QUANTIZE) == [f"quantize/best-{role}" for role in ("fast", "small", "exact")]
+    assert stages["search/best"].needs == ("export", "data/extra", "data/train")
+    assert stages["search/best"].own_process
+    assert stages["quantize/best-fast"].needs == ("export", "search/best", "data/train")
+    assert stages["benchmark/best-fast@cpu"].settings["quantized"] is True
+    assert "quantize/best-small" in stages["register"].tolerates
+
+
+def test_only_the_roles_that_are_kept_become_variants() -> None:
+    pipeline = replace(SEARCHED, quantize=(replace(ENTRY, keep=("small",)),))
+    assert pipeline.variants() == ("fp32", "best-small")
+    assert ids(planned_search(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
+
+
+def test_it_decides_by_the_metric_that_is_gated() -> None:
+    metric = planned_search()["search/best"].settings["metric"]
+    assert isinstance(metric, dict)
+    assert (metric["definition"]["name"], metric["lower"]) == ("rmse", True)
+    plain = planned_search(replace(SEARCHED, gates=PIPELINE.gates))["search/best"].settings["metric"]
+    assert isinstance(plain, dict)
+    assert (plain["definition"]["name"], plain["lower"]) == ("accuracy", False)
+
+
+def test_what_changes_the_search() -> None:
+    again = replace(SEARCHED, quantize=(replace(ENTRY, budget=Budget(metric_drop=0.02)),))
+    assert {"search/best", "quantize/best-fast"} <= changed_search(planned_search(), planned_search(again))
+    again = replace(SEARCHED, gates=(*PIPELINE.gates, MetricGate(name="mae", max_increase=0.1)))
+    assert "search/best" in changed_search(planned_search(), planned_search(again))
+    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"data": "other"})))
+    assert "search/best" in changed_search(
+        planned_search(), planned_search(probe=TableProbe({"optimizers/dynamic": "2.0"}))
+    )
+    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"hardware": "other"})))
+    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"cpu/vnni": "no"})))
+
+
+def test_what_is_preferred_changes_only_the_release() -> None:
+    preferring = planned_search(replace(PIPELINE, prefer=Objective(default="size", targets={"edge": "accuracy"})))
+    assert changed_search(planned_search(PIPELINE), preferring) == {
+        "register",
+        "promote@cpu",
+        "promote@edge",
+        "deploy/digits",
+        "deploy/digits-edge",
+    }
+    policies = preferring["register"].settings["policies"]
+    assert isinstance(policies, dict)
+    assert [policies[name]["prefer"] for name in ("cpu", "edge")] == ["size", "accuracy"]
+    assert preferring["gate/fp32@edge"].hints["policy"] == policies["edge"]
+
+
+def test_the_price_of_a_target_is_measured_by_nothing() -> None:
+    dearer = {name: replace(target, price_per_hour=0.5) for name, target in TARGETS.items()}
+    assert changed_search(planned_search(PIPELINE), plan(PIPELINE, dearer, TableProbe())) == set()
+    assert all(target.digest() == TARGETS[name].digest() for name, target in dearer.items())

@@ -14,11 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.evidence import ParityMeasurement
+from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.decision import Decision, Verdict
+from onnx_ops.domain.evidence import BatchInvariance, Divergence, Evidence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementError
-from onnx_ops.statistics.parity import LARGEST, measure_output, pool_noise
+from onnx_ops.statistics.parity import (
+    DIVERGENCE_FACTOR,
+    LARGEST,
+    find_first_divergence,
+    find_worst_row,
+    is_divergent,
+    measure_batch_invariance,
+    measure_noise,
+    measure_output,
+    pick_evenly,
+    pool_noise,
+    select_rows,
+)
 from onnx_ops.statistics.quantization import compute_weight_error
+from onnx_ops.statistics.rules.parity import METRIC, judge_invariance, judge_parity
+from tests.support.golden import Golden
 
 LIMIT = ParityGate().noise_factor
 Array = npt.NDArray[Any]
@@ -208,3 +225,248 @@ class TestWeights:
     def test_shapes_must_fit(self) -> None:
         with pytest.raises(ValueError, match="shape"):
             compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), 1.0)
+
+
+NAMES = ["a", "b", "c", "d"]
+DOUBLE = {name: np.random.default_rng(i).standard_normal((32, 6)) for i, name in enumerate(NAMES)}
+SINGLE = {name: array.astype(np.float32) for name, array in DOUBLE.items()}
+
+
+def test_an_export_that_only_rounds_departs_nowhere() -> None:
+    rounded = {name: np.nextafter(array, np.float32(9)) for name, array in SINGLE.items()}
+    assert find_first_divergence(NAMES, rounded, SINGLE, DOUBLE) is None
+    assert find_first_divergence(NAMES, SINGLE, SINGLE) is None
+
+
+@pytest.mark.parametrize("double", [DOUBLE, None])
+@given(first=st.integers(0, 3))
+def test_the_first_in_the_order_given_is_named(double: dict[str, object] | None, first: int) -> None:
+    wrong = {name: array + np.float32(0.5 * (i >= first)) for i, (name, array) in enumerate(SINGLE.items())}
+    found = find_first_divergence(NAMES, wrong, SINGLE, double)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.value == NAMES[first]
+    assert found.ratio > DIVERGENCE_FACTOR
+
+
+def test_a_shape_or_a_nan_is_as_far_as_can_be() -> None:
+    for wrong in (SINGLE["b"].T, np.full((32, 6), np.nan, dtype=np.float32)):
+        found = find_first_divergence(NAMES, SINGLE | {"b": wrong}, SINGLE, DOUBLE)
+        assert found is not None
+        assert (found.value, found.ratio) == ("b", LARGEST)
+
+
+def test_ties_and_values_of_one_side_are_passed_over() -> None:
+    flags = {"a": SINGLE["a"] > 0}
+    assert find_first_divergence(["a", "e"], {"a": ~flags["a"], "e": SINGLE["a"]}, flags) is None
+
+
+def test_what_is_no_number_has_departed() -> None:
+    measured = ParityMeasurement(output="y", group="real", rows=1, error=0.0, noise=0.0, ratio=float("nan"))
+    assert is_divergent(measured)
+
+
+@given(count=st.integers(0, 300), limit=st.integers(1, 64))
+def test_names_are_spread_in_order_and_end_with_the_last(count: int, limit: int) -> None:
+    names = [str(index) for index in range(count)]
+    chosen = pick_evenly(names, limit)
+    assert chosen == sorted(set(chosen), key=int)
+    assert len(chosen) == min(count, limit)
+    assert chosen[-1:] == names[-1:]
+
+
+@given(count=st.integers(1, 300), worst=st.integers(0, 299))
+def test_the_worst_row_is_among_the_few_that_are_looked_at(count: int, worst: int) -> None:
+    reference = np.zeros((count, 3), dtype=np.float32)
+    onnx = reference.copy()
+    onnx[worst % count, 1] = 7.0
+    chosen = select_rows(onnx, reference)
+    assert worst % count in chosen
+    assert len(chosen) <= 32
+    assert set(chosen) <= set(range(count))
+
+
+def test_rows_of_another_shape_are_taken_evenly() -> None:
+    assert len(select_rows(np.zeros((3, 4)), np.zeros((100, 4)))) == 31
+
+
+def reason(divergence: Divergence | None, ratio: float = 5000.0, quantized: bool = False) -> str:
+    digest = Digest("sha256:" + "0" * 64)
+    measured = ParityMeasurement(output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio)
+    evidence = Evidence(
+        pipeline="p",
+        variant="v",
+        target="cpu",
+        quantized=quantized,
+        release=digest,
+        manifest=digest,
+        target_digest=digest,
+        dedicated=False,
+        size_bytes=1,
+        hardware=HardwareFingerprint(
+            machine="m", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
+        ),
+        parity=(measured,),
+        export_parity=(measured,),
+        divergence=divergence,
+    )
+    result = next(judge_parity(ParityGate(), evidence))
+    assert result.verdict is (Verdict.PASS if ratio <= 10 else Verdict.FAIL)
+    return result.reason
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_reason_ends_with_the_node_and_its_module(quantized: bool) -> None:
+    place = Divergence(node="node_conv2d_1", op_type="Conv", scope="features.2", ratio=5e5)
+    ending = "; first diverging node: node_conv2d_1 (Conv) in module features.2"
+    assert reason(place, quantized=quantized).endswith(ending)
+    assert reason(Divergence(node="n", op_type="Gemm", ratio=1e3)).endswith("; first diverging node: n (Gemm)")
+
+
+def test_the_reason_says_why_no_node_is_named(golden: Golden) -> None:
+    golden("reasons", reason(Divergence(note="the source shows\nno intermediate values")))
+
+
+def test_an_export_that_passes_and_one_never_looked_at_name_no_node() -> None:
+    assert "diverging" not in reason(Divergence(node="n", op_type="Conv", ratio=99.0), ratio=3.0)
+    assert "diverging" not in reason(None)
+
+
+def test_the_worst_row_is_the_farthest_and_nan_on_one_side_comes_first() -> None:
+    reference = np.array([[1.0, 2.0], [3.0, np.nan], [5.0, np.inf]])
+    assert find_worst_row(np.array([[1.0, 2.5], [3.0, np.nan], [5.1, np.inf]]), reference) == 0
+    assert find_worst_row(np.array([[1.0, 9.0], [3.0, 1.0], [5.0, np.inf]]), reference) == 1
+    assert find_worst_row(np.array(["a", "b"]), np.array(["a", "c"])) == 1
+
+
+D = Digest("sha256:" + "0" * 64)
+EVIDENCE = Evidence(
+    pipeline="p",
+    variant="v",
+    target="cpu",
+    quantized=False,
+    release=D,
+    manifest=D,
+    target_digest=D,
+    dedicated=False,
+    size_bytes=1,
+    hardware=HardwareFingerprint(
+        machine="m", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
+    ),
+)
+SCORES = np.random.default_rng(0).standard_normal((32, 10)).astype(np.float32)
+NOISE = {"y": 1e-6}
+
+
+def singles(**outputs: Any) -> list[dict[str, Any]]:
+    return [{name: array[i : i + 1] for name, array in outputs.items()} for i in range(32)]
+
+
+def told(*measured_in_batches: BatchInvariance) -> list[Any]:
+    return list(judge_invariance(ParityGate(), replace(EVIDENCE, batch_invariance=measured_in_batches)))
+
+
+def test_the_same_answers_are_no_distance_apart() -> None:
+    (found,) = measure_batch_invariance({"y": SCORES}, singles(y=SCORES), NOISE)
+    assert found == BatchInvariance(output="y", rows=32, error=0.0, ratio=0.0, changed=0.0)
+
+
+def test_the_distance_is_in_units_of_the_noise_and_classes_are_counted() -> None:
+    other = SCORES.copy()
+    other[3, 5] += 100.0
+    (found,) = measure_batch_invariance({"y": other}, singles(y=SCORES), NOISE)
+    assert found.error == pytest.approx(100.0, rel=1e-5)
+    assert found.ratio == pytest.approx(1e8, rel=1e-5)
+    assert found.changed == (1 / 32 if SCORES[3].argmax() != 5 else 0.0)
+
+
+def test_without_noise_the_unit_is_a_tenth_of_the_tolerance() -> None:
+    ones = np.ones((32, 10), dtype=np.float32)
+    (found,) = measure_batch_invariance({"y": ones * np.float32(1.01)}, singles(y=ones))
+    assert found.ratio == pytest.approx(10 * 1e-2 / (1e-3 + 1e-5), rel=1e-3)
+
+
+def test_a_value_that_is_finite_on_one_side_only_is_as_far_as_can_be() -> None:
+    other = SCORES.copy()
+    other[0, 0] = np.nan
+    (found,) = measure_batch_invariance({"y": other}, singles(y=SCORES), NOISE)
+    assert found.ratio == LARGEST
+
+
+def test_nan_on_both_sides_is_no_difference() -> None:
+    both = SCORES.copy()
+    both[0, 0] = np.nan
+    (found,) = measure_batch_invariance({"y": both}, singles(y=both), NOISE)
+    assert (found.error, found.ratio) == (0.0, 0.0)
+
+
+def test_a_label_alone_counts_and_beside_scores_is_as_far_as_they_are() -> None:
+    labels = SCORES.argmax(1)
+    other = labels.copy()
+    other[:8] += 1
+    (alone,) = measure_batch_invariance({"label": other}, singles(label=labels))
+    assert (alone.ratio, alone.changed) == (LARGEST, 0.25)
+    tie, _ = measure_batch_invariance({"label": other, "y": SCORES}, singles(label=labels, y=SCORES), NOISE)
+    assert (tie.ratio, tie.changed) == (0.0, 0.25)
+
+
+def test_outputs_that_have_no_entry_a_row_are_left_out() -> None:
+    whole = np.ones((10,), dtype=np.float32)
+    assert measure_batch_invariance({"mean": whole}, [{"mean": whole}] * 32) == ()
+    assert measure_batch_invariance({"y": SCORES}, singles(other=SCORES)) == ()
+
+
+def test_the_noise_is_that_of_parity_and_there_is_none_without_float64() -> None:
+    double = SCORES.astype(np.float64) + 1e-4
+    assert measure_noise({"y": SCORES}, {"y": double})["y"] == pytest.approx(1e-4)
+    assert measure_noise({"y": SCORES}, None) == {}
+    assert measure_noise({"label": SCORES.argmax(1)}, {"label": SCORES.argmax(1)}) == {}
+
+
+@given(order=st.permutations(range(8)))
+def test_the_order_of_rows_does_not_matter(order: list[int]) -> None:
+    together, apart = SCORES[:8] + np.float32(0.25) * SCORES[8:16], SCORES[:8]
+    first = measure_batch_invariance({"y": together}, [{"y": apart[i : i + 1]} for i in range(8)], NOISE)
+    other = measure_batch_invariance({"y": together[order]}, [{"y": apart[i : i + 1]} for i in order], NOISE)
+    assert first == other
+
+
+def measured_in_batches(ratio: float, **change: Any) -> BatchInvariance:
+    return replace(BatchInvariance(output="y", rows=32, error=ratio * 1e-6, ratio=ratio, changed=0.0625), **change)
+
+
+def test_nothing_measured_says_nothing() -> None:
+    assert told() == []
+    assert told(measured_in_batches(99.0, rows=0)) == []
+
+
+def test_dependence_is_told_and_never_enters_a_verdict(golden: Golden) -> None:
+    (result,) = told(measured_in_batches(1.0), measured_in_batches(4e4, output="z"))
+    assert (result.gate, result.metric, result.verdict, result.advisory) == ("parity", METRIC, Verdict.FAIL, True)
+    golden("reasons", result.reason)
+    assert Decision(variant="v", target="t", results=(result,)).verdict is Verdict.INCONCLUSIVE
+
+
+def test_rounding_is_not_told() -> None:
+    (result,) = told(measured_in_batches(10.0))
+    assert (result.verdict, result.advisory) == (Verdict.PASS, True)
+    assert "do not batch" not in result.reason
+
+
+@pytest.mark.parametrize("field", ["error", "ratio", "changed"])
+def test_a_figure_that_is_no_number_never_passes(field: str) -> None:
+    strange: dict[str, Any] = {field: math.nan}
+    (result,) = told(measured_in_batches(1.0), replace(measured_in_batches(1.0), **strange))
+    assert (result.verdict, result.advisory) == (Verdict.ERROR, True)
+
+
+def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
+    rows = np.linspace(0, 1, 6, dtype=np.float32).reshape(6, 1)
+    (found,) = measure_batch_invariance({"y": rows}, [{"y": row[None] + np.float32(0.1)} for row in rows])
+    assert found.changed is None
+
+
+def test_numbers_that_are_no_classes_say_nothing_of_classes() -> None:
+    (found,) = measure_batch_invariance({"y": SCORES[:, 0]}, [{"y": row[None]} for row in SCORES[:, 0]])
+    assert found.changed is None
+    (result,) = judge_invariance(ParityGate(), replace(EVIDENCE, batch_invariance=(found,)))
+    assert "classes" not in result.reason

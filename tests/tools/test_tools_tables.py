@@ -139,5 +139,5 @@ def test_missing_cells_for_a_model_of_whole_numbers_are_refused(
 ) -> None:
     manifest = exported(WHOLE, WHOLE)
 
-    with pytest.raises(UserError, match="column 'visits' has missing cells or fractions, and the model takes int64"):
+    with pytest.raises(UserError, match="column 'visits' has missing cells or fractions, but the model expects int64"):
         get_dataset(ports.store, load(ports, HOLED), manifest)

@@ -47,13 +47,13 @@ from onnx_ops.statistics.scores import CANDIDATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkContext:
-    """The files and the runtime of one benchmark."""
+    """The files and the runtime of one benchmark; `baselines` by name, the last one being decisive."""
 
     runtime: Runtime
     target: Target
     candidate: Path
     export: Path
-    champion: Champion | None
+    baselines: Mapping[str, Path]
     dataset: Dataset
     seed: int
 
@@ -70,25 +70,45 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     runtime = ports.runtime(target.runtime)
     hardware = require_hardware(runtime, target)
     with Scratch() as folder:
-        champion = read_champion(stage, ports)
-        manifest = variant.subset(MODEL)
+        champion, manifest, is_export = read_champion(stage, ports), variant.subset(MODEL), stage.variant == EXPORT
+        candidate = checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE
+        export = checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE
+        baselines = {} if is_export else {EXPORT: export}
+        if champion and champion.manifest != manifest.digest():
+            baselines["champion"] = Path(champion.location) / MODEL_FILE
         context = BenchmarkContext(
             runtime=runtime,
             target=target,
-            candidate=checkout_files(store, variant, MODEL, folder / "candidate") / MODEL_FILE,
-            export=checkout_files(store, inputs["export"], MODEL, folder / "export") / MODEL_FILE,
-            champion=champion if champion and champion.manifest != manifest.digest() else None,
+            candidate=candidate,
+            export=export,
+            baselines=baselines,
             dataset=data,
             seed=int(key[-8:], 16),
         )
-        _check_compatibility(context, stage.id)
-        is_export = stage.variant == EXPORT
+        _check_compatibility(candidate, target, stage.id)
         metrics = _measure_metrics(context, is_export, stage, ports)
-        speed = measure_speed(_make_spec(context, is_export, settings["batch"]), _read_request(stage))
+        spec = ComparisonSpec(
+            runtime=runtime,
+            target=target,
+            candidate=candidate,
+            baselines=baselines,
+            feed=build_feed(candidate, data.inputs, settings["batch"]),
+            seed=context.seed,
+        )
+        hints: Mapping[str, Any] = stage.hints
+        request = MeasurementRequest(
+            throughput=tuple(settings.get("throughput", ())),
+            starts=bool(settings.get("starts", False)),
+            tolerances=hints.get("tolerances", {}),
+        )
+        speed = measure_speed(spec, request)
         quantized = bool(settings["quantized"])
-        execution = ExecutionReport() if is_export else _inspect(ports, context, variant)
+        execution = ExecutionReport()
+        if not is_export:
+            excluded = _read_documents(ports, variant["excluded.json"], str)
+            execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
-        parity = () if quantized else measure_parity(context.runtime, context.candidate, target, reference)
+        parity = () if quantized else measure_parity(runtime, candidate, target, reference)
         package = _make_package(context, folder / "package", ports)
         divergence = next(iter(_read_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
@@ -103,14 +123,13 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             size_bytes=_count_bytes(package or manifest.files, ports),
             hardware=hardware,
             conditions=dict(ports.conditions()),
-            runtime=context.runtime.facts(context.candidate, target),
-            baseline="champion" if context.champion else ("" if is_export else EXPORT),
+            runtime=runtime.facts(candidate, target),
+            baseline=next(reversed(baselines), ""),
             champion=None if champion is None else _read_champion_facts(champion),
             parity=parity,
             export_parity=_read_documents(ports, inputs["validate"]["parity.json"], ParityMeasurement),
-            batch_invariance=measure_invariance(context.runtime, context.candidate, target, data.inputs, reference),
-            divergence=divergence
-            or find_hardware_divergence(ports, context.runtime, target, context.candidate, reference, parity),
+            batch_invariance=measure_invariance(runtime, candidate, target, data.inputs, reference),
+            divergence=divergence or find_hardware_divergence(ports, runtime, target, candidate, reference, parity),
             weights=_read_documents(ports, variant["weights.json"], WeightMeasurement) if quantized else (),
             source=codec.loads(store.read(inputs["export"]["source.json"]), SourceLimits),
             trees=next(iter(_read_documents(ports, inputs["validate"]["trees.json"], TreeStructure)), None),
@@ -122,8 +141,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             scores=metrics.scores,
             grouped=metrics.grouped,
             sampled=sampled if sampled.used < sampled.total else None,
-            opsets=read_model_info(context.candidate).opsets,
-            operators=count_operators(read_structure(context.candidate)),
+            opsets=read_model_info(candidate).opsets,
+            operators=count_operators(read_structure(candidate)),
             comparisons=speed.comparisons,
             latency=speed.latency,
             throughput=speed.throughput,
@@ -164,24 +183,18 @@ def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
     return sum(ports.store.path(digest).stat().st_size for digest in own.values())
 
 
-def _check_compatibility(context: BenchmarkContext, where: str) -> None:
+def _check_compatibility(model: Path, target: Target, where: str) -> None:
     """Check the file's versions first: a runtime's own message is unclear or missing."""
-    if reason := explain_incompatibility(context.candidate, context.target):
+    if reason := explain_incompatibility(model, target):
         raise UserError(
             reason,
             where=where,
-            remedy="Export what all targets accept, give the target its custom_ops, "
-            f"or leave {context.target.name} out.",
+            remedy=f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out.",
         )
 
 
 def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
-
-
-def _inspect(ports: Ports, context: BenchmarkContext, variant: Manifest) -> ExecutionReport:
-    excluded = _read_documents(ports, variant["excluded.json"], str)
-    return inspect_execution(context.runtime, context.export, context.candidate, context.target, excluded)
 
 
 def _measure_metrics(context: BenchmarkContext, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
@@ -190,24 +203,19 @@ def _measure_metrics(context: BenchmarkContext, is_export: bool, stage: Stage, p
     judged: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
     definitions, default = add_default_metric(definitions, context.dataset)
-    models = {CANDIDATE: context.candidate}
-    if not is_export:
-        models[EXPORT] = context.export
-    if context.champion is not None:
-        models["champion"] = Path(context.champion.location) / MODEL_FILE
     with importable(ports.root):
         functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
         scorer = ScoringRequest(
             runtime=context.runtime,
             target=context.target,
-            models=models,
+            models={CANDIDATE: context.candidate, **context.baselines},
             dataset=context.dataset,
             seed=context.seed,
             functions=functions,
         )
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(judged.get("judged", ()), metrics.scores)
-        if failed and not is_export:  # a variant that alone answers in another way is no mistake of the file
+        if failed and not is_export:  # if only the variant answers differently, the file is right
             again = [one for one in definitions if one.label in failed]
             failed = explain_unscored(
                 failed, measure_metrics(replace(scorer, models={CANDIDATE: context.export}), again).scores
@@ -233,28 +241,3 @@ def add_default_metric(
         return definitions, None
     default = MetricDefinition(name="rmse")
     return (*definitions, default), default
-
-
-def _make_spec(context: BenchmarkContext, is_export: bool, batch: int) -> ComparisonSpec:
-    """Compare with the export, and with the champion, which is the baseline if there is one."""
-    baselines = {} if is_export else {EXPORT: context.export}
-    if context.champion is not None:
-        baselines["champion"] = Path(context.champion.location) / MODEL_FILE
-    return ComparisonSpec(
-        runtime=context.runtime,
-        target=context.target,
-        candidate=context.candidate,
-        baselines=baselines,
-        feed=build_feed(context.candidate, context.dataset.inputs, batch),
-        seed=context.seed,
-    )
-
-
-def _read_request(stage: Stage) -> MeasurementRequest:
-    settings: Mapping[str, Any] = stage.settings
-    hints: Mapping[str, Any] = stage.hints
-    return MeasurementRequest(
-        throughput=tuple(settings.get("throughput", ())),
-        starts=bool(settings.get("starts", False)),
-        tolerances=hints.get("tolerances", {}),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onnx_ops import codec
@@ -77,16 +77,13 @@ def find_data_problems(
         yield loc, _make_missing_error(arrays, name, where)
     if missing:
         return
+    chosen = _select_columns(arrays, section)
     for name, array in section.inputs.items():
-        if array == _MATRIX and (
-            problem := _find_matrix_problem({n: arrays[n] for n in _select_columns(arrays, section)}, where)
-        ):
+        if array == _MATRIX and (problem := _find_matrix_problem({n: arrays[n] for n in chosen}, where)):
             yield ("inputs", name), problem
     if grouped is not None and (problem := _find_group_problem(arrays[grouped], grouped, where)):
         yield ("group",), problem
-    used = {name for _, name in required} | (
-        set(_select_columns(arrays, section)) if _uses_all_columns(section) else set()
-    )
+    used = {name for _, name in required}.union(chosen if _uses_all_columns(section) else ())
     lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in sorted(used)}
     if len(set(lengths.values())) != 1 or not all(lengths.values()):
         text = f"arrays must have the same number of rows, and at least one: {lengths}"
@@ -101,12 +98,14 @@ def _select_inputs(arrays: Mapping[str, Any], section: DataSection) -> dict[str,
     """Return the named inputs; without names each array; for `*` all columns of numbers side by side."""
     if not section.inputs:
         return {name: arrays[name] for name in _select_columns(arrays, section)}
-    return {
-        name: _build_matrix([arrays[one] for one in _select_columns(arrays, section)])
-        if array == _MATRIX
-        else arrays[array]
-        for name, array in section.inputs.items()
-    }
+    inputs = {name: arrays[array] for name, array in section.inputs.items() if array != _MATRIX}
+    if _MATRIX in section.inputs.values():
+        import numpy as np
+
+        columns = [arrays[name] for name in _select_columns(arrays, section)]
+        matrix = np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in columns], axis=1)
+        inputs |= {name: matrix for name, array in section.inputs.items() if array == _MATRIX}
+    return {name: inputs[name] for name in section.inputs}
 
 
 def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
@@ -129,12 +128,6 @@ def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | 
     return None if columns else UserError("there is no column to make a matrix of", where=where)
 
 
-def _build_matrix(columns: Sequence[Any]) -> Any:
-    import numpy as np
-
-    return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in columns], axis=1)
-
-
 def _find_group_problem(array: Any, name: str, where: str) -> UserError | None:
     from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
 
@@ -154,11 +147,8 @@ def _read_groups(arrays: Mapping[str, Any], section: DataSection) -> dict[str, A
     name = None if isinstance(section, SklearnData) else section.group
     if name is not None:
         return {"group": number_groups(arrays[name])}
-    used = {
-        *(_select_columns(arrays, section) if _uses_all_columns(section) else ()),
-        *section.inputs.values(),
-        section.label,
-    }
+    chosen = _select_columns(arrays, section) if _uses_all_columns(section) else ()
+    used = {*chosen, *section.inputs.values(), section.label}
     return {"columns": find_group_columns({n: array for n, array in arrays.items() if n not in used})}
 
 

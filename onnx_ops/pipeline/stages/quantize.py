@@ -85,11 +85,11 @@ def _derive(
 
 
 def _take_found(settings: Mapping[str, Any], inputs: Mapping[str, Manifest], ports: Ports, folder: Path) -> _Variant:
-    """Return the variant that the search manifest for the role."""
+    """Return the variant that the search found for the role."""
     manifest, role = inputs[settings["search"]], settings["role"]
     trial = codec.loads(ports.store.read(manifest[f"{role}/trial.json"]), Trial)
     record = codec.loads(ports.store.read(manifest[SEARCH_FILE]), SearchRecord)
-    path = checkout_files(ports.store, manifest, f"{role}/{MODEL}", folder / "manifest") / MODEL_FILE
+    path = checkout_files(ports.store, manifest, f"{role}/{MODEL}", folder / "found") / MODEL_FILE
     return _Variant(path=path, excluded=trial.excluded, recipe=tuple(describe_recipe(record, trial)))
 
 

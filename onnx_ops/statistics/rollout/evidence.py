@@ -277,7 +277,7 @@ def compute_clean_requests(rate: float) -> int:
         ValueError: `rate` is not between 0 and 1.
     """
     if not 0 < rate < 1:
-        raise ValueError(f"{rate} is not between 0 and 1")
+        raise ValueError(f"rate {rate} is not between 0 and 1")
     high = 1
     while not is_rate_certified(0, high, rate):
         high *= 2

@@ -121,11 +121,17 @@ def evaluate_cold_start(
     if loads < COLD_START_SAMPLES:
         p, rule = 1.0, "not measured yet"
     elif rail.max is not None:
-        p = _sign_p_value(candidate_s, rail.max)
+        # Exact sign test of "half of the loads take no longer".
+        above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
+        p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, at most {rail.max:g} s"
     else:
         allowed = DEFAULT_SLOWDOWN if rail.slower is None else rail.slower
-        p = _rank_sum_p_value([each / (1 + allowed) for each in candidate_s], stable_s)
+        from scipy.stats import mannwhitneyu  # takes long to import, and few policies need it
+
+        # Exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947).
+        scaled_s = [each / (1 + allowed) for each in candidate_s]
+        p = float(mannwhitneyu(scaled_s, stable_s, alternative="greater", method="exact").pvalue)
         rule = f"candidate {_range(candidate_s)}, stable {_range(stable_s)}, {100 * allowed:g} % slower is allowed"
     return GuardrailResult(
         name=rail.name,
@@ -136,22 +142,6 @@ def evaluate_cold_start(
         needed=COLD_START_SAMPLES,
         rule=rule,
     )
-
-
-def _rank_sum_p_value(candidate_s: Sequence[float], stable_s: Sequence[float]) -> float:
-    """Return the exact p-value of the rank sum test.
-
-    Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and Whitney 1947.
-    """
-    from scipy.stats import mannwhitneyu  # takes long to import, and few policies need it
-
-    return float(mannwhitneyu(candidate_s, stable_s, alternative="greater", method="exact").pvalue)
-
-
-def _sign_p_value(candidate_s: Sequence[float], max_s: float) -> float:
-    """Return the exact p-value of the sign test of "half of the loads take no longer"."""
-    above, n = sum(each > max_s for each in candidate_s), len(candidate_s)
-    return float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
 
 
 def _range(loads_s: Sequence[float]) -> str:

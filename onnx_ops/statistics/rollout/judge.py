@@ -157,7 +157,7 @@ def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[R
     """Return events and requests of either version, for each interval in which the source reports them.
 
     Args:
-        place: kind of event: the name of a guardrail, or interval of its places.
+        place: kind of event: the name of a guardrail, or one of its places.
         intervals: the observations.
     """
     rows = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
-    ActivationMeasurement,
     Divergence,
     Evidence,
     Int8Coverage,
@@ -48,8 +48,7 @@ def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
         yield from judge_activations(gate, evidence)
     yield from judge_trees(evidence)
     yield from judge_coverage(evidence)
-    yield from judge_nan(evidence)
-    yield from judge_rows(evidence)
+    yield from judge_source(evidence)
     yield from judge_invariance(gate, evidence)
 
 
@@ -64,18 +63,14 @@ def _judge_outputs(
     if differing := [m for m in outside if m.mismatch or m.ratio > gate.noise_factor]:
         worst = max(differing, key=_rank_badness)
         groups = ", ".join(sorted({m.group for m in differing}))
-        yield GateResult(
-            gate="parity",
-            metric=f"{metric} outside the domain",
+        yield _make_result(
+            f"{metric} outside the domain",
+            f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
+            f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
+            passes=False,
             limit=_limit(gate),
-            verdict=Verdict.FAIL,
-            reason=(
-                f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
-                f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it"
-            ),
             estimate=None if worst.mismatch else worst.ratio,
             bound=gate.noise_factor,
-            unit="x",
             n=sum(m.rows for m in outside if m.output == worst.output),
             advisory=True,
         )
@@ -89,23 +84,21 @@ def _verdict(
     worst = max(measurements, key=_rank_badness)
     rows = sum(m.rows for m in measurements if m.output == worst.output)
     good = not worst.mismatch and worst.ratio <= gate.noise_factor
-    if worst.mismatch or (worst.noise == 0 and worst.error > 0):
-        reason = f"{_describe(worst)}, {rows} rows"
-    else:
-        reason = f"{_describe(worst)}, limit {gate.noise_factor:.4g}x, {rows} rows"
-    reason += _describe_tree_rows(measurements)
+    no_limit = worst.mismatch or (worst.noise == 0 and worst.error > 0)
+    reason = _describe(worst) + ("" if no_limit else f", limit {gate.noise_factor:.4g}x") + f", {rows} rows"
+    if differing := sum(m.explained + m.unexplained for m in measurements):
+        explained = sum(m.explained for m in measurements)
+        reason += f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
     if not good:
         reason += f"; for example {worst.example}" if worst.example else ""
         reason += f"; first diverging node: {_describe_node(divergence)}" if divergence is not None else ""
-    return GateResult(
-        gate="parity",
-        metric=metric,
+    return _make_result(
+        metric,
+        reason,
+        passes=good,
         limit=_limit(gate),
-        verdict=Verdict.PASS if good else Verdict.FAIL,
-        reason=reason,
         estimate=None if worst.mismatch else worst.ratio,
         bound=gate.noise_factor,
-        unit="x",
         n=rows,
     )
 
@@ -131,15 +124,6 @@ def _describe(m: ParityMeasurement) -> str:
     return f"{where}: error {m.error:.3g} is {m.ratio:.3g}x {unit}"
 
 
-def _describe_tree_rows(measurements: Sequence[ParityMeasurement]) -> str:
-    """Return how many rows differ at a tree's splits, and how many of them rounding explains."""
-    explained = sum(m.explained for m in measurements)
-    unexplained = sum(m.unexplained for m in measurements)
-    if not explained and not unexplained:
-        return ""
-    return f"; of {explained + unexplained} answers that differ, {explained} are explained by rounding of the inputs"
-
-
 def _describe_node(divergence: Divergence) -> str:
     if not divergence.node:
         return join_lines(f"not located ({divergence.note})")
@@ -152,15 +136,12 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     if not any(w.elements > 0 for w in evidence.weights):
         return make_unmeasured("parity", "weights", limit)
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
-    return GateResult(
-        gate="parity",
-        metric="weights",
+    return _make_result(
+        "weights",
+        f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
+        f"limit {gate.weight_steps:.4g}{_describe_compensation(worst, gate)}, {len(evidence.weights)} weights",
+        passes=_is_rounded(worst, gate),
         limit=limit,
-        verdict=Verdict.PASS if _is_rounded(worst, gate) else Verdict.FAIL,
-        reason=(
-            f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
-            f"limit {gate.weight_steps:.4g}{_describe_compensation(worst, gate)}, {len(evidence.weights)} weights"
-        ),
         estimate=worst.steps,
         bound=gate.weight_steps,
         unit="steps",
@@ -190,19 +171,17 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
     if trees is None:
         return
     counted = f"{trees.trees} trees, {trees.splits} splits and {trees.leaves} leaves"
+    reason = f"{counted} are the source's"
     if trees.changed:
         rest = trees.changed - len(trees.differences)
         shown = "; ".join(trees.differences[:_NAMED])
         more = f" and {trees.changed - _NAMED} more" if rest > 0 or len(trees.differences) > _NAMED else ""
         reason = f"{trees.changed} of {counted} differ from the source's: {shown}{more}"
-    else:
-        reason = f"{counted} are the source's"
-    yield GateResult(
-        gate="parity",
-        metric="trees",
+    yield _make_result(
+        "trees",
+        join_lines(reason),
+        passes=not trees.changed,
         limit="0 changed",
-        verdict=Verdict.FAIL if trees.changed else Verdict.PASS,
-        reason=join_lines(reason),
         estimate=float(trees.changed),
         bound=0.0,
         unit="nodes",
@@ -213,117 +192,81 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge the activations; yield nothing where none has a fixed range, as in dynamic quantization."""
     measured = [a for a in evidence.activations if a.values > 0]
+    values = sum(a.values for a in measured)
     if measured:
-        yield _judge_noise(gate, measured)
-        yield _judge_saturation(gate, measured)
-        yield from _judge_clipping(gate, measured)
-    yield from _judge_stretch(gate, evidence)
-
-
-def _judge_noise(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
-    worst = max(measured, key=lambda a: (a.noise, a.tensor))
-    return GateResult(
-        gate="parity",
-        metric="activations",
-        limit=f"≤ {gate.activation_noise:.4g}x rounding",
-        verdict=Verdict.PASS if worst.noise <= gate.activation_noise else Verdict.FAIL,
-        reason=(
+        worst = max(measured, key=lambda a: (a.noise, a.tensor))
+        yield _make_result(
+            "activations",
             f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
-            f"limit {gate.activation_noise:.4g}x, {len(measured)} activations"
-        ),
-        estimate=worst.noise,
-        bound=gate.activation_noise,
-        unit="x",
-        n=sum(a.values for a in measured),
-    )
-
-
-def _judge_saturation(gate: ParityGate, measured: list[ActivationMeasurement]) -> GateResult:
-    worst = max(measured, key=lambda a: (a.saturated, a.tensor))
-    fits = worst.saturated <= gate.saturation
-    note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
-    warned = fits and worst.saturated > SATURATION_WARNING
-    return GateResult(
-        gate="parity",
-        metric="saturation",
-        limit=f"≤ {as_percent(gate.saturation)}",
-        verdict=Verdict.PASS if fits else Verdict.FAIL,
-        reason=(
+            f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
+            passes=worst.noise <= gate.activation_noise,
+            limit=f"≤ {gate.activation_noise:.4g}x rounding",
+            estimate=worst.noise,
+            bound=gate.activation_noise,
+            n=values,
+        )
+        worst = max(measured, key=lambda a: (a.saturated, a.tensor))
+        fits = worst.saturated <= gate.saturation
+        note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
+        yield _make_result(
+            "saturation",
             f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
-            f"limit {as_percent(gate.saturation)}, {len(measured)} activations{note if warned else ''}"
-        ),
-        estimate=worst.saturated,
-        bound=gate.saturation,
-        unit="1",
-        n=worst.values,
-    )
-
-
-def _judge_clipping(gate: ParityGate, measured: list[ActivationMeasurement]) -> Iterator[GateResult]:
-    """Yield nothing for evidence that is older than this measurement."""
-    cut = [(a.clipping, a.tensor) for a in measured if a.clipping is not None]
-    if not cut:
-        return
-    worst, tensor = max(cut)
-    yield GateResult(
-        gate="parity",
-        metric="clipping",
-        limit=f"≤ {gate.clipping:.4g}x rounding",
-        verdict=Verdict.PASS if worst <= gate.clipping else Verdict.FAIL,
-        reason=(
-            f"the range of activation {tensor!r} cuts off {worst:.3g}x the energy that rounding loses, "
+            f"limit {as_percent(gate.saturation)}, {len(measured)} activations"
+            + (note if fits and worst.saturated > SATURATION_WARNING else ""),
+            passes=fits,
+            limit=f"≤ {as_percent(gate.saturation)}",
+            estimate=worst.saturated,
+            bound=gate.saturation,
+            unit="1",
+            n=worst.values,
+        )
+    # Evidence that is older than the next two measurements has none of them.
+    if cut := [(a.clipping, a.tensor) for a in measured if a.clipping is not None]:
+        clipping, tensor = max(cut)
+        fits = clipping <= gate.clipping
+        yield _make_result(
+            "clipping",
+            f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
             f"limit {gate.clipping:.4g}x, {len(cut)} activations"
-            + ("" if worst <= gate.clipping else "; too narrow: calibrate with more rows, or with another method")
-        ),
-        estimate=worst,
-        bound=gate.clipping,
-        unit="x",
-        n=sum(a.values for a in measured),
-    )
-
-
-def _judge_stretch(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Yield nothing for evidence that is older than this measurement, or without ranges from values."""
+            + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
+            passes=fits,
+            limit=f"≤ {gate.clipping:.4g}x rounding",
+            estimate=clipping,
+            bound=gate.clipping,
+            n=values,
+        )
     ranges = [
         *((a.stretch, f"activation {a.tensor!r}") for a in evidence.activations if a.stretch is not None),
         *((w.stretch, f"weight {w.tensor!r}") for w in evidence.weights if w.stretch is not None),
     ]
-    if not ranges:
-        return
-    worst, what = max(ranges)
-    fits = worst <= gate.stretch
-    yield GateResult(
-        gate="parity",
-        metric="ranges",
-        limit=f"≤ {gate.stretch:.4g}x the values",
-        verdict=Verdict.PASS if fits else Verdict.FAIL,
-        reason=(
-            f"the range of {what} reaches {worst:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
+    if ranges:
+        stretch, what = max(ranges)
+        fits = stretch <= gate.stretch
+        yield _make_result(
+            "ranges",
+            f"the range of {what} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
             f"{len(ranges)} ranges"
-            + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use")
-        ),
-        estimate=worst,
-        bound=gate.stretch,
-        unit="x",
-        n=len(ranges),
-    )
+            + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
+            passes=fits,
+            limit=f"≤ {gate.stretch:.4g}x the values",
+            estimate=stretch,
+            bound=gate.stretch,
+            n=len(ranges),
+        )
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield node advisory line where the runtime shows its graph and there are nodes to cover."""
+    """Yield one advisory line where the runtime shows its graph and there are nodes to cover."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
     total = len(coverage.int8) + len(coverage.floats)
-    is_covered = all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded
-    yield GateResult(
-        gate="parity",
-        metric="int8 coverage",
+    text = f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"
+    yield _make_result(
+        "int8 coverage",
+        join_lines(text + _describe_float_nodes(coverage)),
+        passes=all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded,
         limit="all but excluded ones",
-        verdict=Verdict.PASS if is_covered else Verdict.FAIL,
-        reason=join_lines(
-            f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8{_describe_float_nodes(coverage)}"
-        ),
         estimate=len(coverage.int8) / total,
         unit="1",
         n=total,
@@ -344,36 +287,22 @@ def _describe_float_nodes(coverage: Int8Coverage) -> str:
     return text
 
 
-def judge_nan(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where the source refuses NaN, which no ONNX file does by itself."""
-    if evidence.source is None or evidence.source.nan != "refused":
-        return
-    yield GateResult(
-        gate="parity",
-        metric="NaN",
-        limit="",
-        verdict=Verdict.PASS,
-        reason="the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too",
-        advisory=True,
-    )
-
-
-def judge_rows(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where the source was too slow for all rows, with what that leaves unseen."""
+def judge_source(evidence: Evidence) -> Iterator[GateResult]:
+    """Yield advisory lines where the source refuses NaN, and where it was too slow for all rows."""
     source = evidence.source
+    if source is not None and source.nan == "refused":  # which no ONNX file does by itself
+        reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"
+        yield _make_result("NaN", reason, passes=True, unit="", advisory=True)
     if source is None or not source.samples:
         return
     detected = 1 - (1 - _RARE) ** source.rows
-    yield GateResult(
-        gate="parity",
-        metric="rows",
-        limit="",
-        verdict=Verdict.PASS,
-        reason=(
-            f"the source is slow: it was asked {source.rows} of {source.samples} rows; a difference in "
-            f"{as_percent(_RARE)} of all rows is detected with a chance of {as_percent(round(detected, 2))} "
-            f"(`validate: {{source_time: …}}` allows more)"
-        ),
+    yield _make_result(
+        "rows",
+        f"the source is slow: it was asked {source.rows} of {source.samples} rows; a difference in "
+        f"{as_percent(_RARE)} of all rows is seen with a chance of {as_percent(round(detected, 2))} "
+        f"(`validate: {{source_time: …}}` allows more)",
+        passes=True,
+        unit="",
         n=source.rows,
         advisory=True,
     )
@@ -384,20 +313,12 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     measured = [m for m in evidence.batch_invariance if m.rows > 0]
     if not measured:
         return
-    limit = f"error ≤ {gate.noise_factor:.4g}x noise"
     rows = max(m.rows for m in measured)
-    if non_finite := sorted(
-        m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))
-    ):
-        yield GateResult(
-            gate="parity",
-            metric=METRIC,
-            limit=limit,
-            verdict=Verdict.ERROR,
-            reason=f"output {non_finite[0]!r}: a figure is not a number",
-            n=rows,
-            advisory=True,
-        )
+    non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
+    if non_finite:
+        reason = f"output {min(non_finite)!r}: a figure is not a number"
+        result = _make_result(METRIC, reason, passes=False, limit=_limit(gate), unit="", n=rows, advisory=True)
+        yield replace(result, verdict=Verdict.ERROR)
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
     changed = [m.changed for m in measured if m.changed is not None]
@@ -406,19 +327,41 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         f"{as_percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
     )
     depends = worst.ratio > gate.noise_factor
-    yield GateResult(
-        gate="parity",
-        metric=METRIC,
-        limit=limit,
-        verdict=Verdict.FAIL if depends else Verdict.PASS,
-        reason=(
-            f"answers depend on the batch's composition: {figures}; do not batch across requests"
-            if depends
-            else f"answers do not depend on the batch's composition: {figures}"
-        ),
+    yield _make_result(
+        METRIC,
+        f"answers depend on the batch's composition: {figures}; do not batch across requests"
+        if depends
+        else f"answers do not depend on the batch's composition: {figures}",
+        passes=not depends,
+        limit=_limit(gate),
         estimate=worst.ratio,
         bound=gate.noise_factor,
-        unit="x",
         n=rows,
         advisory=True,
+    )
+
+
+def _make_result(
+    metric: str,
+    reason: str,
+    *,
+    passes: bool,
+    limit: str = "",
+    estimate: float | None = None,
+    bound: float | None = None,
+    unit: str = "x",
+    n: int = 0,
+    advisory: bool = False,
+) -> GateResult:
+    return GateResult(
+        gate="parity",
+        metric=metric,
+        limit=limit,
+        verdict=Verdict.PASS if passes else Verdict.FAIL,
+        reason=reason,
+        estimate=estimate,
+        bound=bound,
+        unit=unit,
+        n=n,
+        advisory=advisory,
     )

@@ -1,0 +1,246 @@
+"""compare tells a changed tree that no row shows, and what of a quantized file runs in int8."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper, parser
+
+from benchmarks.foreign_files import outcomes as foreign_outcomes
+from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.adapters.optimizers.onnxruntime import StaticQuantizer
+from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
+from onnx_ops.config.targets import load_profile
+from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.pipeline import Calibrate, Export, Quantize
+from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.compatibility import drop_zipmaps
+from onnx_ops.ports import ExportRequest, OptimizeRequest
+from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.tools.compare import ParityResult, compare
+from onnx_ops.tools.probing import generate_samples, shared_inputs
+from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
+from tests.support.suite import Sweep
+from tests.support.zipmap import zipped
+
+
+def compared(a: Path, b: Path) -> ParityResult:
+    samples = generate_samples(shared_inputs(a, b), count=64, dims={})
+    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
+
+
+@pytest.fixture
+def forest(tmp_path: Path) -> Path:
+    from sklearn.datasets import load_iris
+    from sklearn.ensemble import RandomForestClassifier
+
+    x, y = load_iris(return_X_y=True)
+    x = x.astype(np.float32)
+    path = tmp_path / "forest.onnx"
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": x}, path=path)
+    SklearnExporter().export(RandomForestClassifier(4, random_state=0).fit(x, y), request)
+    return path
+
+
+def test_a_forest_is_itself(forest: Path) -> None:
+    found = compared(forest, forest)
+    assert found.verdict is Verdict.PASS
+    assert found.trees is not None
+    assert (found.trees.trees, found.trees.changed) == (4, 0)
+
+
+def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
+    model = onnx.load(forest)
+    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
+    values.floats[0] = float(np.nextafter(np.float32(values.floats[0]), np.float32(np.inf)))
+    moved = forest.with_name("moved.onnx")
+    onnx.save(model, moved)
+    found = compared(forest, moved)
+    assert found.verdict is Verdict.FAIL
+    assert "tree 0, node 0: threshold" in found.reason
+    assert "A has" in found.reason
+
+
+def test_rows_beside_splits_show_a_forest_whose_splits_are_far_from_the_rows(forest: Path) -> None:
+    model = onnx.load(forest)
+    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
+    values.floats[:] = [value + 100 for value in values.floats]
+    far = forest.with_name("far.onnx")
+    onnx.save(model, far)
+    assert compared(far, far).verdict is Verdict.PASS
+
+
+def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
+    stored = forest.with_name("forest.ort")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(stored)
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    ort.InferenceSession(str(forest), options, providers=["CPUExecutionProvider"])
+    for found in (compared(stored, forest), compared(forest, stored)):
+        assert (found.verdict, found.trees) == (Verdict.PASS, None)
+        assert "splits" in {one.group for one in found.differences}
+
+
+def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
+    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
+    write_perceptron(source)
+    section = Quantize(name="int8", method="static", calibrate=Calibrate(), exclude=("third",))
+    StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64)))
+    found = compared(source, derived)
+    assert found.coverage is not None
+    assert found.coverage.int8 == ("first", "second")
+    assert [one.name for one in found.coverage.floats] == ["third"]
+    assert compared(source, source).coverage is None
+
+
+_HEAD = '<ir_version: 9, opset_import: ["" : 18]>'
+_HALVES = "(float[N,4] x) => (seq(float[N,2]) y) { y = SplitToSequence<axis: int = 1>(x, two) }"
+_THREE = (
+    "(float[N,4] x) => (seq(float[N,2]) y) { s = SplitToSequence<axis: int = 1>(x, two)\n z = Sub(x, x)\n "
+    "h = Slice(z, begin, end, axis)\n y = SequenceInsert(s, h) }"
+)
+_ROWS = "(float[N,4] x) => (seq(float[1,4]) y) { y = SplitToSequence<axis: int = 0>(x) }"
+_SAME = "(float[N,4] x) => (optional(float[N,4]) y) { y = Optional(x) }"
+_NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Optional(z) }"
+
+
+def write(path: Path, text: str, **constants: Any) -> Path:
+    model = parser.parse_model(f"{_HEAD} g {text}")
+    for name, value in constants.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), name))
+    onnx.save(model, path)
+    return path
+
+
+def compared_outputs(a: Path, b: Path) -> ParityResult:
+    samples = generate_samples(shared_inputs(a, b), count=16, dims={})
+    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        (_HALVES, _HALVES, Verdict.PASS),
+        (_HALVES, _THREE, Verdict.FAIL),
+        (_THREE, _HALVES, Verdict.FAIL),
+        (_ROWS, _ROWS, Verdict.PASS),
+        (_SAME, _SAME, Verdict.PASS),
+        (_SAME, _NEGATED, Verdict.FAIL),
+    ],
+    ids=["sequence", "longer", "shorter", "as-long-as-the-batch", "optional", "other-optional"],
+)
+def test_sequences_are_compared_by_elements_and_length(tmp_path: Path, a: str, b: str, verdict: Verdict) -> None:
+    constants = {"two": 2, "begin": [0], "end": [2], "axis": [1]}
+
+    def path(name: str, text: str) -> Path:
+        return write(tmp_path / name, text, **{k: v for k, v in constants.items() if k in text})
+
+    assert compared_outputs(path("a.onnx", a), path("b.onnx", b)).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("keys", "verdict"), [([0, 1, 2], Verdict.PASS), ([1, 2, 3], Verdict.FAIL), ([2, 0, 1], Verdict.FAIL)]
+)
+def test_maps_are_compared_by_keys_and_values(tmp_path: Path, keys: list[int], verdict: Verdict) -> None:
+    onnx.save(zipped([0, 1, 2]), tmp_path / "a.onnx")
+    onnx.save(zipped(keys), tmp_path / "b.onnx")
+    assert compared_outputs(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is verdict
+
+
+@pytest.mark.parametrize("dropped", ["a.onnx", "b.onnx"])
+def test_maps_and_the_matrix_that_they_are_made_of_are_the_same(tmp_path: Path, dropped: str) -> None:
+    plain = zipped([0, 1, 2])
+    assert drop_zipmaps(plain) == ("probabilities",)
+    for name in ("a.onnx", "b.onnx"):
+        onnx.save(plain if name == dropped else zipped([0, 1, 2]), tmp_path / name)
+    assert compared_outputs(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is Verdict.PASS
+
+
+def test_a_file_that_imports_trees_only_imports_the_default_operators_for_its_matrix() -> None:
+    model = zipped([0, 1, 2])
+    del model.opset_import[0]
+    model.graph.node[0].CopyFrom(helper.make_node("Normalizer", ["x"], ["p"], domain="ai.onnx.ml"))
+    drop_zipmaps(model)
+    assert {entry.domain for entry in model.opset_import} == {"", "ai.onnx.ml"}
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_a_file_without_maps_is_left_as_it_is() -> None:
+    model = parser.parse_model(f"{_HEAD} g {_SAME}")
+    before = model.SerializeToString(deterministic=True)
+    assert drop_zipmaps(model) == ()
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_file_too_new_for_the_target_is_refused_before_it_runs(tmp_path: Path) -> None:
+    write_perceptron(tmp_path / "new.onnx", opset=99)
+    with pytest.raises(UserError, match="accepts opset") as caught:
+        compared_outputs(tmp_path / "new.onnx", tmp_path / "new.onnx")
+    assert caught.value.remedy
+
+
+_KIND = "other domains"
+"""An operator that no target has, and one of ONNX Runtime's own."""
+
+
+def test_files_of_other_domains_end_in_verdicts_and_refusals_with_a_remedy(tmp_path: Path) -> None:
+    found = list(foreign_outcomes(tmp_path, only=_KIND))
+    assert [one for one in found if one.fault] == []
+    assert {one.command for one in found} == {"inspect", "judge", "quantize", "bench"}
+    assert {one.code for one in found} <= {0, 2, 4}
+
+
+TROUBLE = {
+    "node/test_stft": ("MeasurementError", signal.SIGFPE.name),
+    "node/test_constantofshape_int_zeros": ("UserError", "has another shape for other rows"),
+    "node/test_nonzero_example": ("UserError", "has another shape for other rows"),
+}
+
+
+SAMPLE = {
+    name: operator
+    for line in (Path(__file__).parent / "backend_sample.txt").read_text(encoding="utf-8").splitlines()
+    for name, _, operator in [line.partition(" ")]
+}
+"""Forty models that chance has chosen, and those of `TROUBLE`; with the module of the onnx package that makes them."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = write_models(tmp_path_factory.mktemp("models"), sorted(set(SAMPLE.values()) - {""}))
+    return {"/".join(path.parts[-3:-1]): path for path in found}
+
+
+def test_a_sample_ends_in_verdicts_and_typed_errors(models: dict[str, Path], sweep: Sweep) -> None:
+    found = tuple(outcomes([models[name] for name in sweep(name for name in SAMPLE if name not in TROUBLE)]))
+    assert [one for one in found if one.fault] == []
+    assert {one.tool for one in found} == {"inspect", "judge"}
+    assert {"pass", "valid"} <= {one.kind for one in found}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_what_once_was_trouble_is_told(name: str, models: dict[str, Path]) -> None:
+    kind, said = TROUBLE[name]
+    assert look(models[name]).kind == "valid"
+    found = hold_against_itself(models[name])
+    assert found.kind == kind
+    assert said in found.text
+
+
+def test_a_process_that_dies_is_told_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every process dies at once, since its interpreter ends with 3."""
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\nread line\nexit 3\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    paths = [tmp_path / "node" / name / "model.onnx" for name in ("a", "b")]
+    assert list(outcomes(paths)) == [
+        Outcome(model=f"node/{name}", tool="inspect", kind="crashed", text="exit 3") for name in ("a", "b")
+    ]
