@@ -57,14 +57,9 @@ def _started(process: int) -> str:
     with suppress(PermissionError):  # another user's process, on a system that hides these
         if Path("/proc/self").exists():
             return read_start_time(process) or ""
-    return "unknown" if _runs(process) else ""
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    with suppress(PermissionError):  # it runs, too
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return ""
+    return "unknown"

@@ -33,7 +33,7 @@ def keys_list(as_json: AsJson = False) -> None:
 
     Example: onnx-ops keys list
     """
-    known = _keyring().known()
+    known = _keyring().list_keys()
     if as_json:
         print_json([_document(one) for one in known])
         return
@@ -59,7 +59,7 @@ def keys_new(
     from onnx_ops.domain.artifact import short_digest
 
     path = out or _settings().signing_key
-    key = _keyring().new(path).key
+    key = _keyring().create(path).key
     if as_json:
         print_json({"key": key, "private": str(path), "public": str(public_path(path))})
     else:

@@ -25,21 +25,21 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def keyring(places: tuple[Path, Path]) -> Keyring:
     ring = Keyring(*places)
-    ring.new()
+    ring.create()
     return ring
 
 
 def test_a_new_key_is_trusted_at_once(keyring: Keyring, places: tuple[Path, Path]) -> None:
-    (one,) = keyring.known()
+    (one,) = keyring.list_keys()
     assert (one.signs, one.trusted) == (True, True)
     assert places[0].stat().st_mode & 0o077 == 0
     with pytest.raises(UserError, match="there is a key already"):
-        keyring.new()
+        keyring.create()
 
 
 def test_another_key_is_made_where_it_is_wanted(keyring: Keyring, tmp_path: Path) -> None:
-    made = keyring.new(tmp_path / "server" / "override.pem")
-    assert made.key not in [one.key for one in keyring.known()]
+    made = keyring.create(tmp_path / "server" / "override.pem")
+    assert made.key not in [one.key for one in keyring.list_keys()]
     assert (tmp_path / "server" / "override.pub.pem").exists()
 
 
@@ -55,7 +55,7 @@ def test_after_a_rotation_old_decisions_hold_and_new_ones_are_signed_anew(
     trusted = TrustedKeys(places[1])
     trusted.verify(RECORD, signature, old)
     trusted.verify(RECORD, now.sign(RECORD), new)
-    assert [(one.key, one.signs, one.trusted) for one in keyring.known()] == [(new, True, True), (old, False, True)]
+    assert [(one.key, one.signs, one.trusted) for one in keyring.list_keys()] == [(new, True, True), (old, False, True)]
     third = keyring.rotate()[1]
     assert set(trusted.keys()) == {old, new, third}
 
@@ -105,13 +105,13 @@ def test_a_retired_key_counts_no_more_and_is_kept_for_the_record(keyring: Keyrin
     assert all(path.name.endswith(".retired.pem") and path.exists() for path in kept)
     with pytest.raises(InvalidSignatureError, match="is not trusted"):
         TrustedKeys(places[1]).verify(RECORD, old.sign(RECORD), old.key)
-    assert [(one.signs, one.trusted) for one in keyring.known()] == [(True, True), (False, False)]
+    assert [(one.signs, one.trusted) for one in keyring.list_keys()] == [(True, True), (False, False)]
     with pytest.raises(NotFoundError, match="no trusted key begins with"):
         keyring.find(hex_digits(old.key))
 
 
 def test_the_key_that_signs_is_not_retired(keyring: Keyring) -> None:
-    (one,) = keyring.known()
+    (one,) = keyring.list_keys()
     with pytest.raises(RefusedError, match="this machine signs with key"):
         keyring.retire(one)
 
@@ -122,11 +122,11 @@ def test_a_key_is_found_by_enough_of_its_digits(keyring: Keyring) -> None:
         keyring.find("zz")
     with pytest.raises(NotFoundError):
         keyring.find("")
-    for one in keyring.known():
+    for one in keyring.list_keys():
         assert keyring.find(one.key) == one
     for _ in range(20):
         keyring.rotate()
-    first = [hex_digits(one.key)[0] for one in keyring.known()]
+    first = [hex_digits(one.key)[0] for one in keyring.list_keys()]
     repeated = next(digit for digit in first if first.count(digit) > 1)
     with pytest.raises(UserError, match="several keys begin with"):
         keyring.find(repeated)
@@ -136,7 +136,7 @@ def test_a_machine_that_only_verifies_has_trusted_keys_alone(tmp_path: Path) -> 
     create_key(tmp_path / "elsewhere" / "ci.pem")
     (tmp_path / "trusted").mkdir()
     shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
-    (one,) = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").known()
+    (one,) = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").list_keys()
     assert (one.signs, one.trusted) == (False, True)
     with pytest.raises(NotFoundError, match="the signing key cannot be read"):
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate()

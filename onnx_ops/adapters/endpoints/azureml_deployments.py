@@ -73,7 +73,12 @@ class AzureDeployments:
         def step() -> bool | None:
             resource = self._client.settled_deployment(name)
             if resource is not None and has_succeeded(resource):
-                self._require_ours(resource)
+                if (resource.tags or {}).get(OWNER) != self._client.owner or record_of(resource.tags or {}) is None:
+                    raise RefusedError(
+                        f"a deployment {name} exists that is not ours",
+                        where=self._client.owner,
+                        remedy="Delete it, or choose another `name` for the endpoint.",
+                    )
                 return self._autoscaling.apply(resource) or None
             if resource is not None:
                 self.delete(name)
@@ -162,14 +167,6 @@ class AzureDeployments:
 
     def _environment_name(self) -> str:
         return f"onnx-ops-{short_digest(digest_bytes(self._settings.image.encode()))}"
-
-    def _require_ours(self, resource: ManagedOnlineDeployment) -> None:
-        if (resource.tags or {}).get(OWNER) != self._client.owner or record_of(resource.tags or {}) is None:
-            raise RefusedError(
-                f"a deployment {resource.name} exists that is not ours",
-                where=self._client.owner,
-                remedy="Delete it, or choose another `name` for the endpoint.",
-            )
 
 
 class Autoscaling:

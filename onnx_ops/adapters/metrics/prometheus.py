@@ -138,7 +138,13 @@ class PrometheusMetrics:
     def _page(self, config: EndpointConfig) -> _Page:
         page = _Page()
         for sample in self._query(self._names.build_query(config.endpoint, (*_SHADOW, *_OUTCOMES), _SCRAPED), config):
-            _add(page, self._names, *_sample(sample, config))
+            try:
+                labels, value = dict(sample["metric"]), float(sample["value"][1])
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise _invalid_answer(config, sample) from error
+            if not math.isfinite(value):
+                raise _invalid_answer(config, sample)
+            _add(page, self._names, labels, value)
         if not page.origins or not math.isfinite(page.scraped_at):
             raise ServiceUnavailableError(
                 "Prometheus has no samples of the endpoint",
@@ -170,16 +176,6 @@ class PrometheusMetrics:
         return samples
 
 
-def _sample(sample: Any, config: EndpointConfig) -> tuple[Mapping[str, str], float]:
-    try:
-        labels, value = dict(sample["metric"]), float(sample["value"][1])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise _invalid_answer(config, sample) from error
-    if not math.isfinite(value):
-        raise _invalid_answer(config, sample)
-    return labels, value
-
-
 def _add(page: _Page, names: SeriesNames, labels: Mapping[str, str], value: float) -> None:
     metric, deployment = labels.get("__name__", ""), labels.get(names.deployment_label, "")
     if _SCRAPED in labels:
@@ -199,20 +195,22 @@ def _add(page: _Page, names: SeriesNames, labels: Mapping[str, str], value: floa
 def _tally(page: _Page, deployment: str, thresholds: LatencyThresholds | None) -> RequestCounts:
     limits = {} if thresholds is None else thresholds.by_guardrail()
     statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
+    timed = max(buckets.values(), default=None)
+
+    def over(limit_s: float) -> int | None:
+        """Return the requests slower than a bound of the histogram; None for any other latency."""
+        below = (count for bound, count in buckets.items() if math.isclose(bound, limit_s, rel_tol=_SAME))
+        count = next(below, None)
+        return None if count is None or timed is None else timed - count
+
     return RequestCounts(
         requests=sum(statuses.values()),
         errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
         refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
         outcomes=page.counters[_OUTCOMES[0]][deployment],
         successes=page.counters[_OUTCOMES[1]][deployment],
-        timed=max(buckets.values(), default=None),
-    ).with_over({name: _over(buckets, limit_s) for name, limit_s in limits.items()})
-
-
-def _over(buckets: Mapping[float, int], bound_s: float) -> int | None:
-    """Return the requests slower than a bound of the histogram; None for any other latency."""
-    below = [count for bound, count in buckets.items() if math.isclose(bound, bound_s, rel_tol=_SAME)]
-    return max(buckets.values()) - below[0] if below else None
+        timed=timed,
+    ).with_over({name: over(limit_s) for name, limit_s in limits.items()})
 
 
 def _invalid_answer(config: EndpointConfig, answer: object) -> ServiceUnavailableError:

@@ -59,10 +59,14 @@ def create_key(path: Path) -> EcdsaSigner:
         InfrastructureError: the folder cannot be written.
         NotFoundError, RefusedError, UserError: as `EcdsaSigner` does, of an existing key.
     """
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            create_file(path, _new_private_pem())
+            private = generate_private_key(SECP256R1())
+            create_file(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         signer = EcdsaSigner(path)
         public = public_path(path)
         if not public.exists() or public.read_bytes() != signer.public_pem():
@@ -106,10 +110,3 @@ def _private_key(pem: bytes, path: Path) -> EllipticCurvePrivateKey:
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
         raise build_key_error("private", str(path))
     return key
-
-
-def _new_private_pem() -> bytes:
-    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    return generate_private_key(SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,19 +37,20 @@ class Keyring:
         self._signing = signing
         self._trusted = trusted
 
-    def known(self) -> tuple[KnownKey, ...]:
+    def list_keys(self) -> tuple[KnownKey, ...]:
         """Return all keys: the signing one first, then the trusted, then the retired.
 
         Raises:
             UserError: a file does not hold a public key of ECDSA P-256.
             RefusedError: the private key may be read by others.
         """
-        mine = self._signing_key()
+        mine = EcdsaSigner(self._signing).key if self._signing.exists() else None
         files: dict[tuple[Digest, bool], list[Path]] = {}
         if mine is not None:
             trusted = TrustedKeys(self._trusted).keys()
             files[mine, mine in trusted] = [self._signing]
-        for path in self._files():
+        public, retired = (sorted(self._trusted.glob(f"*{suffix}")) for suffix in (PUBLIC_SUFFIX, RETIRED_SUFFIX))
+        for path in (*public, *retired):
             (key,) = TrustedKeys(path).keys()
             files.setdefault((key, path.name.endswith(PUBLIC_SUFFIX)), []).append(path)
         known = [
@@ -59,7 +59,7 @@ class Keyring:
         ]
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
-    def new(self, path: Path | None = None) -> EcdsaSigner:
+    def create(self, path: Path | None = None) -> EcdsaSigner:
         """Create a key pair, by default this machine's signing key.
 
         Raises:
@@ -70,7 +70,7 @@ class Keyring:
             raise UserError("there is a key already", where=str(path), remedy="Replace it with `onnx-ops keys rotate`.")
         signer = create_key(path)
         if path == self._signing:
-            self._announce(signer)
+            self._trust(signer)
         return signer
 
     def rotate(self) -> tuple[Digest, Digest]:
@@ -88,8 +88,8 @@ class Keyring:
         old = EcdsaSigner(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
         new = create_key(following)
-        self._announce(old)
-        self._announce(new)
+        self._trust(old)
+        self._trust(new)
         following.replace(self._signing)
         public_path(following).replace(public_path(self._signing))
         return old.key, new.key
@@ -102,7 +102,7 @@ class Keyring:
             UserError: several do.
         """
         prefix = hex_digits(Digest(text.lower()))
-        trusted = [known for known in self.known() if known.trusted]
+        trusted = [known for known in self.list_keys() if known.trusted]
         matches = [known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)]
         if len(matches) > 1:
             raise UserError(f"several keys begin with {text}", remedy="Write more of its digits.")
@@ -128,14 +128,7 @@ class Keyring:
         kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
         return tuple(path.replace(retired) for path, retired in kept)
 
-    def _signing_key(self) -> Digest | None:
-        return EcdsaSigner(self._signing).key if self._signing.exists() else None
-
-    def _files(self) -> Iterator[Path]:
-        for suffix in (PUBLIC_SUFFIX, RETIRED_SUFFIX):
-            yield from sorted(self._trusted.glob(f"*{suffix}"))
-
-    def _announce(self, signer: EcdsaSigner) -> None:
+    def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,9 @@ class ModelFolders:
                 f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
                 remedy="The artifact was changed after it was registered; run the pipeline again.",
             )
-        _check_weights(folder)
+        for path in sorted(folder.glob("*.onnx")):  # refuses a model that reads outside its folder or its weights
+            with contextlib.suppress(UserError):  # other problems are reported when it is loaded
+                read_structure(path)
         place = self._folder(manifest.digest())
         if self.location(manifest.digest()) is None:
             self._place(folder, place)
@@ -110,13 +112,6 @@ class ModelFolders:
 
     def _folder(self, manifest: Digest) -> Path:
         return self._root / hex_digits(manifest)
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuse a model that reads outside its folder, or beyond its weights, before any server loads it."""
-    for path in sorted(folder.glob("*.onnx")):
-        with contextlib.suppress(UserError):  # other problems are reported when it is loaded
-            read_structure(path)
 
 
 def manifest_of(folder: Path) -> Manifest:
