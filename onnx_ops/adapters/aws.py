@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le, Unit
 
 from onnx_ops.adapters.host import machine_vendor
+from onnx_ops.adapters.retry import retry
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, hex_digits
 from onnx_ops.domain.quantities import Json
@@ -187,16 +188,11 @@ def create_once(send: Callable[[], object]) -> None:
     """
     from botocore.exceptions import ClientError
 
-    for attempt in range(_ATTEMPTS):
-        try:
-            send()
-        except ClientError as error:
-            if code_of(error) in _TAKEN:
-                return
-            if code_of(error) not in _RACED or attempt == _ATTEMPTS - 1:
-                raise
-        else:
-            return
+    try:
+        retry(send, lambda error: isinstance(error, ClientError) and code_of(error) in _RACED, _ATTEMPTS)
+    except ClientError as error:
+        if code_of(error) not in _TAKEN:
+            raise
 
 
 def code_of(error: Any) -> str:

@@ -7,19 +7,18 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.errors import ConflictError, RefusedError
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is being written, or whose writer was killed."""
 UNFINISHED_S = 3600.0
 """Age at which such a file counts as left by a killed writer."""
-_LOCK_PAUSE_S = 0.02
 
 
 def fsync_folder(folder: Path) -> None:
@@ -102,12 +101,9 @@ def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None
         ConflictError: another process holds it for longer than `timeout_s`.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    deadline = time.monotonic() + timeout_s
     with path.open("a") as stream:
-        while not try_lock(stream.fileno(), fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise ConflictError("another process is changing this endpoint", where=where)
-            time.sleep(_LOCK_PAUSE_S)
+        if not wait_until(lambda: try_lock(stream.fileno(), fcntl.LOCK_EX), timeout_s):
+            raise ConflictError("another process is changing this endpoint", where=where)
         yield
 
 

@@ -25,7 +25,7 @@ from onnx_ops.adapters.azure import (
     timeouts,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
-from onnx_ops.adapters.endpoints.cloud import attempts, converge
+from onnx_ops.adapters.retry import attempts, converge
 from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.plugins import EXTRAS, require
 
@@ -196,7 +196,7 @@ class AzureClient:
         """Repeat a step until it returns something, while Azure is busy or does not answer writes.
 
         Args:
-            step: as for `cloud.converge`.
+            step: as for `retry.converge`.
             where: for errors; the endpoint by default.
             retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
 

@@ -14,7 +14,7 @@ from onnx_ops.adapters.azure import request_resource
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded, no_answer
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
-from onnx_ops.adapters.endpoints.cloud import converge
+from onnx_ops.adapters.retry import converge
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import ConflictError, RefusedError, ServiceUnavailableError

@@ -23,8 +23,8 @@ from onnx_ops.adapters.endpoints.azureml_client import (
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, foreign_tags, generation_of
-from onnx_ops.adapters.endpoints.cloud import converge
 from onnx_ops.adapters.files import durable_file, exclusive_lock
+from onnx_ops.adapters.retry import converge
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
 
 if TYPE_CHECKING:

@@ -1,11 +1,10 @@
-"""What the providers of managed clouds share: the loop that converges, verified files, pieces of text, diagnosis."""
+"""What the providers of managed clouds share: their base, verified files, pieces of text, diagnosis."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from onnx_ops import plugins
 from onnx_ops.attestation import TrustedKeys
@@ -16,8 +15,6 @@ from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, Re
 from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.server_process import explain_unservable
-
-T = TypeVar("T")
 
 
 class CloudEndpoints:
@@ -43,50 +40,6 @@ class CloudEndpoints:
 
     def _trusted_keys(self) -> str:
         return "" if self._keys is None else self._keys.encoded()
-
-
-def attempts(timeout_s: float, pause_s: float, *, longest_s: float = 0.0, at_least: int = 1) -> Iterator[int]:
-    """Count attempts, pausing between them, until the time is over.
-
-    Args:
-        timeout_s: time after which no further attempt begins.
-        pause_s: pause after the first attempt.
-        longest_s: limit up to which pauses grow by half each time; 0: they do not grow.
-        at_least: attempts that are made even if the time is over.
-    """
-    deadline, count = time.monotonic() + timeout_s, 0
-    while count < at_least or time.monotonic() < deadline:
-        yield count
-        count += 1
-        time.sleep(pause_s)
-        pause_s = max(pause_s, min(pause_s * 1.5, longest_s))
-
-
-def converge(
-    step: Callable[[], T | None],
-    tries: Iterable[object],
-    timeout: Callable[[], OnnxOpsError],
-    *,
-    retried: tuple[type[OnnxOpsError], ...] = (),
-) -> T:
-    """Repeat a step until it returns something: observe, compare with the goal, make the one call that is due.
-
-    Args:
-        step: returns None as long as the goal is not reached.
-        tries: how often, and with which pauses, as by `attempts`.
-        timeout: makes the error that is raised when no attempt is left and none has failed.
-        retried: errors after which the step is repeated; the last one is raised when no attempt is left.
-    """
-    last: OnnxOpsError | None = None
-    for _ in tries:
-        try:
-            result = step()
-        except retried as error:
-            last = error
-        else:
-            if result is not None:
-                return result
-    raise last or timeout()
 
 
 def verified_files(deployment: Deployment) -> dict[str, Path]:

@@ -10,11 +10,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from onnx_ops.adapters.files import durable_file, exclusive_lock, try_lock
+from onnx_ops.adapters.retry import wait_until
 from onnx_ops.config.server_options import format_flags
 from onnx_ops.errors import CorruptStateError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.messages import STATE_PATH, read_message
@@ -145,7 +145,7 @@ class LocalServer:
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
         """Return whether no server runs, or it stops within the time."""
-        return _wait_until(lambda: self._pid() is None, timeout_s)
+        return wait_until(lambda: self._pid() is None, timeout_s)
 
     def request(
         self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
@@ -186,7 +186,7 @@ class LocalServer:
     def _signal_workers(self, number: signal.Signals, timeout_s: float) -> None:
         for worker in list_workers(self.folder):
             signal_worker(worker, self.folder, number)
-        _wait_until(lambda: not list_workers(self.folder), timeout_s)
+        wait_until(lambda: not list_workers(self.folder), timeout_s)
 
     def _make_token(self) -> None:
         path = self.folder / TOKEN_FILE
@@ -202,12 +202,3 @@ class LocalServer:
         return ServiceUnavailableError(
             what, where=self.folder.name, why="its log ends: " + " | ".join(lines), remedy=f"The whole log is {log}."
         )
-
-
-def _wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_PAUSE_S)
-    return True

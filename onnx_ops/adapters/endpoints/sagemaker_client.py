@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from onnx_ops import codec
 from onnx_ops.adapters.aws import Clients, code_of, create_once, says, translated
-from onnx_ops.adapters.endpoints.cloud import attempts, converge
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
+from onnx_ops.adapters.retry import attempts, converge
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, ServiceUnavailableError
 

@@ -26,6 +26,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     VARIANT,
     decision_tags,
 )
+from onnx_ops.adapters.retry import retry
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
 from onnx_ops.scratch import Scratch
@@ -355,14 +356,10 @@ def _log_inputs(client: MlflowClient, run_id: str, inputs: Sequence[DatasetInput
     """Log data sets, again where another publisher created one at the same time: MLflow checks before it inserts."""
     from mlflow.exceptions import MlflowException
 
-    for attempt in range(_CONFLICT_ATTEMPTS):
-        try:
-            client.log_inputs(run_id, inputs)
-        except MlflowException as error:
-            if attempt == _CONFLICT_ATTEMPTS - 1 or "unique" not in str(error).lower():
-                raise
-        else:
-            return
+    def is_duplicate(error: Exception) -> bool:
+        return isinstance(error, MlflowException) and "unique" in str(error).lower()
+
+    retry(lambda: client.log_inputs(run_id, inputs), is_duplicate, _CONFLICT_ATTEMPTS)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
