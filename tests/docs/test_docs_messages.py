@@ -11,7 +11,7 @@ import pytest
 from tests.docs.docs_blocks import ROOT, blocks_of
 
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
-SECTIONS = ["You see", "Now", "Why", "So that it does not happen"]
+SECTIONS = ["Symptoms", "Fix", "Cause", "Prevention"]
 _SHORTEST = 7
 
 
@@ -41,7 +41,7 @@ def test_a_message_on_a_page_is_one_of_the_program(page: Path, messages: list[re
 
 
 @pytest.mark.parametrize("page", [page for page in RUNBOOKS if page.stem != "index"], ids=lambda page: page.stem)
-def test_a_page_says_what_is_seen_what_to_do_and_why(page: Path) -> None:
+def test_a_runbook_has_its_four_sections(page: Path) -> None:
     headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == SECTIONS
 
