@@ -41,7 +41,7 @@ class CloudWatchSettings(AwsAccess):
 class CloudWatchMetrics:
     """Counts and percentiles of variants. Answers 4xx of the model, such as a full queue's 429, are refusals.
 
-    There is no histogram, so latencies are judged by the weaker rule of docs/rollouts.md.
+    There is no histogram, so latencies are judged by the weaker rule of docs/rollout-analysis.md.
 
     Args:
         settings: those of `CloudWatchSettings`.

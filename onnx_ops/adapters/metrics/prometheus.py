@@ -150,7 +150,7 @@ class PrometheusMetrics:
                 "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
                 why=f"no series {self._names.origin} was scraped within its look-back",
-                remedy="Check that the server is scraped, and its labels; see docs/rollouts.md.",
+                remedy="Check that the server is scraped, and its labels; see docs/metrics-sources.md.",
             )
         return page
 
