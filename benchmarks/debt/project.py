@@ -147,7 +147,7 @@ class Place:
     def is_paid(self) -> bool:
         """Whether the ledger says that the rollback took effect, and that version 2 may not come back."""
         state = self.state()
-        return state.pending_rollback is None and state.why_rejected(state.known["2"]) is not None
+        return state.pending_rollback is None and state.find_rejection(state.known["2"]) is not None
 
     def intents_for_the_rolled_back(self) -> int:
         """How many effects after the request, as the ledger shows them, were to give traffic to version 2."""

@@ -126,14 +126,14 @@ class Rollouts:
 
     def _ask(self, actual: EndpointState, roles: Roles, judged: AnalysisResult | None, now: float) -> Action | Wait:
         return choose_next_action(
-            wanted=CANDIDATE,
-            actual=actual,
+            desired=CANDIDATE,
+            observed=actual,
             roles=roles,
             policy=self._world.policy,
             target="t",
-            word=None,
+            command=None,
             now=now,
-            judged=judged,
+            analysis=judged,
         )
 
     def _look(self, look: int, active: Ints) -> None:
@@ -228,26 +228,30 @@ class Rollouts:
         for row, index in enumerate(active):
             total = (int(step[row, 1]), planned[self._roles[index].step].minimum)
             judged = AnalysisResult(
-                began=self._began[index],
+                started_at=self._began[index],
                 requests=total[0],
-                guards=tuple(
+                guardrails=tuple(
                     GuardrailResult(
-                        name=rail.name, evidence=float(found[column][row]), limit=limit, seen=total[0], needed=total[1]
+                        name=rail.name,
+                        evidence=float(found[column][row]),
+                        limit=limit,
+                        compared=total[0],
+                        required=total[1],
                     )
                     for column, rail in enumerate(policy.guardrails)
                 ),
-                short="" if shown[row] else "not shown yet",
-                mismatch="mismatch" if split[row] else "",
-                broken="gross failure" if any(_gross(r[row], float(gross[row])) for r in (last, step)) else "",
-                outcome=decisions[row],
-                outcome_line="the A/B test" if policy.ab else "",
+                unmet_target="" if shown[row] else "not shown yet",
+                split_mismatch="mismatch" if split[row] else "",
+                gross_failure="gross failure" if any(_gross(r[row], float(gross[row])) for r in (last, step)) else "",
+                ab_outcome=decisions[row],
+                ab_summary="the A/B test" if policy.ab else "",
             )
             self._follow(int(index), judged, now)
 
     def _follow(self, index: int, judged: AnalysisResult, now: float) -> None:
         action = self._ask(self._states[index], self._roles[index], judged, now)
         if isinstance(action, Wait):
-            held = action.kind in (WaitKind.PAUSED, WaitKind.HELD)
+            held = action.kind in (WaitKind.PAUSED, WaitKind.INCONCLUSIVE)
             self.ends[index] = "paused" if held or self.ends[index] == "paused" else "open"
             return
         self._roles[index], self._states[index] = action.roles, action.state

@@ -245,7 +245,7 @@ def _check_source(source: str, settings: Mapping[str, Json]) -> None:
 
 def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
     """Return how long its rollouts will take, for the author of the file."""
-    if not any(entry.rollout.judged for entry in pipeline.deploy):
+    if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy
 

@@ -184,8 +184,8 @@ def _render(view: RolloutView) -> RenderableType:
     head = f"[bold]{escape(view.endpoint)}[/bold] {escape(view.stable)} -> {escape(view.candidate)}"
     lines = [f"{head}: {' → '.join(marks)}, here for {view.seconds:.0f} s"]
     if view.judged is not None:
-        lines += [f"  {escape(guard.line)}" for guard in view.judged.guards]
-        lines += [f"  {escape(line)}" for line in (view.judged.outcome_line, view.judged.mismatch) if line]
+        lines += [f"  {escape(guard.summary)}" for guard in view.judged.guardrails]
+        lines += [f"  {escape(line)}" for line in (view.judged.ab_summary, view.judged.split_mismatch) if line]
     lines.append(f"  {escape(view.next)}")
     return Group(*(Text.from_markup(line, emoji=False) for line in lines))
 

@@ -168,7 +168,7 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    if policy.judged:
+    if policy.is_analyzed:
         return
     given = (("min_requests", policy.min_requests), ("bake", policy.bake), ("pause", policy.pause))
     timed = (("step_timeout", policy.step_timeout != DAY),)
@@ -180,7 +180,7 @@ def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 def _check_minimums(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     count, trials = len(policy.min_requests), len(policy.trials)
-    if policy.judged and count and not trials:
+    if policy.is_analyzed and count and not trials:
         message = "'min_requests' is for steps before 100%; a shadow has its own"
         yield Issue((*where, "min_requests"), message)
     elif count > 1 and count != trials:
@@ -191,7 +191,7 @@ def _check_minimums(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 def _check_pauses(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     known = [round(share * 100) for share in policy.trials]
     for index, share in enumerate(policy.pause):
-        if policy.judged and round(share * 100) not in known:
+        if policy.is_analyzed and round(share * 100) not in known:
             steps = quote_names(f"{percent}%" for percent in known) or "none"
             message = f"{share * 100:g}% is no step before 100%; those are {steps}"
             yield Issue((*where, "pause", index), message)

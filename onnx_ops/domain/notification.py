@@ -223,7 +223,7 @@ def _taken_back(before: ReleaseState, intent: Intent) -> _News:
         what, severity, headline = NotificationKind.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
         commands = {"Undo": _promote(before, version)}
     else:
-        by_hand = before.pending_rollback is not None and before.pending_rollback.by_hand
+        by_hand = before.pending_rollback is not None and before.pending_rollback.by_operator
         what = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
         severity = Severity.WARNING if by_hand else Severity.CRITICAL
         headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
@@ -275,7 +275,7 @@ def _held(before: ReleaseState, body: RolloutPaused) -> _News:
     paused = body.wait is WaitKind.PAUSED
     candidate = before.roles.candidate
     name = f"v{candidate.version}" if candidate is not None else "the rollout"
-    waits = {WaitKind.PAUSED: "is paused", WaitKind.WORD: "waits for an operator's word"}
+    waits = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
     return _News(
         what=NotificationKind.PAUSED if paused else NotificationKind.HELD,
         severity=Severity.WARNING,

@@ -1,10 +1,12 @@
-"""What the figures of a rollout say at one moment, and what follows for its present step. Nothing here counts.
+"""The rollout state machine: its values, and the pure function that chooses the next action.
 
-How traffic moves from champion to challenger: the roles, and the one pure function that decides.
+    first-deployment -> (start -> advance* -> finish) -> retire-previous
+                                    \\-> abort                  \\-> rollback
 
-`choose_next_action` takes the desired state, the ledger's state, the metrics and the time, and returns the one thing to
-do next. It knows nothing of providers, registries or processes; drivers apply its answer and write
-it down.
+`choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger, the policy, the
+analysis of the metrics, the operator's command and the time, and returns the one `Action` to perform or the reason to
+`Wait`. It knows no provider, registry or process: `release.reconcile` applies the action and records it with
+`release.journal`; `domain.ledger` folds the record into the roles; `domain.rollout_policy` plans the steps.
 """
 
 from __future__ import annotations
@@ -18,201 +20,15 @@ from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy
 
-_WORTH_TELLING = 1.5
-"""Design effect from which the line of a guardrail mentions it."""
-
-
-class WaitKind(StrEnum):
-    """Why nothing is done now."""
-
-    IDLE = "idle"
-    WATCHING = "watching"
-    WORD = "waits-for-a-word"
-    PAUSED = "paused"
-    HELD = "held"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Nothing to do now, and why. A rollout that is paused or held goes on by an operator's word only."""
-
-    why: str
-    settled: bool
-    kind: WaitKind = WaitKind.IDLE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardrailResult:
-    """One guardrail: events among requests of either version, and the evidence (log10) that the candidate has more.
-
-    `low` and `high` bound the odds ratio at any time; None where it was not computed. `seen` counts what the evidence
-    rests on during the present step, of which `needed` are needed before the step may be left. `effect` is how many
-    requests are worth one independent request. Where it `holds`, the candidate stays at its step. `rule` is told where
-    the counts are not what was judged. `place` is where in a distribution the counts speak most against the candidate.
-    """
-
-    name: str
-    place: str = ""
-    canary: tuple[int, int] = (0, 0)
-    stable: tuple[int, int] = (0, 0)
-    evidence: float = 0.0
-    limit: float
-    low: float | None = None
-    high: float | None = None
-    effect: float = 1.0
-    holds: bool = False
-    seen: int = 0
-    needed: int = 0
-    rule: str = ""
-
-    @property
-    def fired(self) -> bool:
-        return self.evidence >= self.limit
-
-    @property
-    def line(self) -> str:
-        """One line for a person."""
-        where = f"above {self.place} " if self.place else ""
-        counts = self.rule or f"{where}canary {_share(*self.canary)} vs stable {_share(*self.stable)}"
-        between = "" if self.low is None or self.high is None else f"odds ratio {_bounds(self.low, self.high)}, "
-        worth = f"{self.effect:.2g} requests count as one, " if self.effect >= _WORTH_TELLING else ""
-        told = f"{self.name}: {counts}; {between}{worth}evidence {_to_one(self.evidence)} (limit {_to_one(self.limit)})"
-        return f"{told} -> {'HOLD' if self.holds else 'ROLL BACK'}" if self.fired else told
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnalysisResult:
-    """All that is known about a rollout now. Every text is empty where there is nothing to say.
-
-    `began` is when the step took effect, `requests` counts the candidate's since then (copies, while it is a shadow).
-    `short` says which figure is not good enough to go on, `mismatch` that traffic is not split as it should be,
-    `broken` that the candidate fails grossly. `outcome` is the A/B test's, with its `outcome_line`.
-    """
-
-    began: float
-    requests: int = 0
-    guards: tuple[GuardrailResult, ...] = ()
-    short: str = ""
-    mismatch: str = ""
-    broken: str = ""
-    outcome: Literal["better", "worse", "undecided"] = "undecided"
-    outcome_line: str = ""
-
-    @property
-    def alarm(self) -> str:
-        """Why the candidate must go, in one line; empty if nothing says so."""
-        worst = self._worst(holds=False)
-        return self.broken or worst or (self.outcome_line if self.outcome == "worse" else "")
-
-    @property
-    def held(self) -> str:
-        """Why the candidate may not get more traffic, in one line; empty if nothing says so."""
-        return self._worst(holds=True)
-
-    def _worst(self, *, holds: bool) -> str:
-        fired = [guard for guard in self.guards if guard.fired and guard.holds is holds]
-        return max(fired, key=lambda guard: guard.evidence - guard.limit).line if fired else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """The step is done; `why` in one line."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """The candidate must go; `why` in one line."""
-
-    why: str
-
-
-def evaluate_step(
-    name: str, step: PlannedStep, policy: RolloutPolicy, judged: AnalysisResult | None, now: float
-) -> Advance | Abort | Wait:
-    """What follows for the present step from what is known. Without figures nothing ever moves.
-
-    Args:
-        name: of the candidate.
-        step: where the rollout is.
-        policy: what has to be shown.
-        judged: what is known; None if nothing was counted yet.
-        now: seconds since the epoch.
-    """
-    held = f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.copied} %"
-    if judged is None:
-        return Wait(why=f"{held}; nothing was counted yet", settled=False, kind=WaitKind.WATCHING)
-    if judged.alarm:
-        return Abort(why=judged.alarm)
-    if why := judged.mismatch or judged.held:
-        why = f"{held} and is paused: {why}"
-        return Wait(why=why, settled=False, kind=WaitKind.PAUSED)
-    spent = now - judged.began
-    missing = _missing(step, policy, judged, spent)
-    if step.kind == "ab" and policy.ab is not None and judged.outcome != "better":
-        if spent >= policy.ab.duration:
-            return _time_is_over(held, policy.ab.undecided, judged, missing)
-        missing = missing or judged.outcome_line or "no outcome was reported"
-    elif missing and spent >= policy.step_timeout:
-        why = f"{held} and is held for an operator: step_timeout is over and {missing}"
-        return Wait(why=why, settled=False, kind=WaitKind.HELD)
-    if missing:
-        return Wait(why=f"{held}: {missing}", settled=False, kind=WaitKind.WATCHING)
-    if step.approval:
-        why = f"{held}, nothing speaks against it, and it waits for an operator's word"
-        return Wait(why=why, settled=False, kind=WaitKind.WORD)
-    shown = judged.guards[-1].line if step.kind == "cold" else judged.outcome_line
-    return Advance(why=shown or f"nothing against it in {judged.requests} requests")
-
-
-def _missing(step: PlannedStep, policy: RolloutPolicy, judged: AnalysisResult, spent: float) -> str:
-    """What keeps a step from being left; empty if nothing does. Only what was shown counts as shown."""
-    if not judged.requests >= step.minimum:
-        return f"{judged.requests} of {step.minimum} requests"
-    for guard in judged.guards:
-        if not guard.seen >= guard.needed:
-            return f"{guard.name} could be compared {guard.seen} times of {guard.needed}"
-    if judged.short:
-        return judged.short
-    if policy.bake is not None and step.kind != "cold" and not spent >= policy.bake:
-        return f"{spent:.0f} s of {policy.bake:g} s"
-    return ""
-
-
-def _time_is_over(held: str, undecided: str, judged: AnalysisResult, missing: str) -> Advance | Abort | Wait:
-    why = f"the A/B test is over and undecided: {judged.outcome_line or 'no outcome was reported'}"
-    if undecided == "abort":
-        return Abort(why=why)
-    if undecided == "finish" and judged.outcome_line and not missing:
-        return Advance(why=why)
-    return Wait(why=f"{held} and is held for an operator: {why}", settled=False, kind=WaitKind.HELD)
-
-
-def _share(events: int, requests: int) -> str:
-    return f"{events}/{requests}" + (f" ({100 * events / requests:.2f}%)" if requests else "")
-
-
-def _bounds(low: float, high: float) -> str:
-    return f"{low:.3g}-{high:.3g}"
-
-
-def _to_one(log10: float) -> str:
-    """`60:1`, or a power of ten where the number is long."""
-    return (
-        f"{10**log10:.0f}:1"
-        if 0 <= log10 < 7
-        else f"1e{log10:.0f}:1"
-        if log10 >= 7
-        else f"{10 ** max(log10, -99):.2g}:1"
-    )
-
-
 _NO_TRAFFIC = PlannedStep(kind="canary", percent=0)
 _WITHDRAWN = "no longer wanted by the registry"
+_REPORTED_DESIGN_EFFECT = 1.5
+"""Design effect from which a guardrail's summary mentions it."""
 
 
 class ActionKind(StrEnum):
+    """Kinds of effects on an endpoint. The values are stored."""
+
     FIRST = "first-deployment"
     START = "start"
     ADVANCE = "advance"
@@ -225,9 +41,29 @@ class ActionKind(StrEnum):
     RECONFIGURE = "reconfigure"
 
 
+class OperatorCommand(StrEnum):
+    """Commands of an operator for a rollout in progress. The values are stored."""
+
+    ADVANCE = "advance"
+    PAUSE = "pause"
+
+
+class WaitKind(StrEnum):
+    """Reasons to do nothing now. The values are stored."""
+
+    IDLE = "idle"
+    ANALYZING = "analyzing"
+    APPROVAL = "waiting-for-approval"
+    PAUSED = "paused"
+    INCONCLUSIVE = "inconclusive"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Who is who behind one endpoint. `step` is the index of the candidate's step in the policy."""
+    """Deployments of one endpoint by role. `step` indexes the policy's steps while there is a candidate.
+
+    `finished_at` is when the last rollout finished, in seconds since the epoch; 0 once `previous` is retired.
+    """
 
     stable: Deployment | None = None
     previous: Deployment | None = None
@@ -238,10 +74,10 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One effect on an endpoint: the state to apply, and the roles once it has been applied.
+    """One effect on an endpoint: the state to apply, and the roles once it is applied.
 
-    `aliases` are the registry writes that follow (None deletes the alias); `reject` are releases that must not
-    come back by themselves, or manifests of single versions where their release stays in service.
+    `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases that may not return
+    without an override, or manifests of single versions whose release stays in service.
     """
 
     kind: ActionKind
@@ -257,100 +93,197 @@ class Action:
         return self.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-class OperatorCommand(StrEnum):
-    """What an operator may say about a rollout that waits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Nothing to do now, and why. A rollout that is paused or inconclusive continues on an operator's command only."""
 
-    ADVANCE = "advance"
-    PAUSE = "pause"
+    why: str
+    kind: WaitKind = WaitKind.IDLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardrailResult:
+    """One guardrail: events among the requests of either version, and the evidence (log10) against the candidate.
+
+    `low` and `high` bound the odds ratio at any time; None where not computed. `compared` counts what the evidence of
+    the present step rests on; the step needs `required`. `design_effect` is how many requests carry the information of
+    one independent request. A violation pauses the rollout if `holds`, else aborts it. `rule` describes what was
+    compared where it is no pair of counts. `percentile` is where the counts speak most against the candidate.
+    """
+
+    name: str
+    percentile: str = ""
+    canary: tuple[int, int] = (0, 0)
+    stable: tuple[int, int] = (0, 0)
+    evidence: float = 0.0
+    limit: float
+    low: float | None = None
+    high: float | None = None
+    design_effect: float = 1.0
+    holds: bool = False
+    compared: int = 0
+    required: int = 0
+    rule: str = ""
+
+    @property
+    def is_violated(self) -> bool:
+        """Whether the evidence reaches the limit."""
+        return self.evidence >= self.limit
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        where = f"above {self.percentile} " if self.percentile else ""
+        parts = [self.rule or f"{where}canary {_format_share(*self.canary)} vs stable {_format_share(*self.stable)}"]
+        details = [] if self.low is None or self.high is None else [f"odds ratio {self.low:.3g}-{self.high:.3g}"]
+        if self.design_effect >= _REPORTED_DESIGN_EFFECT:
+            details.append(f"{self.design_effect:.2g} requests count as one")
+        details.append(f"evidence {_format_odds(self.evidence)} (limit {_format_odds(self.limit)})")
+        text = f"{self.name}: {'; '.join([*parts, ', '.join(details)])}"
+        return f"{text} -> {'HOLD' if self.holds else 'ROLL BACK'}" if self.is_violated else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisResult:
+    """What the metrics show about the present step. Texts are empty where there is nothing to report.
+
+    `started_at` is when the step took effect; `requests` counts the candidate's since then (copies in a shadow step).
+    `unmet_target` names a service level that is not shown yet, `split_mismatch` says that traffic is not split as
+    planned, `gross_failure` that the candidate fails outright. `ab_outcome` is that of the A/B test.
+    """
+
+    started_at: float
+    requests: int = 0
+    guardrails: tuple[GuardrailResult, ...] = ()
+    unmet_target: str = ""
+    split_mismatch: str = ""
+    gross_failure: str = ""
+    ab_outcome: Literal["better", "worse", "undecided"] = "undecided"
+    ab_summary: str = ""
+
+    @property
+    def abort_reason(self) -> str:
+        """Why the candidate must be rolled back, in one line, or empty."""
+        worst = self._worst_violation(holds=False)
+        return self.gross_failure or worst or (self.ab_summary if self.ab_outcome == "worse" else "")
+
+    @property
+    def hold_reason(self) -> str:
+        """Why the candidate must not get more traffic, in one line, or empty."""
+        return self._worst_violation(holds=True)
+
+    def _worst_violation(self, *, holds: bool) -> str:
+        violated = [guard for guard in self.guardrails if guard.is_violated and guard.holds is holds]
+        return max(violated, key=lambda guard: guard.evidence - guard.limit).summary if violated else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """The step has shown what it must; `why` in one line."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """The candidate must be rolled back; `why` in one line."""
+
+    why: str
 
 
 def format_alias(role: str, target: str) -> str:
+    """Return the registry alias of a role on a target, such as `champion-cpu-1t`."""
     return f"{role}-{target}"
-
-
-def build_split_state(
-    stable: Deployment | None,
-    candidate: Deployment | None,
-    percent: int,
-    *extra: Deployment,
-    copied: int = 0,
-    tolerance: float | None = None,
-) -> EndpointState:
-    """The state in which `candidate` receives `percent` of the traffic and `stable` the rest.
-
-    `copied` is the percentage of requests of which the candidate gets a copy, whose answers may be off by `tolerance`.
-
-    Raises:
-        ValueError: the only deployment present would not receive all traffic.
-    """
-    weights: dict[str, int] = {}
-    deployments: dict[str, Deployment] = {}
-    for deployment, weight in ((candidate, percent), (stable, 100 - percent)):
-        if deployment is not None:
-            deployments[deployment.name] = deployment
-            weights[deployment.name] = weights.get(deployment.name, 0) + weight
-    for deployment in extra:
-        deployments.setdefault(deployment.name, deployment)
-        weights.setdefault(deployment.name, 0)
-    shadow = {candidate.name: copied} if candidate is not None and copied else {}
-    split = TrafficSplit(weights=weights, shadow=shadow)
-    if shadow and tolerance is not None:
-        split = replace(split, shadow_tolerance=tolerance)
-    return EndpointState(deployments=tuple(deployments.values()), split=split)
 
 
 def choose_next_action(
     *,
-    wanted: Deployment | None,
-    actual: EndpointState | None,
+    desired: Deployment | None,
+    observed: EndpointState | None,
     roles: Roles,
     policy: RolloutPolicy,
     target: str,
-    word: OperatorCommand | None,
+    command: OperatorCommand | None,
     now: float,
-    judged: AnalysisResult | None = None,
+    analysis: AnalysisResult | None = None,
 ) -> Action | Wait:
-    """The one thing to do next.
+    """Return the one thing to do next.
 
-    A policy that says nothing of how to judge waits for the operator's word at each step. Under any other, steps follow
-    from `judged`; then a word to advance moves one step whatever is still to be shown, and no word keeps a candidate
-    that the figures speak against.
+    A policy without analysis waits for an operator at each step. Otherwise steps follow from `analysis`; a command to
+    advance then skips what is not shown yet, and no command keeps a candidate that a guardrail rejects.
 
     Args:
-        wanted: what the registry asks for, already verified; None if it asks for nothing.
-        actual: what the provider observed; None if the endpoint does not exist or does not answer.
-        roles: the fold of the ledger.
+        desired: what the registry asks for, verified; None if it asks for nothing.
+        observed: what the provider observed; None if the endpoint does not exist or does not answer.
+        roles: the roles of the ledger.
         policy: the steps of the rollout.
-        target: names the aliases.
-        word: the operator's last word that has not been acted upon.
+        target: the target, which names the aliases.
+        command: the operator's last command that was not acted upon.
         now: seconds since the epoch.
-        judged: what the figures of the rollout in progress say.
+        analysis: what the metrics show about the rollout in progress.
     """
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
-        return _first(wanted, target, now)
-    if candidate is not None and (why := _must_go(wanted, candidate, stable, policy, judged)):
+        return _deploy_first(desired, target)
+    if candidate is not None and (why := _abort_reason(desired, candidate, stable, policy, analysis)):
         return plan_abort(roles, target, why=why, reject=why != _WITHDRAWN)
-    believed = _believed(roles, policy)
-    if actual is None or not actual.covers(believed):
-        return Action(kind=ActionKind.RESTORE, state=believed, roles=roles, why="the endpoint is not what it should be")
-    if word is OperatorCommand.PAUSE and candidate is None:
-        return Wait(why="paused by an operator", settled=True)
+    expected = _expected_state(roles, policy)
+    if observed is None or not observed.covers(expected):
+        why = "the endpoint differs from its expected state"
+        return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
     if candidate is not None:
-        return _continue(roles, stable, candidate, policy, target, word, now, judged)
-    if actual.drift:  # before a rollout begins, so that both of its versions run alike
-        why = f"it does not run by its settings: {'; '.join(actual.drift)}"
-        return Action(kind=ActionKind.RECONFIGURE, state=believed, roles=roles, why=why)
-    if wanted is not None and wanted.manifest != stable.manifest:
-        return _start(roles, stable, wanted, policy, target, now)
-    return _tidy(roles, stable, actual, believed, policy, now)
+        return _continue(roles, stable, candidate, policy, target, command, now, analysis)
+    if command is OperatorCommand.PAUSE:
+        return Wait(why="paused by an operator")
+    if observed.drift:  # before a rollout begins, so that both of its versions run alike
+        why = f"it does not match its settings: {'; '.join(observed.drift)}"
+        return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
+    if desired is not None and desired.manifest != stable.manifest:
+        return _start(roles, stable, desired, policy, target, now)
+    return _tidy(roles, stable, observed, expected, policy, now)
+
+
+def evaluate_step(
+    name: str, step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult | None, now: float
+) -> Advance | Abort | Wait:
+    """Return what follows for the present step. Without metrics nothing moves.
+
+    Args:
+        name: name of the candidate.
+        step: the step that the rollout is at.
+        policy: what has to be shown.
+        analysis: what the metrics show; None if nothing was counted yet.
+        now: seconds since the epoch.
+    """
+    share = f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.copied} %"
+    if analysis is None:
+        return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
+    if analysis.abort_reason:
+        return Abort(why=analysis.abort_reason)
+    if why := analysis.split_mismatch or analysis.hold_reason:
+        return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
+    elapsed = now - analysis.started_at
+    missing = _find_missing(step, policy, analysis, elapsed)
+    if step.kind == "ab" and policy.ab is not None and analysis.ab_outcome != "better":
+        if elapsed >= policy.ab.duration:
+            return _end_ab_test(share, policy.ab.undecided, analysis, missing)
+        missing = missing or analysis.ab_summary or "no outcome was reported"
+    elif missing and elapsed >= policy.step_timeout:
+        why = f"{share} and needs an operator: step_timeout is over and {missing}"
+        return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
+    if missing:
+        return Wait(why=f"{share}: {missing}", kind=WaitKind.ANALYZING)
+    if step.approval:
+        return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
+    shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
+    return Advance(why=shown or f"no regression detected in {analysis.requests} requests")
 
 
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
-    """The stable version gets all traffic back. The candidate stays loaded, so that weights alone change.
+    """Return the action that gives the stable version all traffic. The candidate stays loaded: only weights change.
 
     Raises:
-        ValueError: there is no rollout to abort.
+        ValueError: no rollout is in progress.
     """
     if roles.candidate is None or roles.stable is None:
         raise ValueError("no rollout is in progress")
@@ -364,17 +297,8 @@ def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     )
 
 
-def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
-    """The way back from an action that was begun at these roles; None if it brings nothing that could be rejected."""
-    if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
-        return None
-    if roles.candidate is not None:
-        return plan_abort(roles, target, why=why, reject=True)
-    return plan_rollback(begun.roles, roles.stable, target, why=why)
-
-
 def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Action:
-    """All traffic to `to`. What took traffic until now is rejected; it stays loaded, so that weights alone change."""
+    """Return the action that gives `to` all traffic and rejects what had it. Only weights change."""
     left = [d for d in (roles.candidate, roles.stable) if d is not None and d.manifest != to.manifest]
     return Action(
         kind=ActionKind.ROLLBACK,
@@ -390,87 +314,138 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
     )
 
 
+def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
+    """Return the action that reverses `begun`, begun at `roles`; None if it brings nothing that could be rejected."""
+    if roles.stable is None or begun.kind not in (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH):
+        return None
+    if roles.candidate is not None:
+        return plan_abort(roles, target, why=why, reject=True)
+    return plan_rollback(begun.roles, roles.stable, target, why=why)
+
+
+def build_split_state(
+    stable: Deployment | None,
+    candidate: Deployment | None,
+    percent: int,
+    *idle: Deployment,
+    copied: int = 0,
+    tolerance: float | None = None,
+) -> EndpointState:
+    """Return the state in which `candidate` receives `percent` of the traffic and `stable` the rest.
+
+    Args:
+        stable: the stable deployment.
+        candidate: the deployment on trial.
+        percent: the candidate's share of traffic.
+        idle: deployments that stay loaded without traffic.
+        copied: percentage of requests of which the candidate gets a copy.
+        tolerance: relative difference that answers to copies may show.
+
+    Raises:
+        ValueError: the only deployment present would not receive all traffic.
+    """
+    weights: dict[str, int] = {}
+    deployments: dict[str, Deployment] = {}
+    for deployment, weight in ((candidate, percent), (stable, 100 - percent)):
+        if deployment is not None:
+            deployments[deployment.name] = deployment
+            weights[deployment.name] = weights.get(deployment.name, 0) + weight
+    for deployment in idle:
+        deployments.setdefault(deployment.name, deployment)
+        weights.setdefault(deployment.name, 0)
+    shadow = {candidate.name: copied} if candidate is not None and copied else {}
+    split = TrafficSplit(weights=weights, shadow=shadow)
+    if shadow and tolerance is not None:
+        split = replace(split, shadow_tolerance=tolerance)
+    return EndpointState(deployments=tuple(deployments.values()), split=split)
+
+
 def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
-    """A release is bad as a whole, unless the good version belongs to it too: then only this version is."""
+    """A release is rejected as a whole, unless the good version belongs to it too: then only this version is."""
     return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
 
-def _first(wanted: Deployment | None, target: str, now: float) -> Action | Wait:
-    if wanted is None:
-        return Wait(why=f"no approved version: set alias challenger-{target} on one", settled=True)
+def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
+    if desired is None:
+        return Wait(why=f"no approved version: set alias challenger-{target} on one")
     return Action(
         kind=ActionKind.FIRST,
-        state=build_split_state(None, wanted, 100),
-        roles=Roles(stable=wanted),
+        state=build_split_state(None, desired, 100),
+        roles=Roles(stable=desired),
         why="first deployment goes straight to 100 %",
-        aliases={format_alias("champion", target): wanted.version, format_alias("challenger", target): None},
+        aliases={format_alias("champion", target): desired.version, format_alias("challenger", target): None},
     )
 
 
-def _withdrawn(wanted: Deployment | None, candidate: Deployment, stable: Deployment) -> bool:
-    return wanted is None or wanted.manifest not in (candidate.manifest, stable.manifest)
-
-
-def _tidy(
-    roles: Roles, stable: Deployment, actual: EndpointState, believed: EndpointState, policy: RolloutPolicy, now: float
-) -> Action | Wait:
-    """Let go of what is needed no more, where nothing else is to do."""
-    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
-        return Action(
-            kind=ActionKind.RETIRE,
-            state=build_split_state(stable, None, 0),
-            roles=replace(roles, finished_at=0.0),
-            why="the previous version was kept for as long as the policy says",
-        )
-    if not actual.is_equivalent(believed):
-        why = "the endpoint holds what gets no traffic any more"
-        return Action(kind=ActionKind.CLEAN_UP, state=believed, roles=roles, why=why)
-    return Wait(why=f"{stable.name} serves all traffic", settled=True)
-
-
-def _must_go(
-    wanted: Deployment | None,
+def _abort_reason(
+    desired: Deployment | None,
     candidate: Deployment,
     stable: Deployment,
     policy: RolloutPolicy,
-    judged: AnalysisResult | None,
+    analysis: AnalysisResult | None,
 ) -> str:
-    """Why the candidate must go whatever else is asked for; empty if nothing says so."""
-    if _withdrawn(wanted, candidate, stable):
+    """Why the candidate must be taken back whatever else is asked for, or empty."""
+    if desired is None or desired.manifest not in (candidate.manifest, stable.manifest):
         return _WITHDRAWN
-    return judged.alarm if policy.judged and judged is not None else ""
+    return analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
 
 
-def _believed(roles: Roles, policy: RolloutPolicy) -> EndpointState:
-    """The state that the roles imply; what must be true if nobody interfered."""
-    kept = [d for d in (roles.previous,) if d is not None and roles.finished_at]
+def _start(
+    roles: Roles, stable: Deployment, desired: Deployment, policy: RolloutPolicy, target: str, now: float
+) -> Action:
+    if len(policy.planned()) == 1:
+        return _finish(stable, desired, target, now, why="all at once")
+    return _move(ActionKind.START, replace(roles, candidate=desired, finished_at=0.0), stable, desired, policy, 0)
+
+
+def _expected_state(roles: Roles, policy: RolloutPolicy) -> EndpointState:
+    """The state that the roles imply if nobody interferes."""
+    idle = [d for d in (roles.previous,) if d is not None and roles.finished_at]
     if roles.candidate is None:
-        return build_split_state(roles.stable, None, 0, *kept)
-    step = _step(policy, roles.step)
-    return _trial_state(roles.stable, roles.candidate, step, policy, *kept)
+        return build_split_state(roles.stable, None, 0, *idle)
+    return _trial_state(roles.stable, roles.candidate, _find_step(policy, roles.step), policy, *idle)
 
 
 def _trial_state(
-    stable: Deployment | None, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *kept: Deployment
+    stable: Deployment | None, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *idle: Deployment
 ) -> EndpointState:
     tolerance = None if policy.shadow is None else policy.shadow.tolerance
-    return build_split_state(stable, candidate, step.percent, *kept, copied=step.copied, tolerance=tolerance)
+    return build_split_state(stable, candidate, step.percent, *idle, copied=step.copied, tolerance=tolerance)
 
 
-def _step(policy: RolloutPolicy, index: int) -> PlannedStep:
-    """The step of a candidate on trial, which is never 100 %. Where the policy was shortened meanwhile, that is its
-    last one before, or no traffic where there is none."""
+def _find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
+    """The step of a candidate, which is never 100 %. If the policy was shortened meanwhile, its last one before."""
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
 
 
-def _start(
-    roles: Roles, stable: Deployment, wanted: Deployment, policy: RolloutPolicy, target: str, now: float
-) -> Action:
-    if len(policy.planned()) == 1:
-        return _finish(stable, wanted, target, now, why="all at once")
-    roles = replace(roles, candidate=wanted, finished_at=0.0)
-    return _move(ActionKind.START, roles, stable, wanted, policy, 0)
+def _continue(
+    roles: Roles,
+    stable: Deployment,
+    candidate: Deployment,
+    policy: RolloutPolicy,
+    target: str,
+    command: OperatorCommand | None,
+    now: float,
+    analysis: AnalysisResult | None,
+) -> Action | Wait:
+    if command is OperatorCommand.PAUSE:
+        return Wait(why="paused by an operator", kind=WaitKind.PAUSED)
+    step = _find_step(policy, roles.step)
+    because = ""
+    if command is not OperatorCommand.ADVANCE:
+        if not policy.is_analyzed:
+            return Wait(why=f"{candidate.name} holds {step.percent} % and waits for approval", kind=WaitKind.APPROVAL)
+        outcome = evaluate_step(candidate.name, step, policy, analysis, now)
+        if isinstance(outcome, Wait):
+            return outcome
+        if isinstance(outcome, Abort):
+            return plan_abort(roles, target, why=outcome.why, reject=True)
+        because = f"; {outcome.why}"
+    index, last = roles.step + 1, len(policy.planned()) - 1
+    if index >= last:
+        return _finish(stable, candidate, target, now, why=f"step {last + 1} of {last + 1}", because=because)
+    return _move(ActionKind.ADVANCE, roles, stable, candidate, policy, index, because)
 
 
 def _move(
@@ -482,7 +457,7 @@ def _move(
     index: int,
     because: str = "",
 ) -> Action:
-    step = _step(policy, index)
+    step = _find_step(policy, index)
     share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
     return Action(
         kind=kind,
@@ -490,36 +465,6 @@ def _move(
         roles=replace(roles, step=index),
         why=f"step {index + 1} of {len(policy.planned())}: {share} to {candidate.name}{because}",
     )
-
-
-def _continue(
-    roles: Roles,
-    stable: Deployment,
-    candidate: Deployment,
-    policy: RolloutPolicy,
-    target: str,
-    word: OperatorCommand | None,
-    now: float,
-    judged: AnalysisResult | None,
-) -> Action | Wait:
-    if word is OperatorCommand.PAUSE:
-        return Wait(why="paused by an operator", settled=False, kind=WaitKind.PAUSED)
-    step = _step(policy, roles.step)
-    because = ""
-    if word is not OperatorCommand.ADVANCE:
-        if not policy.judged:
-            why = f"{candidate.name} holds {step.percent} % and waits for an operator's word"
-            return Wait(why=why, settled=False, kind=WaitKind.WORD)
-        advice = evaluate_step(candidate.name, step, policy, judged, now)
-        if isinstance(advice, Wait):
-            return advice
-        if isinstance(advice, Abort):
-            return plan_abort(roles, target, why=advice.why, reject=True)
-        because = f"; {advice.why}"
-    index, last = roles.step + 1, len(policy.planned()) - 1
-    if index >= last:
-        return _finish(stable, candidate, target, now, why=f"step {last + 1} of {last + 1}", because=because)
-    return _move(ActionKind.ADVANCE, roles, stable, candidate, policy, index, because)
 
 
 def _finish(
@@ -536,3 +481,59 @@ def _finish(
             format_alias("challenger", target): None,
         },
     )
+
+
+def _tidy(
+    roles: Roles,
+    stable: Deployment,
+    observed: EndpointState,
+    expected: EndpointState,
+    policy: RolloutPolicy,
+    now: float,
+) -> Action | Wait:
+    """Unload what is no longer needed, where nothing else is to do."""
+    if roles.previous is not None and roles.finished_at and now >= roles.finished_at + policy.keep_previous:
+        return Action(
+            kind=ActionKind.RETIRE,
+            state=build_split_state(stable, None, 0),
+            roles=replace(roles, finished_at=0.0),
+            why="keep_previous is over",
+        )
+    if not observed.is_equivalent(expected):
+        why = "the endpoint holds deployments without traffic"
+        return Action(kind=ActionKind.CLEAN_UP, state=expected, roles=roles, why=why)
+    return Wait(why=f"{stable.name} serves all traffic")
+
+
+def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float) -> str:
+    """What the step has not shown yet, or empty. NaN and unknown counts show nothing."""
+    if not analysis.requests >= step.minimum:
+        return f"{analysis.requests} of {step.minimum} requests"
+    for guard in analysis.guardrails:
+        if not guard.compared >= guard.required:
+            return f"{guard.name} has {guard.compared} of {guard.required} comparisons"
+    if analysis.unmet_target:
+        return analysis.unmet_target
+    if policy.bake is not None and step.kind != "cold" and not elapsed >= policy.bake:
+        return f"{elapsed:.0f} s of {policy.bake:g} s"
+    return ""
+
+
+def _end_ab_test(share: str, undecided: str, analysis: AnalysisResult, missing: str) -> Advance | Abort | Wait:
+    why = f"the A/B test is over and undecided: {analysis.ab_summary or 'no outcome was reported'}"
+    if undecided == "abort":
+        return Abort(why=why)
+    if undecided == "finish" and analysis.ab_summary and not missing:
+        return Advance(why=why)
+    return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
+
+
+def _format_share(events: int, requests: int) -> str:
+    return f"{events}/{requests}" + (f" ({100 * events / requests:.2f}%)" if requests else "")
+
+
+def _format_odds(log10: float) -> str:
+    """Return `60:1`, or a power of ten where the number is long."""
+    if log10 >= 7:
+        return f"1e{log10:.0f}:1"
+    return f"{10**log10:.0f}:1" if log10 >= 0 else f"{10 ** max(log10, -99):.2g}:1"

@@ -1,6 +1,6 @@
-"""What was counted of a rollout: readings of a source, the intervals between them, and thresholds that stay fixed.
+"""What was counted of a rollout: readings of a metrics source, the intervals between them, and fixed thresholds.
 
-Everything is a whole number of requests, so that any source of metrics can tell it and any driver can go on with it.
+Everything is a whole number of requests, so that any metrics source can report it and any process can continue with it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyThresholds:
-    """Latencies in seconds that a version's requests may exceed, read off `requests` requests to the stable version
-    before the rollout. They stay what they are until it ends."""
+    """Latencies in seconds that requests of a version are counted above, fixed before the rollout.
+
+    They are read from `requests` requests to the stable version. `places_s` follow `LATENCY_PLACES`.
+    """
 
     p50_s: float
     p99_s: float
@@ -27,20 +29,20 @@ class LatencyThresholds:
     places_s: tuple[float, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def by_guardrail(self) -> Mapping[str, float]:
-        """Those that are known, by the guardrail that they belong to, or its place in `LATENCY_PLACES`."""
-        found = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in LATENCY_QUANTILES}
-        named = {name: latency_s for name, latency_s in found.items() if latency_s is not None}
-        return {**named, **dict(zip(LATENCY_PLACES, self.places_s, strict=False))}
+        """Return the known thresholds by the name of their guardrail or place."""
+        values = {name: getattr(self, f"{name.removeprefix('latency_')}_s") for name in LATENCY_QUANTILES}
+        known = {name: latency_s for name, latency_s in values.items() if latency_s is not None}
+        return {**known, **dict(zip(LATENCY_PLACES, self.places_s, strict=False))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Requests that one deployment answered, and how many of them were something.
+    """Requests that one deployment answered, by result.
 
-    `errors` are the server's own failures; `refused` are requests that it did not take, which is the client's fault
-    unless the other version takes them. Of the `timed` ones, which are all where that is None, `over_p50` and its
-    like took longer than the deployment's thresholds; None where the source cannot tell. `over_places` are those over
-    each of `LATENCY_PLACES`. `outcomes` are reports of clients, of which `successes` good.
+    `errors` are the server's own failures. `refused` are requests that it did not accept, which is the client's fault
+    unless the other version accepts them. `timed` requests have a latency (None: all); of these, `over_p50` and so on
+    exceeded the deployment's thresholds (None: unknown), `over_places` those of `LATENCY_PLACES`. `outcomes` are
+    reports of clients, `successes` the good ones.
     """
 
     requests: int = 0
@@ -56,50 +58,54 @@ class RequestCounts:
     over_places: tuple[int, ...] | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def over(self) -> Mapping[str, int]:
-        """Requests that took longer than each threshold of a guardrail of latency, where that is known."""
-        found = {name: getattr(self, _over(name)) for name in LATENCY_QUANTILES}
-        named = {name: count for name, count in found.items() if count is not None}
-        return {**named, **dict(zip(LATENCY_PLACES, self.over_places or (), strict=False))}
+        """Return the known counts of requests over a threshold, by the name of its guardrail or place."""
+        counts = {name: getattr(self, _over_field(name)) for name in LATENCY_QUANTILES}
+        known = {name: count for name, count in counts.items() if count is not None}
+        return {**known, **dict(zip(LATENCY_PLACES, self.over_places or (), strict=False))}
 
     def with_over(self, counts: Mapping[str, int | None]) -> RequestCounts:
-        named: dict[str, Any] = {_over(name): counts[name] for name in LATENCY_QUANTILES if name in counts}
+        """Return these counts with other counts over the thresholds."""
+        named: dict[str, Any] = {_over_field(name): counts[name] for name in LATENCY_QUANTILES if name in counts}
         places = tuple(count for name in LATENCY_PLACES if (count := counts.get(name)) is not None)
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
     def minus(self, before: RequestCounts) -> RequestCounts | None:
-        """What was counted since `before`; None if the counts do not follow each other or make no sense."""
-        found = RequestCounts(
+        """Return what was counted since `before`; None if the counts do not follow each other."""
+        difference = RequestCounts(
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
             refused=self.refused - before.refused,
             outcomes=self.outcomes - before.outcomes,
             successes=self.successes - before.successes,
-            timed=_less(self.timed, before.timed),
-        ).with_over({name: _less(count, before.over().get(name)) for name, count in self.over().items()})
+            timed=_subtract(self.timed, before.timed),
+        ).with_over({name: _subtract(count, before.over().get(name)) for name, count in self.over().items()})
         alike = (self.timed is None) == (before.timed is None)
-        return found if found.sound and alike else None
+        return difference if difference.is_consistent and alike else None
 
     @property
-    def sound(self) -> bool:
-        """Whether these are counts of requests at all."""
-        over = self.over().values()
-        whole = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
-        return whole and all(0 <= n <= self.measured for n in over) and 0 <= self.successes <= self.outcomes
+    def is_consistent(self) -> bool:
+        """Whether these can be counts of requests."""
+        valid = min(self.errors, self.refused) >= 0 and 0 <= self.failed <= self.requests
+        return (
+            valid
+            and all(0 <= n <= self.measured for n in self.over().values())
+            and 0 <= self.successes <= self.outcomes
+        )
 
     @property
     def measured(self) -> int:
-        """Requests of which it is known how long they took."""
+        """Requests with a known latency."""
         return self.requests if self.timed is None else self.timed
 
     @property
     def failed(self) -> int:
-        """Requests without an answer, whoever is at fault."""
+        """Requests without an answer, errors and refused ones."""
         return self.errors + self.refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowCounts:
-    """Copies of requests: answers that were compared, those of them that differ, and copies that failed."""
+    """Copies of requests: answers that were compared, those that differ, and copies that failed."""
 
     compared: int = 0
     differing: int = 0
@@ -107,20 +113,23 @@ class ShadowCounts:
 
     @property
     def seen(self) -> int:
+        """Copies with a result."""
         return self.compared + self.failed
 
     @property
     def wrong(self) -> int:
+        """Copies that failed or whose answer differs."""
         return self.differing + self.failed
 
     @property
-    def sound(self) -> bool:
+    def is_consistent(self) -> bool:
+        """Whether these can be counts of copies."""
         return min(self.compared, self.differing, self.failed) >= 0 and self.differing <= self.compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyQuantiles:
-    """Latencies in seconds of the requests since the last reading, from a source that counts no exceedances."""
+    """Latencies in seconds since the last reading, from a source that cannot count requests over a threshold."""
 
     p50_s: float
     p99_s: float
@@ -128,9 +137,9 @@ class LatencyQuantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSums:
-    """Sums over units of n requests of which e are events, of both versions: of n, e, n squared, e squared, and e n.
+    """Sums over units with n requests and e events each, of both versions: n, e, n squared, e squared, and e n.
 
-    A unit is what the split assigns: a user whose requests carry a key, else the single request.
+    A unit is what the traffic split assigns: a user whose requests carry a key, else the single request.
     """
 
     requests: int = 0
@@ -141,17 +150,17 @@ class UnitSums:
 
     @classmethod
     def single(cls, requests: int, events: int) -> UnitSums:
-        """Of requests without keys."""
+        """Return the sums of requests without keys."""
         return cls(requests=requests, events=events, requests_squared=requests, events_squared=events, products=events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsReading:
-    """What a source has counted since `origin`, by name of deployment. `at` is seconds since the epoch.
+    """What a source has counted since `origin`, by name of deployment. `at` is in seconds since the epoch.
 
-    Another origin means that the counters began anew, as after a restart. `shadow` is about copies to the candidate.
-    `units` are by name of guardrail, and `outcomes` for those; a source that cannot tell users has none. `cold_s` are
-    seconds that loads of either version took, before the candidate got any traffic.
+    Another origin means that the counters began anew, as after a restart. `shadow` counts copies to the candidate.
+    `units` are by name of guardrail, and `outcomes` for those; empty where the source knows no users. `cold_s` are
+    durations of loads of either version, before the candidate got any traffic.
     """
 
     origin: str
@@ -165,7 +174,7 @@ class MetricsReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationInterval:
-    """What happened between two readings during one step. The split of traffic did not change in between."""
+    """Counts between two readings of one step, in which the traffic split did not change."""
 
     step: int
     canary: RequestCounts = field(default_factory=RequestCounts)
@@ -177,17 +186,16 @@ class ObservationInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observations:
-    """Everything counted of the rollout in progress. `began` is when its present step took effect.
+    """Everything counted of the rollout in progress. `started_at` is when its present step took effect.
 
     `thresholds` are the stable version's, `slower` the candidate's. `reading` is where the next interval begins; None
-    where the split has changed since. It did so last at `split_at`. `units` are the last ones of each origin: what is
-    counted by user begins anew with it, and grows from step to step. `cold_s` are the loads of the candidate and of the
-    stable version that were read last.
+    if the split has changed since, last at `split_at`. `units` are the last ones of each origin: counts by user begin
+    anew with an origin, and grow from step to step. `cold_s` are the last loads of candidate and stable version.
     """
 
     candidate: Digest
     step: int = 0
-    began: float = 0.0
+    started_at: float = 0.0
     split_at: float = 0.0
     thresholds: LatencyThresholds | None = None
     slower: LatencyThresholds | None = None
@@ -196,70 +204,72 @@ class Observations:
     units: Mapping[str, Mapping[str, UnitSums]] = field(default_factory=dict, metadata=OMIT_DEFAULT)
     cold_s: tuple[tuple[float, ...], tuple[float, ...]] = field(default=((), ()), metadata=OMIT_DEFAULT)
 
-    def at_step(self, step: int, began: float) -> Observations:
-        """The same rollout after its split of traffic was set (again)."""
-        moved = self.split_again(began)
-        return moved if step == self.step else replace(moved, step=step, began=began)
+    def move_to_step(self, step: int, at: float) -> Observations:
+        """Return the observations after the traffic split was set (again) for a step."""
+        moved = self.reset_reading(at)
+        return moved if step == self.step else replace(moved, step=step, started_at=at)
 
-    def split_again(self, at: float) -> Observations:
-        """No interval spans a change of the split, nor what may have been one."""
+    def reset_reading(self, at: float) -> Observations:
+        """Return the observations after the split changed or may have changed: no interval spans that."""
         return replace(self, reading=None, split_at=at)
 
-    def after(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
-        """With one more reading. The first one after a change of the split, or of counters that began anew, only says
-        where the next interval begins. A source that is behind may still tell of the time before: that counts for
-        nothing."""
+    def with_reading(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
+        """Return the observations with one more reading.
+
+        The first one after a change of the split, or of counters that began anew, only marks where the next interval
+        begins. A delayed reading from before the change is ignored.
+        """
         if reading.at < self.split_at:
             return self
-        found = diff_readings(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
-        intervals = self.intervals if found is None else (*self.intervals, found)
+        interval = diff_readings(self.reading, reading, step=self.step, stable=stable, candidate=candidate)
+        intervals = self.intervals if interval is None else (*self.intervals, interval)
         units = {**self.units, reading.origin: reading.units} if reading.units else self.units
         cold_s = (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ())) if reading.cold_s else self.cold_s
         return replace(self, reading=reading, intervals=intervals, units=units, cold_s=cold_s)
 
     def units_of(self, name: str) -> tuple[UnitSums, ...]:
-        """What was counted by user of an event, in each origin."""
-        return tuple(found[name] for found in self.units.values() if name in found)
+        """Return the counts by user of an event, one for each origin."""
+        return tuple(units[name] for units in self.units.values() if name in units)
 
 
 def diff_readings(
     before: MetricsReading | None, now: MetricsReading, *, step: int, stable: str, candidate: str
 ) -> ObservationInterval | None:
-    """What lies between two readings; None if they do not follow each other or make no sense."""
+    """Return the counts between two readings; None if they do not follow each other."""
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
-    tallies = [
-        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name, _unseen(now.tallies.get(name))))
+    canary_counts, stable_counts = (
+        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name, _zero_like(now.tallies.get(name))))
         for name in (candidate, stable)
-    ]
+    )
     copies = ShadowCounts(
         compared=now.shadow.compared - before.shadow.compared,
         differing=now.shadow.differing - before.shadow.differing,
         failed=now.shadow.failed - before.shadow.failed,
     )
-    if tallies[0] is None or tallies[1] is None or not copies.sound:
+    if canary_counts is None or stable_counts is None or not copies.is_consistent:
         return None
     return ObservationInterval(
         step=step,
-        canary=tallies[0],
-        stable=tallies[1],
+        canary=canary_counts,
+        stable=stable_counts,
         shadow=copies,
         canary_latency=now.quantiles.get(candidate),
         stable_latency=now.quantiles.get(stable),
     )
 
 
-def _unseen(later: RequestCounts | None) -> RequestCounts:
-    """The counts of a deployment before it was counted for the first time."""
+def _zero_like(later: RequestCounts | None) -> RequestCounts:
+    """Zero counts, with those known that are known in `later`."""
     if later is None:
         return RequestCounts()
-    none = RequestCounts(timed=None if later.timed is None else 0)
-    return none.with_over(dict.fromkeys(later.over(), 0))
+    zero = RequestCounts(timed=None if later.timed is None else 0)
+    return zero.with_over(dict.fromkeys(later.over(), 0))
 
 
-def _over(name: str) -> str:
+def _over_field(name: str) -> str:
     return f"over_{name.removeprefix('latency_')}"
 
 
-def _less(now: int | None, before: int | None) -> int | None:
+def _subtract(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before

@@ -1,4 +1,4 @@
-"""What a pipeline file says about a rollout, and the steps that follow from it."""
+"""The rollout policy of a pipeline file, and the steps that it plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnx_ops.domain.quantities import Count, Fraction, Notation, Seconds
 DAY = 86_400.0
 
 DEFAULT_MINIMUM = 300
-"""Requests to the candidate that a judged step needs where the policy does not say."""
+"""Requests to the candidate that a step needs if the policy has no `min_requests`."""
 
 GuardrailName: TypeAlias = Literal[
     "errors", "latency", "latency_p50", "latency_p90", "latency_p95", "latency_p99", "cold_start"
@@ -25,9 +25,9 @@ LATENCY_QUANTILES: Mapping[str, float] = {
     "latency_p95": 0.95,
     "latency_p99": 0.99,
 }
-"""Guardrails of latency: the share of the stable version's requests that are faster than the threshold."""
+"""Guardrails of latency: the share of the stable version's requests below the threshold."""
 LATENCY_PLACES: Mapping[str, float] = {f"latency@p{percent}": percent / 100 for percent in (*range(5, 100, 5), 99)}
-"""Where guardrail `latency` looks at the distribution: the same share for each place."""
+"""Places of the distribution that guardrail `latency` compares, with the same share for each."""
 StepKind: TypeAlias = Literal["cold", "shadow", "canary", "ab", "full"]
 
 Share = Annotated[float, Unit("1"), Gt(0), Lt(1)]
@@ -37,16 +37,19 @@ COLD_START_SAMPLES = 8
 """Loads of either version that guardrail `cold_start` compares."""
 
 DEFAULT_SLOWDOWN = 0.1
-"""A version that gets less traffic finds its weights in the caches less often, and is somewhat slower for it alone."""
+"""A version with less traffic is slower by this much, because its weights are cached less often."""
 
 _TOLERATED: Mapping[str, float] = {"latency_p95": 1.1, "latency_p99": 1.2, "latency@p95": 1.1, "latency@p99": 1.2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guardrail:
-    """One thing that may not get worse: errors, or latency, which is told by how many of either version's requests
-    exceed the stable version's percentile before the rollout, for the candidate raised by `slower`. `latency` alone
-    stands for all of `LATENCY_PLACES`. `cold_start` is judged once, before the candidate gets any traffic."""
+    """Something that must not get worse: errors, latency or cold start.
+
+    Latency compares how many requests of either version exceed the stable version's percentile before the rollout, for
+    the candidate raised by `slower`. `latency` alone compares all of `LATENCY_PLACES`. `cold_start` is compared once,
+    before the candidate gets any traffic.
+    """
 
     name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("What is counted.")]
     ratio: Annotated[
@@ -68,23 +71,24 @@ class Guardrail:
 
     @property
     def places(self) -> Sequence[str]:
-        """Names under which its events are counted."""
+        """Names of the events that it compares."""
         return tuple(LATENCY_PLACES) if self.name == "latency" else (self.name,)
 
     def tolerated(self, place: str) -> float:
+        """Return the odds ratio that is tolerated at a place."""
         return _TOLERATED.get(place, 1.0) if self.ratio is None else self.ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevel:
-    """What the candidate must be shown to keep before it gets more traffic, whatever the stable version does."""
+    """An absolute target that the candidate must be shown to meet before it gets more traffic."""
 
     error_rate: Annotated[Share, doc("The candidate's share of errors stays below this.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowTrial:
-    """Requests are copied to the candidate and its answers compared, before any client sees one."""
+    """A trial on copies of requests, whose answers are compared and reach no client."""
 
     fraction: Annotated[float, Unit("1"), Gt(0), Le(1), doc("Share of requests that are copied.")] = 1.0
     min_requests: Annotated[Count, doc("Answers to compare before traffic moves.")] = 500
@@ -96,7 +100,7 @@ class ShadowTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """A fixed split until a success metric tells which version is better, or time is over."""
+    """A fixed split until a success metric shows which version is better, or time is over."""
 
     metric: Annotated[
         str, doc("`outcomes`: what clients report; else the name of a query that the provider's metrics source has.")
@@ -111,10 +115,10 @@ class SplitTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """One stop of a rollout: the candidate's percentage of traffic, or of copies while no client sees it.
+    """One step of a rollout: the candidate's percentage of traffic, or of copies in a shadow step.
 
-    A cold step, without either, is for the candidate's cold start. `minimum` counts the candidate's requests that it
-    takes to go on; 0 where no figure is looked at.
+    A cold step has neither and measures the cold start. `minimum` is the number of requests to the candidate that the
+    step needs; 0 without analysis.
     """
 
     kind: StepKind
@@ -126,7 +130,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPolicy:
-    """How the challenger gets its traffic. Where nothing says how to judge a step, it waits for an operator's word."""
+    """How the challenger gets its traffic. Without guardrails, slo, shadow or ab, each step waits for approval."""
 
     steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the challenger, ending at 100%.")] = (1.0,)
     keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
@@ -155,7 +159,7 @@ class RolloutPolicy:
     ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
 
     def slower(self) -> Mapping[str, float]:
-        """How much slower than the stable version the candidate may be, as a fraction, by place."""
+        """Return how much slower than the stable version the candidate may be, as a fraction, by place."""
         asked = {place: rail.slower for rail in self.guardrails for place in rail.places}
         found = {name: asked[name] for name in (*LATENCY_QUANTILES, *LATENCY_PLACES) if name in asked}
         return dict.fromkeys(LATENCY_QUANTILES, DEFAULT_SLOWDOWN) | {
@@ -163,26 +167,26 @@ class RolloutPolicy:
         }
 
     @property
-    def judged(self) -> bool:
-        """Whether figures decide about its steps."""
+    def is_analyzed(self) -> bool:
+        """Whether metrics decide about its steps."""
         return bool(self.guardrails or self.slo or self.shadow or self.ab)
 
     @property
     def cold(self) -> Guardrail | None:
-        """The guardrail that looks at the candidate's cold start."""
+        """The guardrail of the cold start, if any."""
         return next((rail for rail in self.guardrails if rail.name == "cold_start"), None)
 
     @property
     def trials(self) -> tuple[float, ...]:
-        """Traffic shares before 100 %, that of the A/B test last."""
+        """Traffic shares before 100 %, with that of the A/B test last."""
         return (*self.steps[:-1], *((self.ab.split,) if self.ab else ()))
 
     def planned(self) -> tuple[PlannedStep, ...]:
-        """Every stop in order; the last one is 100 %."""
-        return _planned(self)
+        """Return every step in order; the last one is 100 %."""
+        return _plan_steps(self)
 
     def needs(self) -> Mapping[str, tuple[str, ...]]:
-        """What an endpoint provider must be capable of, and the keys that ask for it."""
+        """Return the capabilities that a provider must have, with the keys that ask for them."""
         asked: dict[str, tuple[str, ...]] = {}
         if any(rail.name in ("latency", "latency_p90", "latency_p95") for rail in self.guardrails):
             asked["exceedances"] = ("guardrails",)
@@ -200,19 +204,19 @@ class RolloutPolicy:
 
 
 @functools.lru_cache(maxsize=256)
-def _planned(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
-    found = [PlannedStep(kind="cold", percent=0)] if policy.cold else []
+def _plan_steps(policy: RolloutPolicy) -> tuple[PlannedStep, ...]:
+    steps = [PlannedStep(kind="cold", percent=0)] if policy.cold else []
     if policy.shadow:
         copied = round(policy.shadow.fraction * 100)
-        found.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))
+        steps.append(PlannedStep(kind="shadow", percent=0, copied=copied, minimum=policy.shadow.min_requests))
+    minimums = policy.min_requests or (DEFAULT_MINIMUM,)
     for index, share in enumerate(policy.trials):
-        kind: StepKind = "ab" if index == len(policy.steps) - 1 else "canary"
-        minimum = _minimum(policy, index) if policy.judged else 0
-        approval = any(round(share * 100) == round(stop * 100) for stop in policy.pause)
-        found.append(PlannedStep(kind=kind, percent=round(share * 100), minimum=minimum, approval=approval))
-    return (*found, PlannedStep(kind="full", percent=round(policy.steps[-1] * 100)))
-
-
-def _minimum(policy: RolloutPolicy, index: int) -> int:
-    given = policy.min_requests or (DEFAULT_MINIMUM,)
-    return given[min(index, len(given) - 1)]
+        steps.append(
+            PlannedStep(
+                kind="ab" if index == len(policy.steps) - 1 else "canary",
+                percent=round(share * 100),
+                minimum=minimums[min(index, len(minimums) - 1)] if policy.is_analyzed else 0,
+                approval=any(round(share * 100) == round(stop * 100) for stop in policy.pause),
+            )
+        )
+    return (*steps, PlannedStep(kind="full", percent=round(policy.steps[-1] * 100)))

@@ -123,7 +123,7 @@ class Ledger(Protocol):
         """
         ...
 
-    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         """The entries before the first that cannot be read: all of them, if nothing is damaged."""
         ...
 

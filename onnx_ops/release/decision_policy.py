@@ -110,7 +110,7 @@ def find_rejection_reason(
     any more, and only an override that was signed later outweighs it.
     """
     override = find_recorded_override(state, what, target, verifier)
-    why = state.why_rejected(what) if override is None else None
+    why = state.find_rejection(what) if override is None else None
     if why is None and isinstance(what, VersionRecord):
         told = read_published_rollback(what, state.endpoint)
         if told is not None and (override is None or not is_later(override, told)):

@@ -278,7 +278,7 @@ def read_readable_state(ports: Ports, endpoint: str) -> ReleaseState:
     try:
         return ports.ledger.state(endpoint)
     except CorruptStateError:
-        return fold(endpoint, ports.ledger.sound(endpoint))
+        return fold(endpoint, ports.ledger.read_intact(endpoint))
 
 
 def find_corruption(ports: Ports, endpoint: str) -> CorruptStateError | None:

@@ -180,7 +180,7 @@ def _mark(ports: Ports, endpoint: str, notifier: str, sequence: int) -> None:
     """Raises ConflictError if others never let us write."""
     for _ in range(ATTEMPTS):
         journal = Journal.open(ports, endpoint)
-        if journal.state.notified_at.get(notifier, -1) >= sequence:
+        if journal.state.notified.get(notifier, -1) >= sequence:
             return
         try:
             journal.append(NotificationSent(notifier=notifier, of=sequence))

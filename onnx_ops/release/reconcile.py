@@ -203,7 +203,7 @@ def _told_registry(journal: Journal, wish: DesiredState) -> StepReport | None:
 
 def _refusal(journal: Journal, wish: DesiredState) -> StepReport | None:
     """Put an alias back that may not stand; or finish what a driver began that died while it did so."""
-    begun, refused = journal.state.refusing, wish.refused
+    begun, refused = journal.state.open_refusal, wish.refused
     if begun is not None and not wish.unreachable and not _same(begun, refused):
         conclude_refusal(journal, begun)
         refused = begun
@@ -361,8 +361,8 @@ class _ReadOnce:
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
         return self._ledger.read(endpoint, after=after)
 
-    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        return self._ledger.sound(endpoint)
+    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+        return self._ledger.read_intact(endpoint)
 
     def append(self, entry: LedgerEntry) -> NoReturn:
         raise _SomethingToDo(f"entry {entry.sequence} of {entry.endpoint}")

@@ -159,7 +159,7 @@ def _not_yet(state: ReleaseState, wanted: VersionRecord, soak_s: float, now: flo
     roles = state.roles
     if state.config is None:
         return "no pipeline has bound it"
-    if (why := state.why_rejected(wanted)) is not None:
+    if (why := state.find_rejection(wanted)) is not None:
         return f"it rolled this release back ({why})"
     if roles.candidate is not None and roles.candidate.release == wanted.release:
         return "its own rollout is in progress"
@@ -303,7 +303,7 @@ def _approved(journal: Journal, record: VersionRecord) -> SignedDecision | Signe
 def _take_override(journal: Journal, record: VersionRecord) -> bool:
     """Write the override that stands signed on the version into the ledger, unless that was done before."""
     signed = read_override(record, journal.config.target, journal.ports.verifier())
-    if signed is None or signed.envelope.digest() in journal.state.overrides_taken:
+    if signed is None or signed.envelope.digest() in journal.state.used_overrides:
         return False
     told = read_published_rollback(record, journal.state.endpoint)
     if told is not None and not is_later(signed, told):
@@ -317,7 +317,7 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
 
     A kill in between leaves a refusal without an outcome: the next call goes on with that one.
     """
-    begun = journal.state.refusing
+    begun = journal.state.open_refusal
     if begun is None:
         journal.append(refused)
     config = journal.config
@@ -332,7 +332,7 @@ def conclude_refusal(journal: Journal, refused: VersionRefused) -> None:
     with contextlib.suppress(NotFoundError):  # the version may be gone; then there is nothing to say it on
         said = {f"onnxops.rejected.{refused.alias}": refused.reason[:400]}
         journal.ports.registry().annotate(journal.config.model, refused.version, said)
-    journal.append(ActionOutcome(of=journal.state.refused_at, ok=True))
+    journal.append(ActionOutcome(of=journal.state.refusal_sequence, ok=True))
 
 
 def _restore(journal: Journal, refused: VersionRefused) -> None:
@@ -382,12 +382,12 @@ def publish_rejections(journal: Journal) -> bool:
     may. Until that is written down it is done again. Says whether there was anything to tell."""
     state, model, registry = journal.state, journal.config.model, journal.ports.registry()
     now = datetime.fromtimestamp(journal.ports.clock.now(), tz=UTC)
-    for version in sorted(state.untold):
-        why = state.why_rejected(state.known[version])
+    for version in sorted(state.unpublished_rejections):
+        why = state.find_rejection(state.known[version])
         text = "" if why is None else PublishedRollback(at=now, why=why[:400]).text()
         with contextlib.suppress(NotFoundError):
             registry.annotate(model, version, {rolled_back_tag(state.endpoint): text})
-    return bool(state.untold)
+    return bool(state.unpublished_rejections)
 
 
 def record_alias(journal: Journal, champion: str | None) -> bool:
@@ -411,7 +411,7 @@ def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None
     What came after the last such note is shown before the next one is written: killed in between, it is shown again.
     Readings and renewals stay out, as there may be one a minute, and so does who was told.
     """
-    config, shown = journal.config, max(journal.state.mirrored_at - 1, 0)
+    config, shown = journal.config, max(journal.state.published_sequence - 1, 0)
 
     def show(after: int) -> None:
         for entry in journal.ports.ledger.read(config.endpoint, after=after):

@@ -110,7 +110,7 @@ def request_rollback(
         if pin:
             action = pin_aliases(ports, config, action)
         rolled = _rolled(journal.state, action)
-        journal.append(RollbackRequested(action=action, by_hand=True))
+        journal.append(RollbackRequested(action=action, by_operator=True))
         return rolled, journal
 
     return retry_on_conflict(request)
@@ -236,13 +236,15 @@ def select_endpoints(
 
 def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     states = {name: read_readable_state(ports, name) for name in names}
-    last = max(states.values(), key=lambda state: state.arrived_at).arrived
+    last = max(states.values(), key=lambda state: state.latest_release_at).latest_release
     # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
     found = tuple(
         name for name, state in states.items() if last in _releases(state) or find_corruption(ports, name) is not None
     )
     # Asked again after the rollback: those that went back from it, so that the answer is that this is done.
-    found = found or tuple(name for name, state in states.items() if state.rolled_back and state.arrived == last)
+    found = found or tuple(
+        name for name, state in states.items() if state.last_rollback and state.latest_release == last
+    )
     if not found:
         raise NotFoundError(
             f"no endpoint serves the last release of {model} any more",
@@ -269,7 +271,7 @@ def send_command(ports: Ports, endpoint: str, word: OperatorCommand, *, reason: 
         config = journal.config
         if journal.state.roles.candidate is None:
             raise _no_rollout(config.endpoint)
-        journal.append(OperatorCommandSent(word=word, reason=reason))
+        journal.append(OperatorCommandSent(command=word, reason=reason))
 
     retry_on_conflict(speak)
 
@@ -355,7 +357,7 @@ def _done(journal: Journal, to: str | None, force: bool) -> RollbackResult | Non
     Without `to`, a rollback after a rollback is the same one again: whoever wants to go back further says how far.
     """
     state, config = journal.state, journal.config
-    stable, last = state.roles.stable, state.rolled_back
+    stable, last = state.roles.stable, state.last_rollback
     if stable is None or state.roles.candidate is not None or state.open_intent is not None or state.deleting:
         return None
     if to is None and (last is None or force):
@@ -395,7 +397,7 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
     # out counts as still there, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
     goal = _goal(state, roles, to, force)
-    if (bad := state.why_rejected(goal)) is not None and not force:
+    if (bad := state.find_rejection(goal)) is not None and not force:
         raise RefusedError(
             f"{goal.name} is known to be bad",
             where=config.endpoint,
@@ -429,7 +431,7 @@ def _goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Dep
                 f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}."
             )
         return state.known[version]
-    again = state.rolled_back is not None and roles.stable == state.roles.stable and not force
+    again = state.last_rollback is not None and roles.stable == state.roles.stable and not force
     goal = roles.stable if roles.candidate is not None or again else roles.previous
     if goal is None:
         raise NotFoundError(

@@ -28,15 +28,15 @@ class MetricsSnapshot:
 def read_metrics(journal: Journal) -> MetricsSnapshot:
     """Read the counts of the rollout in progress, if figures decide about it. Nothing is written."""
     state, roles = journal.state, journal.state.roles
-    if not state.policy.judged or state.trial is None or roles.stable is None or roles.candidate is None:
+    if not state.policy.is_analyzed or state.observations is None or roles.stable is None or roles.candidate is None:
         return MetricsSnapshot(observations=None)
     candidate, stable = roles.candidate.name, roles.stable.name
-    limits = {candidate: state.trial.slower, stable: state.trial.thresholds}
+    limits = {candidate: state.observations.slower, stable: state.observations.thresholds}
     try:
         reading = journal.ports.metrics(journal.config).read(journal.config, limits)
     except ServiceUnavailableError as error:
         return MetricsSnapshot(observations=None, blind=str(error))
-    return MetricsSnapshot(observations=state.trial.after(reading, stable=stable, candidate=candidate))
+    return MetricsSnapshot(observations=state.observations.with_reading(reading, stable=stable, candidate=candidate))
 
 
 def choose_action(
@@ -44,10 +44,10 @@ def choose_action(
 ) -> Action | Wait:
     """The one thing to do next, by everything that is known. Without counts nothing moves but the way back."""
     roles, policy, target = journal.state.roles, journal.state.policy, journal.config.target
-    word, now = journal.state.word, journal.ports.clock.now()
+    word, now = journal.state.command, journal.ports.clock.now()
     if seen.observations is None:
         move = choose_next_action(
-            wanted=wish.wanted, actual=actual, roles=roles, policy=policy, target=target, word=word, now=now
+            desired=wish.wanted, observed=actual, roles=roles, policy=policy, target=target, command=word, now=now
         )
         if not isinstance(move, Wait):
             return move
@@ -57,13 +57,13 @@ def choose_action(
     from onnx_ops.statistics.rollout import decide
 
     return decide(
-        wanted=wish.wanted,
-        actual=actual,
+        desired=wish.wanted,
+        observed=actual,
         roles=roles,
         observations=seen.observations,
         policy=policy,
         target=target,
-        word=word,
+        command=word,
         now=now,
     )
 
@@ -77,7 +77,7 @@ def record_metrics(journal: Journal, seen: MetricsSnapshot, move: Action | Wait)
         ServiceUnavailableError: a rollout cannot begin while nobody can tell how fast the stable version is.
     """
     if seen.observations is not None and (reading := seen.observations.reading) is not None:
-        last = journal.state.trial.reading if journal.state.trial is not None else None
+        last = journal.state.observations.reading if journal.state.observations is not None else None
         if isinstance(move, Action) or last is None or reading.at - last.at >= RECORD_EVERY_S:
             journal.append(MetricsRecorded(reading=reading))
     if isinstance(move, Action) and move.kind is ActionKind.START:
@@ -86,9 +86,9 @@ def record_metrics(journal: Journal, seen: MetricsSnapshot, move: Action | Wait)
 
 def _freeze(journal: Journal, start: Action) -> None:
     state, candidate, stable = journal.state, start.roles.candidate, start.roles.stable
-    if candidate is None or stable is None or not state.policy.judged:
+    if candidate is None or stable is None or not state.policy.is_analyzed:
         return
-    if state.frozen is not None and state.frozen.candidate == candidate.manifest:
+    if state.thresholds is not None and state.thresholds.candidate == candidate.manifest:
         return
     from onnx_ops.statistics.rollout import fix_thresholds
 
@@ -97,7 +97,7 @@ def _freeze(journal: Journal, start: Action) -> None:
     journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
 
 
-_FOR_A_PERSON = (WaitKind.HELD, WaitKind.PAUSED, WaitKind.WORD)
+_FOR_A_PERSON = (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
 
 
 def record_pause(journal: Journal, wait: Wait) -> None:
@@ -109,7 +109,7 @@ def record_pause(journal: Journal, wait: Wait) -> None:
         ConflictError: somebody else acted meanwhile.
     """
     state = journal.state
-    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.word is OperatorCommand.PAUSE:
+    if wait.kind not in _FOR_A_PERSON or state.roles.candidate is None or state.command is OperatorCommand.PAUSE:
         return
-    if state.held is None or (state.held.wait, state.held.step) != (wait.kind, state.roles.step):
+    if state.pause is None or (state.pause.wait, state.pause.step) != (wait.kind, state.roles.step):
         journal.append(RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why))

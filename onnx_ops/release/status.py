@@ -170,7 +170,7 @@ def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], CorruptSta
     try:
         return ports.ledger.read(name), None
     except CorruptStateError as error:
-        return ports.ledger.sound(name), error
+        return ports.ledger.read_intact(name), error
 
 
 def _fits(config: EndpointConfig | None, wanted: HistoryFilter) -> bool:
@@ -221,7 +221,7 @@ def _told(entry: LedgerEntry) -> tuple[str, str]:
         case ActionOutcome():
             return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
         case OperatorCommandSent():
-            return f"operator says {body.word.value}", body.reason
+            return f"operator says {body.command.value}", body.reason
         case AliasesWritten():
             told = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
             return f"registry: {told}", ""
@@ -333,7 +333,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
                 stable=action.roles.stable,
                 steps=(_step(entry, action),),
                 policy=state.policy,
-                observations=state.trial,
+                observations=state.observations,
                 end=None,
             )
         elif found is not None and found.end is None:
@@ -343,7 +343,7 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
                 found,
                 steps=(*found.steps, *steps),
                 policy=state.policy,
-                observations=state.trial or found.observations,
+                observations=state.observations or found.observations,
                 end=action.kind if action is not None and done and state.roles.candidate is None else None,
             )
     return found
@@ -366,10 +366,10 @@ def _step(entry: LedgerEntry, action: Action) -> TimelineStep:
 def _said(entry: LedgerEntry) -> list[TimelineStep]:
     body = entry.body
     if isinstance(body, OperatorCommandSent):
-        what, why = f"operator says {body.word.value}", body.reason
+        what, why = f"operator says {body.command.value}", body.reason
     elif isinstance(body, ActionOutcome) and not body.ok:
         what, why = "failed", body.detail
-    elif body.kind == "held":
+    elif body.kind == "rollout-paused":
         what, why = body.wait.value, body.why
     else:
         return []
@@ -412,7 +412,7 @@ def read_rollout_view(ports: Ports, endpoint: str) -> RolloutView | None:
     actual = ports.provider(config.provider).observe(config)
     move = choose_action(journal, DesiredState(wanted=candidate), actual, seen)
     found = seen.observations
-    began = state.trial.began if state.trial is not None else ports.clock.now()
+    began = state.observations.started_at if state.observations is not None else ports.clock.now()
     return RolloutView(
         endpoint=endpoint,
         stable=stable.name,

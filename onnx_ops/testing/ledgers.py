@@ -70,7 +70,7 @@ def entry(sequence: int, body: EntryBody, *, endpoint: str = ENDPOINT, actor: st
 
 def spoken(sequence: int, *, reason: str = "", actor: str = "tester") -> LedgerEntry:
     """Return an entry with a command of an operator."""
-    return entry(sequence, OperatorCommandSent(word=OperatorCommand.ADVANCE, reason=reason), actor=actor)
+    return entry(sequence, OperatorCommandSent(command=OperatorCommand.ADVANCE, reason=reason), actor=actor)
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
@@ -113,16 +113,16 @@ def one_of_each() -> tuple[EntryBody, ...]:
         EndpointBound(config=config, policy=RolloutPolicy(steps=(0.1, 1.0))),
         Intent(action=action, holder="h", expires_at=120.25),
         ActionOutcome(of=2, ok=True),
-        OperatorCommandSent(word=OperatorCommand.PAUSE, reason="«lunch»\n"),
+        OperatorCommandSent(command=OperatorCommand.PAUSE, reason="«lunch»\n"),
         AliasesWritten(aliases={"champion-cpu": "1", "challenger-cpu": None}),
         VersionRefused(alias="champion-cpu", version="2", reason="no", restored_to=None),
         OverrideRecorded(release=digest, manifest=digest, version="2", reason="because", signed=envelope),
         ThresholdsFixed(candidate=digest, thresholds=LatencyThresholds(p50_s=0.002, p99_s=0.008, requests=4000)),
         MetricsRecorded(reading=reading),
-        RolloutPaused(wait=WaitKind.WORD, step=1, why="held"),
+        RolloutPaused(wait=WaitKind.APPROVAL, step=1, why="held"),
         NotificationSent(notifier="github:acme/models", of=9),
         LeaseRenewed(of=2, expires_at=180.5),
-        RollbackRequested(action=action, by_hand=True),
+        RollbackRequested(action=action, by_operator=True),
         RequestWithdrawn(reason="wrong endpoint"),
         EndpointAbandoned(reason="it moved", place="region a"),
     )
@@ -170,8 +170,8 @@ class LedgerSuite:
         written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
         for one in written:
             ledger.append(one)
-        assert ledger.read(ENDPOINT) == ledger.sound(ENDPOINT) == written
-        assert opener().read(ENDPOINT) == opener().sound(ENDPOINT) == written
+        assert ledger.read(ENDPOINT) == ledger.read_intact(ENDPOINT) == written
+        assert opener().read(ENDPOINT) == opener().read_intact(ENDPOINT) == written
 
     def test_the_state_is_the_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
         """After every entry; also for a process that begins then, in the first round, and after each round."""
@@ -204,7 +204,7 @@ class LedgerSuite:
 
     def test_endpoints_do_not_see_each_other(self, ledger: Ledger) -> None:
         for name in ("digits", "faces", "model@target"):
-            ledger.append(entry(1, OperatorCommandSent(word=OperatorCommand.PAUSE, reason=name), endpoint=name))
+            ledger.append(entry(1, OperatorCommandSent(command=OperatorCommand.PAUSE, reason=name), endpoint=name))
         assert set(ledger.endpoints()) == {"digits", "faces", "model@target"}
         for name in ledger.endpoints():
             (one,) = ledger.read(name)
@@ -241,7 +241,7 @@ class LedgerSuite:
             entries = opener().read(ENDPOINT)
             assert [one.sequence for one in entries] == list(range(1, len(entries) + 1))
             assert all(
-                one.body == OperatorCommandSent(word=OperatorCommand.ADVANCE, reason="x" * 20_000) for one in entries
+                one.body == OperatorCommandSent(command=OperatorCommand.ADVANCE, reason="x" * 20_000) for one in entries
             )
         opener().append(spoken(len(opener().read(ENDPOINT)) + 1))
 

@@ -270,12 +270,12 @@ class Driver:
         did: list[str] = []
         while len(did) < 10:
             action = choose_next_action(
-                wanted=wanted,
-                actual=self.provider.observe(self.config),
+                desired=wanted,
+                observed=self.provider.observe(self.config),
                 roles=self.roles,
                 policy=self.policy,
                 target="cpu",
-                word=OperatorCommand.ADVANCE,
+                command=OperatorCommand.ADVANCE,
                 now=now,
             )
             if isinstance(action, Wait):

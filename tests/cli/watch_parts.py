@@ -71,7 +71,7 @@ class Site:
         return {**kept, "ONNX_OPS_ACTOR": "watcher"}
 
     def traffic(self) -> Mapping[str, int]:
-        config = next(e.body.config for e in self.ports.ledger.read(self.endpoint) if e.body.kind == "configured")
+        config = next(e.body.config for e in self.ports.ledger.read(self.endpoint) if e.body.kind == "endpoint-bound")
         found = self.ports.provider("local").observe(config)
         return {} if found is None else dict(found.split.weights)
 

@@ -67,12 +67,12 @@ def test_one_number_of_requests_is_for_all_steps(project: Path, pipeline_text: s
     policy = policy_of(project, pipeline_text.replace(PLAIN, rollout))
     assert [step.minimum for step in policy.planned()] == [300, 300, 0]
     assert [rail.tolerated(rail.name) for rail in policy.guardrails] == [1.0, 1.0, 1.2]
-    assert policy.judged
+    assert policy.is_analyzed
 
 
 def test_a_policy_without_figures_is_not_judged(project: Path, pipeline_text: str) -> None:
     policy = policy_of(project, pipeline_text)
-    assert not policy.judged
+    assert not policy.is_analyzed
     assert [step.minimum for step in policy.planned()] == [0, 0]
 
 

@@ -74,21 +74,21 @@ def intent(action: Action) -> Intent:
 
 
 def planned(
-    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, word: OperatorCommand | None = None
+    wanted: Deployment | None, roles: Roles, policy: RolloutPolicy = POLICY, command: OperatorCommand | None = None
 ) -> Action:
     """The action for an endpoint that is what its roles say."""
-    asked = {"wanted": wanted, "roles": roles, "policy": policy, "target": "cpu", "word": word, "now": 100.0}
-    believed = choose_next_action(**{**asked, "word": None}, actual=None)  # type: ignore[arg-type]
+    asked = {"desired": wanted, "roles": roles, "policy": policy, "target": "cpu", "command": command, "now": 100.0}
+    believed = choose_next_action(**{**asked, "command": None}, observed=None)  # type: ignore[arg-type]
     actual = believed.state if isinstance(believed, Action) else None
-    action = choose_next_action(**asked, actual=actual)  # type: ignore[arg-type]
+    action = choose_next_action(**asked, observed=actual)  # type: ignore[arg-type]
     assert isinstance(action, Action), action
     return action
 
 
 FIRST = planned(version(1), Roles())
 START = planned(version(2), FIRST.roles)
-ADVANCE = planned(version(2), START.roles, word=OperatorCommand.ADVANCE)
-FINISH = planned(version(2), ADVANCE.roles, word=OperatorCommand.ADVANCE)
+ADVANCE = planned(version(2), START.roles, command=OperatorCommand.ADVANCE)
+FINISH = planned(version(2), ADVANCE.roles, command=OperatorCommand.ADVANCE)
 CONFIGURED = EndpointBound(config=CONFIG, policy=POLICY)
 SERVING = (CONFIGURED, intent(FIRST), ActionOutcome(of=2, ok=True))
 
@@ -100,7 +100,7 @@ def test_the_scenario_is_what_it_says() -> None:
 
 def test_the_same_entries_give_the_same_state() -> None:
     entries = log(
-        *SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.PAUSE)
+        *SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.PAUSE)
     )
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
@@ -139,8 +139,8 @@ def test_an_outcome_closes_only_the_intent_it_names() -> None:
 def test_a_failed_effect_leaves_roles_aliases_and_rejections_alone() -> None:
     before = folded(*SERVING)
     after = folded(*SERVING, intent(START), ActionOutcome(of=4, ok=False, detail="no memory"))
-    began = replace(before, arrived=version(2).release, arrived_at=4.0)
-    assert after == replace(began, head=5, generation=4, decided_at=4)
+    began = replace(before, latest_release=version(2).release, latest_release_at=4.0)
+    assert after == replace(began, head=5, generation=4, decision_sequence=4)
 
 
 def test_what_an_overtaken_intent_may_have_started_is_known() -> None:
@@ -159,17 +159,17 @@ def test_aliases_stay_owed_until_they_were_mirrored() -> None:
 
 
 def test_a_word_is_spent_by_the_effect_that_obeys_it() -> None:
-    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.ADVANCE))
-    assert folded(*said).word is OperatorCommand.ADVANCE
-    assert folded(*said, intent(ADVANCE)).word is OperatorCommand.ADVANCE
-    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).word is OperatorCommand.ADVANCE
-    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=True)).word is None
+    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.ADVANCE))
+    assert folded(*said).command is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE)).command is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=False)).command is OperatorCommand.ADVANCE
+    assert folded(*said, intent(ADVANCE), ActionOutcome(of=7, ok=True)).command is None
 
 
 def test_a_repair_does_not_spend_a_word() -> None:
     repair = Action(kind=ActionKind.RESTORE, state=START.state, roles=START.roles, why="lost")
-    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(word=OperatorCommand.ADVANCE))
-    assert folded(*said, intent(repair), ActionOutcome(of=7, ok=True)).word is OperatorCommand.ADVANCE
+    said = (*SERVING, intent(START), ActionOutcome(of=4, ok=True), OperatorCommandSent(command=OperatorCommand.ADVANCE))
+    assert folded(*said, intent(repair), ActionOutcome(of=7, ok=True)).command is OperatorCommand.ADVANCE
 
 
 def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
@@ -177,12 +177,12 @@ def test_a_word_said_while_an_effect_is_under_way_is_not_lost() -> None:
         *SERVING,
         intent(START),
         ActionOutcome(of=4, ok=True),
-        OperatorCommandSent(word=OperatorCommand.ADVANCE),
+        OperatorCommandSent(command=OperatorCommand.ADVANCE),
         intent(ADVANCE),
-        OperatorCommandSent(word=OperatorCommand.PAUSE),
+        OperatorCommandSent(command=OperatorCommand.PAUSE),
         ActionOutcome(of=7, ok=True),
     )
-    assert state.word is OperatorCommand.PAUSE
+    assert state.command is OperatorCommand.PAUSE
 
 
 def test_no_word_outlives_the_rollout_it_was_about() -> None:
@@ -191,10 +191,10 @@ def test_no_word_outlives_the_rollout_it_was_about() -> None:
         intent(START),
         ActionOutcome(of=4, ok=True),
         intent(FINISH),
-        OperatorCommandSent(word=OperatorCommand.PAUSE),
+        OperatorCommandSent(command=OperatorCommand.PAUSE),
         ActionOutcome(of=6, ok=True),
     )
-    assert state.word is None
+    assert state.command is None
 
 
 def given(what: Deployment, reason: str) -> OverrideRecorded:
@@ -229,8 +229,8 @@ def test_of_two_versions_of_one_release_only_the_bad_one_is_rejected() -> None:
         state = folded(
             *SERVING, intent(started), ActionOutcome(of=4, ok=True), intent(back), ActionOutcome(of=6, ok=True)
         )
-        assert state.why_rejected(good) is None
-        assert state.why_rejected(bad) == "bad"
+        assert state.find_rejection(good) is None
+        assert state.find_rejection(bad) == "bad"
 
 
 def test_a_version_that_serves_again_is_no_longer_rejected() -> None:
@@ -257,7 +257,8 @@ def test_what_is_bound_again_after_a_deletion_counts_its_generations_on() -> Non
 
 
 def test_nothing_is_wanted_of_an_endpoint_without_versions() -> None:
-    asked = choose_next_action(wanted=None, actual=None, roles=Roles(), policy=POLICY, target="cpu", word=None, now=0.0)
+    asked = choose_next_action(
+        desired=None, observed=None, roles=Roles(), policy=POLICY, target="cpu", command=None, now=0.0
+    )
     assert isinstance(asked, Wait)
-    assert asked.settled
     assert "challenger-cpu" in asked.why

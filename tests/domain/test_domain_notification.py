@@ -52,8 +52,8 @@ def test_an_automatic_rollback_says_all_that_is_needed_at_night(golden: Golden) 
 @pytest.mark.parametrize(
     "bodies",
     [
-        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), ActionOutcome(of=7, ok=True)),
-        (RollbackRequested(action=ALARM, by_hand=True), intent(ALARM), intent(ALARM), ActionOutcome(of=8, ok=True)),
+        (RollbackRequested(action=ALARM, by_operator=True), intent(ALARM), ActionOutcome(of=7, ok=True)),
+        (RollbackRequested(action=ALARM, by_operator=True), intent(ALARM), intent(ALARM), ActionOutcome(of=8, ok=True)),
     ],
     ids=["at once", "finished by a driver"],
 )
@@ -69,7 +69,7 @@ def test_an_operators_rollback_says_how_to_undo_it() -> None:
         CONFIGURED,
         intent(FINISH),
         ActionOutcome(of=2, ok=True),
-        RollbackRequested(action=back, by_hand=True),
+        RollbackRequested(action=back, by_operator=True),
         intent(back),
     )
     *_, found = told(*bodies, ActionOutcome(of=5, ok=True))
@@ -94,9 +94,9 @@ def test_a_rollout_that_ends_well() -> None:
 @pytest.mark.parametrize(
     ("wait", "what", "text"),
     [
-        (WaitKind.HELD, NotificationKind.HELD, "v2 is held for a person at step 1"),
+        (WaitKind.INCONCLUSIVE, NotificationKind.HELD, "v2 is held for a person at step 1"),
         (WaitKind.PAUSED, NotificationKind.PAUSED, "v2 is paused at step 1"),
-        (WaitKind.WORD, NotificationKind.HELD, "v2 waits for an operator's word at step 1"),
+        (WaitKind.APPROVAL, NotificationKind.HELD, "v2 waits for approval at step 1"),
     ],
 )
 def test_a_rollout_that_waits_for_a_person(wait: WaitKind, what: NotificationKind, text: str) -> None:
@@ -122,7 +122,7 @@ def test_a_rollback_that_fails_is_the_worst() -> None:
 
 
 def test_an_endpoint_that_was_not_what_it_should_be() -> None:
-    repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint is not what it should be")
+    repair = replace(START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state")
     assert only(intent(repair), ActionOutcome(of=6, ok=True)).what is NotificationKind.TROUBLE
 
 
@@ -143,12 +143,12 @@ def test_the_same_trouble_is_told_once_an_hour_and_a_rollback_every_time() -> No
 
 
 def test_what_was_told_before_counts_too() -> None:
-    body = RolloutPaused(wait=WaitKind.HELD, step=0, why="no traffic")
+    body = RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic")
     assert told(*ON_TRIAL, body, body, after=6) == []
 
 
 def test_reasons_are_one_line_and_not_endless() -> None:
-    found = only(RolloutPaused(wait=WaitKind.HELD, step=0, why="a\n\nb  c " + "word " * 500))
+    found = only(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="a\n\nb  c " + "word " * 500))
     assert "\n" not in found.why
     assert found.why.startswith("a b c word")
     assert len(found.why) <= 400

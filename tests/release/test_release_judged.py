@@ -47,7 +47,7 @@ def test_a_healthy_candidate_reaches_all_traffic_by_itself() -> None:
 
 def test_the_thresholds_stand_in_the_ledger_before_the_candidate_gets_a_request() -> None:
     kinds = [entry.body.kind for entry in begun().world.ledger.read("digits")]
-    assert kinds.index("frozen") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
+    assert kinds.index("thresholds-fixed") < [i for i, kind in enumerate(kinds) if kind == "intent"][1]
 
 
 @pytest.mark.parametrize("fault", ["errors", "slow", "refused"])
@@ -68,7 +68,7 @@ def test_a_bad_candidate_is_rolled_back_by_itself_and_does_not_come_back(fault: 
     assert isinstance(judged, MetricsRecorded)
     assert judged.reading.tallies["v2"] == scene.world.provider.counted.tallies["v2"]
     assert asked.action.why.endswith("-> ROLL BACK")
-    assert not asked.by_hand
+    assert not asked.by_operator
     told = read_published_rollback(scene.record("2"), "digits")
     assert told is not None
     assert told.why == asked.action.why[:400]
@@ -111,7 +111,7 @@ def test_no_traffic_is_no_success() -> None:
     for _ in range(20):
         traffic(scene, 0)
     scene.world.clock.advance(2 * GUARDED.step_timeout)
-    assert "held for an operator" in scene.settle()[-1].why
+    assert "needs an operator" in scene.settle()[-1].why
     assert scene.traffic() == {"v1": 90, "v2": 10}
 
 

@@ -59,7 +59,7 @@ def test_a_rollback_is_told_once_and_the_ledger_says_so() -> None:
     (told,) = send_pending(scene.ports, "digits")
     assert [notice.what for notice in told.sent] == [NotificationKind.ROLLED_BACK]
     assert len(chat.received) == before + 1
-    assert scene.state().notified_at == {CHAT: told.sent[0].sequence}
+    assert scene.state().notified == {CHAT: told.sent[0].sequence}
     assert send_pending(scene.ports, "digits") == (DeliveryResult(endpoint="digits", notifier=CHAT),)
 
 
@@ -238,7 +238,7 @@ def automatic(entries: tuple[LedgerEntry, ...]) -> set[int]:
         if body.kind == "outcome" and opened is not None and body.of == state.generation and body.ok:
             alarmed = opened.action.kind is ActionKind.ABORT and opened.action.why.startswith("alarm")
             pending = state.pending_rollback
-            if alarmed and pending is not None and not pending.by_hand:
+            if alarmed and pending is not None and not pending.by_operator:
                 found.add(entry.sequence)
         state = fold("digits", entries[: number + 1])
     return found
@@ -253,7 +253,7 @@ def test_two_that_notify_at_once_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert NotificationKind.ROLLED_BACK in whats(chat)
-    assert scene.state().notified_at[CHAT] == max(notice.sequence for notice in chat.received)
+    assert scene.state().notified[CHAT] == max(notice.sequence for notice in chat.received)
 
 
 def test_a_writer_in_between_is_no_hindrance() -> None:
@@ -264,7 +264,9 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
     def late(entry: LedgerEntry) -> None:
         if isinstance(entry.body, NotificationSent) and busy[0]:
             busy[0] -= 1
-            Journal.open(scene.world.ports("other"), "digits").append(OperatorCommandSent(word=OperatorCommand.PAUSE))
+            Journal.open(scene.world.ports("other"), "digits").append(
+                OperatorCommandSent(command=OperatorCommand.PAUSE)
+            )
             raise ConflictError("somebody else was faster")
         append(entry)
 
@@ -277,9 +279,9 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
 def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
     scene, chat = with_chat(on_trial())
     send_pending(scene.ports, "digits")
-    wait = Wait(why="v3 holds 10 %: waits", settled=False, kind=WaitKind.WORD)
+    wait = Wait(why="v3 holds 10 %: waits", kind=WaitKind.APPROVAL)
     for n in range(3):
-        record_pause(Journal.open(scene.ports, "digits"), Wait(why=f"{wait.why} {n}", settled=False, kind=wait.kind))
+        record_pause(Journal.open(scene.ports, "digits"), Wait(why=f"{wait.why} {n}", kind=wait.kind))
         send_pending(scene.ports, "digits")
     assert whats(chat).count(NotificationKind.HELD) == 1
     scene.say(OperatorCommand.ADVANCE)
@@ -288,28 +290,28 @@ def test_a_wait_for_a_person_is_written_once_for_each_step() -> None:
     assert whats(chat).count(NotificationKind.HELD) == 2
 
 
-@pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.WATCHING])
+@pytest.mark.parametrize("kind", [WaitKind.IDLE, WaitKind.ANALYZING])
 def test_other_waits_are_nobodys_business(kind: WaitKind) -> None:
     scene = on_trial()
     before = scene.state()
-    record_pause(Journal.open(scene.ports, "digits"), Wait(why="", settled=False, kind=kind))
+    record_pause(Journal.open(scene.ports, "digits"), Wait(why="", kind=kind))
     assert scene.state() == before
 
 
 def test_what_an_operator_paused_is_no_news_to_him() -> None:
     scene = on_trial()
     scene.say(OperatorCommand.PAUSE)
-    record_pause(Journal.open(scene.ports, "digits"), Wait(why="paused", settled=False, kind=WaitKind.PAUSED))
-    assert scene.state().held is None
+    record_pause(Journal.open(scene.ports, "digits"), Wait(why="paused", kind=WaitKind.PAUSED))
+    assert scene.state().pause is None
 
 
 def test_a_hold_stays_through_a_repair() -> None:
     scene = on_trial()
     journal = Journal.open(scene.ports, "digits")
-    journal.append(RolloutPaused(wait=WaitKind.HELD, step=0, why="no traffic"))
+    journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))
     scene.world.provider.interfere("digits", None)
     scene.settle_some()
-    assert scene.state().held is not None
+    assert scene.state().pause is not None
 
 
 def test_after_traffic_has_moved_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +398,6 @@ def test_a_canary_that_waits_is_told_of_by_whoever_drives(golden: Golden) -> Non
     scene.promote(scene.publish("b"))
     reconcile_until_stable(scene.ports, "digits")
     journal = Journal.open(scene.ports, "digits")
-    record_pause(journal, Wait(why="v2 holds 10 % and waits", settled=False, kind=WaitKind.WORD))
+    record_pause(journal, Wait(why="v2 holds 10 % and waits", kind=WaitKind.APPROVAL))
     send_pending(scene.ports, "digits")
     golden("reasons", chat.received[-1].headline)

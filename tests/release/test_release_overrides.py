@@ -75,12 +75,12 @@ class SigningRegistry(FakeRegistry):
     def __init__(self, *, refusing: bool) -> None:
         super().__init__()
         self.scene = Scene(world=FakeWorld(registry=self))
-        self.refusing = refusing
+        self.open_refusal = refusing
 
     def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
         reason = tags.get(override_reason_tag(TARGET))
         if reason is not None and override_record_tag(TARGET) not in tags:
-            if self.refusing:
+            if self.open_refusal:
                 raise RefusedError("policy.yaml:6 lets only alice override")
             self.scene.give_override(version, reason)
         super().annotate(model, version, tags)

@@ -116,7 +116,7 @@ def test_an_operators_word_is_heard_beside_a_driver() -> None:
     scene.say(OperatorCommand.PAUSE)
     scene.faults = None
     assert interrupted == [1]
-    assert scene.state().word is OperatorCommand.PAUSE
+    assert scene.state().command is OperatorCommand.PAUSE
 
 
 def beside_a_driver(
@@ -141,14 +141,14 @@ def beside_a_driver(
     return scenes
 
 
-SPOKEN = OperatorCommandSent(word=OperatorCommand.PAUSE, reason="let me look")
+SPOKEN = OperatorCommandSent(command=OperatorCommand.PAUSE, reason="let me look")
 
 
 def test_an_endpoint_is_bound_anew_beside_a_driver() -> None:
     scenes = beside_a_driver(on_trial, "digits", SPOKEN, lambda scene: scene.bind(policy=AT_ONCE))
     assert len(scenes) > 3
     for scene in scenes:
-        assert (scene.state().policy, scene.state().word) == (AT_ONCE, OperatorCommand.PAUSE)
+        assert (scene.state().policy, scene.state().command) == (AT_ONCE, OperatorCommand.PAUSE)
 
 
 def test_an_override_is_given_beside_a_driver() -> None:

@@ -112,13 +112,13 @@ def test_asking_again_goes_no_further_back_while_the_endpoint_does_not_answer(sc
     scene.world.provider.down = False
     scene.settle()
     assert scene.traffic()[goal] == 100
-    assert scene.state().why_rejected(scene.state().known[goal.removeprefix("v")]) is None
+    assert scene.state().find_rejection(scene.state().known[goal.removeprefix("v")]) is None
     assert scene.roll_back().already
 
 
 def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow endpoint would else never get there, however often it is asked."""
-    monkeypatch.setattr(rollback, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         scene.roll_back()
@@ -468,7 +468,7 @@ def test_a_rollback_decides_again_when_another_process_writes_first(scene: Scene
     scene.faults = Faults(between=change_policy)
     assert scene.roll_back().moved_to == "v2"
     written = [entry.body.kind for entry in scene.world.ledger.read("digits")[head:]]
-    assert written == ["configured", "rollback-requested", "intent", "outcome"]
+    assert written == ["endpoint-bound", "rollback-requested", "intent", "outcome"]
     assert scene.traffic() == {"v2": 100, "v3": 0}
 
 
@@ -620,7 +620,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
                 sequence=sequence,
                 at=0.0,
                 actor="a",
-                body=OperatorCommandSent(word=OperatorCommand.PAUSE),
+                body=OperatorCommandSent(command=OperatorCommand.PAUSE),
             )
         )
         if sequence >= 10_000:

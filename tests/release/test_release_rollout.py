@@ -51,10 +51,10 @@ def test_a_first_deployment(scene: Scene) -> None:
     assert scene.aliases() == {CHAMPION: "1"}
     assert scene.promote("1").did == "serves already"
     assert [entry.body.kind for entry in scene.world.registry.mirrored] == [
-        "configured",
+        "endpoint-bound",
         "intent",
         "outcome",
-        "mirrored",
+        "aliases-written",
     ]
 
 
@@ -356,7 +356,7 @@ def test_changed_settings_are_applied_before_a_rollout_begins_and_not_in_the_mid
     bind_endpoint(scene.ports, changed, CANARY)
     reports = scene.settle()
     assert [report.did for report in reports] == ["reconfigure", "start", ""]
-    assert reports[0].why == "it does not run by its settings: instance_count: None, not 2"
+    assert reports[0].why == "it does not match its settings: instance_count: None, not 2"
     assert scene.traffic() == {"v1": 90, "v2": 10}
     bind_endpoint(scene.ports, replace(changed, settings={"instance_count": 3}), CANARY)
     assert [report.did for report in scene.settle()] == [""]
@@ -465,7 +465,7 @@ def test_what_an_alarm_of_the_provider_takes_back_is_rejected(
     assert applied == 1 + left_open
     state = scene.state()
     assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
-    assert "the alarm fired" in str(state.why_rejected(scene.record(bad)))
+    assert "the alarm fired" in str(state.find_rejection(scene.record(bad)))
     assert (scene.traffic()["v1"], CHALLENGER in scene.aliases()) == (100, False)
     with pytest.raises(RefusedError):
         scene.promote(bad)

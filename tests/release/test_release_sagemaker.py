@@ -108,7 +108,7 @@ def test_no_way_leads_back_to_what_an_alarm_condemned_but_a_new_override_under_t
     assert [report.did for report in reports if report.did] == ["rollback", "wrote aliases"]
     state = scene.state()
     assert state.pending_rollback is None
-    assert "alarm failing fired" in str(state.why_rejected(scene.record(bad)))
+    assert "alarm failing fired" in str(state.find_rejection(scene.record(bad)))
     assert CHALLENGER not in scene.aliases()
 
     # Reconcile and watch, while the alarm fires and when it is quiet.

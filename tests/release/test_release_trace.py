@@ -35,7 +35,7 @@ def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     found = traced(scene)
     assert found is not None
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
-    waits = "waits-for-a-word"
+    waits = "waiting-for-approval"
     assert whats(found) == ["start", waits, "operator says advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
     scene.say(OperatorCommand.ADVANCE)

@@ -344,17 +344,21 @@ def test_every_judgement_takes_the_users_sums() -> None:
     )
     bare = Observations(candidate=CANDIDATE.manifest, intervals=(counted, counted))
     alone = {"a": {"errors": sums([1] * 1970 + [115, 115], [1, 1] + [0] * 1968 + [15, 15])}}
-    assert judge(bare, policy).alarm
+    assert judge(bare, policy).abort_reason
     judged = judge(replace(bare, units=alone), policy)
-    assert not judged.alarm
-    assert judged.guards[0].effect > 10
-    assert "requests count as one" in judged.guards[0].line
+    assert not judged.abort_reason
+    assert judged.guardrails[0].design_effect > 10
+    assert "requests count as one" in judged.guardrails[0].summary
 
 
 def test_sums_are_kept_for_each_origin() -> None:
     first, second = sums([2], [1]), sums([3], [0])
     seen = Observations(candidate=CANDIDATE.manifest)
     for origin, found in (("a", sums([1], [0])), ("a", first), ("b", second)):
-        seen = seen.after(MetricsReading(origin=origin, at=1.0, units={"errors": found}), stable="v1", candidate="v2")
+        seen = seen.with_reading(
+            MetricsReading(origin=origin, at=1.0, units={"errors": found}),
+            stable="v1",
+            candidate="v2",
+        )
     assert seen.units_of("errors") == (first, second)
     assert seen.units_of("latency_p50") == ()

@@ -66,7 +66,7 @@ def healthy() -> ObservationInterval:
 
 
 def seen(*intervals: ObservationInterval, step: int = 0) -> Observations:
-    return Observations(candidate=CANDIDATE.manifest, step=step, began=0.0, intervals=intervals)
+    return Observations(candidate=CANDIDATE.manifest, step=step, started_at=0.0, intervals=intervals)
 
 
 def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -> None:
@@ -77,7 +77,7 @@ def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -
     assert rows["errors"] == [(0, 50, 1, 450)]
     assert rows["latency_p50"] == [(25, 40, 25, 42)]
     judged = judge(seen(one), CANARY)
-    told = {guard.name: (guard.canary, guard.stable, guard.seen) for guard in judged.guards}
+    told = {guard.name: (guard.canary, guard.stable, guard.compared) for guard in judged.guardrails}
     assert told["latency_p50"] == ((25, 40), (25, 42), 40)
     assert told["errors"] == ((0, 50), (1, 450), 50)
 
@@ -85,19 +85,19 @@ def test_latency_is_judged_on_the_requests_that_were_timed_and_errors_on_all() -
 def due(
     observations: Observations | None,
     policy: RolloutPolicy = CANARY,
-    word: OperatorCommand | None = None,
+    command: OperatorCommand | None = None,
     now: float = 60.0,
 ) -> Action | Wait:
     step = 0 if observations is None else observations.step
     planned = policy.planned()[step]
     return decide(
-        wanted=CANDIDATE,
-        actual=build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        desired=CANDIDATE,
+        observed=build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
         roles=Roles(stable=STABLE, candidate=CANDIDATE, step=step),
         observations=observations,
         policy=policy,
         target="t",
-        word=word,
+        command=command,
         now=now,
     )
 
@@ -105,7 +105,6 @@ def due(
 def waits(found: Action | Wait, kind: WaitKind, *words: str) -> None:
     assert isinstance(found, Wait), found
     assert found.kind is kind
-    assert not found.settled
     for word in words:
         assert word in found.why
 
@@ -119,47 +118,53 @@ def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
 
 
 def test_enough_clean_requests_advance_and_then_finish() -> None:
-    waits(due(seen(*[healthy()] * 5)), WaitKind.WATCHING, "v2 holds 10 %", "250 of 300 requests")
+    waits(due(seen(*[healthy()] * 5)), WaitKind.ANALYZING, "v2 holds 10 %", "250 of 300 requests")
     acts(
-        due(seen(*[healthy()] * 6)), ActionKind.ADVANCE, "step 2 of 3: 50 % to v2", "nothing against it in 300 requests"
+        due(seen(*[healthy()] * 6)),
+        ActionKind.ADVANCE,
+        "step 2 of 3: 50 % to v2",
+        "no regression detected in 300 requests",
     )
     less = replace(healthy(), canary=counted(requests=49))
-    waits(due(seen(*[healthy()] * 5, less)), WaitKind.WATCHING, "299 of 300 requests")
+    waits(due(seen(*[healthy()] * 5, less)), WaitKind.ANALYZING, "299 of 300 requests")
     before = [healthy()] * 6
-    waits(due(seen(*before, step=1)), WaitKind.WATCHING, "0 of 300 requests")
+    waits(due(seen(*before, step=1)), WaitKind.ANALYZING, "0 of 300 requests")
     half = ObservationInterval(step=1, canary=counted(over_p99=1), stable=counted(over_p99=1))
     acts(due(seen(*before, *[half] * 6, step=1)), ActionKind.FINISH, "100 % to v2")
 
 
 def test_nothing_counted_waits_and_a_step_without_traffic_is_held() -> None:
-    waits(due(None), WaitKind.WATCHING, "nothing was counted")
-    waits(due(seen()), WaitKind.WATCHING, "0 of 300")
-    waits(due(seen(), now=3600.0), WaitKind.HELD, "step_timeout is over", "0 of 300")
-    waits(due(seen(ObservationInterval(step=0)), now=1e9), WaitKind.HELD)
+    waits(due(None), WaitKind.ANALYZING, "nothing was counted")
+    waits(due(seen()), WaitKind.ANALYZING, "0 of 300")
+    waits(due(seen(), now=3600.0), WaitKind.INCONCLUSIVE, "step_timeout is over", "0 of 300")
+    waits(due(seen(ObservationInterval(step=0)), now=1e9), WaitKind.INCONCLUSIVE)
 
 
 def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
     other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
-    waits(due(other), WaitKind.WATCHING, "nothing was counted")
+    waits(due(other), WaitKind.ANALYZING, "nothing was counted")
     roles = Roles(stable=STABLE, candidate=CANDIDATE, step=1)
     found = decide(
-        wanted=CANDIDATE,
-        actual=build_split_state(STABLE, CANDIDATE, 50),
+        desired=CANDIDATE,
+        observed=build_split_state(STABLE, CANDIDATE, 50),
         roles=roles,
         observations=seen(*[healthy()] * 9),
         policy=CANARY,
         target="t",
-        word=None,
+        command=None,
         now=0.0,
     )
-    waits(found, WaitKind.WATCHING, "nothing was counted")
+    waits(found, WaitKind.ANALYZING, "nothing was counted")
 
 
-@pytest.mark.parametrize("word", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
-def test_errors_roll_back_whatever_an_operator_said(word: OperatorCommand | None) -> None:
+@pytest.mark.parametrize("command", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
+def test_errors_roll_back_whatever_an_operator_said(command: OperatorCommand | None) -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     acts(
-        due(seen(*[bad] * 4), word=word), ActionKind.ABORT, "errors: canary 12/200 (6.00%)", "(limit 60:1) -> ROLL BACK"
+        due(seen(*[bad] * 4), command=command),
+        ActionKind.ABORT,
+        "errors: canary 12/200 (6.00%)",
+        "(limit 60:1) -> ROLL BACK",
     )
 
 
@@ -167,7 +172,7 @@ def test_a_guardrail_that_holds_keeps_the_step_until_a_word() -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
     waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
-    acts(due(seen(*[bad] * 20), policy, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
+    acts(due(seen(*[bad] * 20), policy, command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
     slow = replace(bad, canary=counted(errors=3, over_p50=40, over_p99=3))
     acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
 
@@ -183,7 +188,7 @@ def test_any_quantile_is_judged_by_its_own_threshold() -> None:
     slow = replace(alike, canary=counted().with_over({"latency_p90": 15, "latency_p95": 2}))
     acts(due(seen(*[slow] * 10), policy), ActionKind.ABORT, "latency_p90: canary", "-> ROLL BACK")
     untold = [replace(healthy(), canary=counted(90), stable=counted(810))] * 4
-    waits(due(seen(*untold), policy), WaitKind.WATCHING, "latency_p90 could be compared 0 times")
+    waits(due(seen(*untold), policy), WaitKind.ANALYZING, "latency_p90 has 0 of")
 
 
 def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None:
@@ -197,11 +202,11 @@ def test_any_place_of_the_distribution_may_speak_against_the_candidate() -> None
     acts(due(seen(*[told(usual)] * 40), policy), ActionKind.ADVANCE)
     bulge = {**usual, "latency@p80": 0.3, "latency@p85": 0.28, "latency@p90": 0.2}
     acts(due(seen(*[told(bulge)] * 10), policy), ActionKind.ABORT, "latency: above p85 canary 280/1000", "-> ROLL BACK")
-    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guards
+    (guard,) = judge(seen(*[told(bulge)] * 10), policy).guardrails
     (path,) = trace_guardrails(seen(*[told(bulge)] * 10), policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
     assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
-    waits(due(seen(healthy()), policy), WaitKind.WATCHING)
+    waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
 
 
 def test_slow_answers_roll_back() -> None:
@@ -231,36 +236,36 @@ def test_gross_failure_needs_no_stable_traffic() -> None:
 
 def test_a_shared_failure_is_not_the_candidate_s() -> None:
     outage = ObservationInterval(step=0, canary=counted(errors=40), stable=counted(450, 360, 225, 4))
-    waits(due(seen(outage)), WaitKind.WATCHING)
+    waits(due(seen(outage)), WaitKind.ANALYZING)
 
 
 def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
     blind = ObservationInterval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
-    waits(due(seen(blind)), WaitKind.WATCHING, "latency_p50 could be compared 0 times of 300")
+    waits(due(seen(blind)), WaitKind.ANALYZING, "latency_p50 has 0 of 300 comparisons")
     lonely = ObservationInterval(step=0, canary=counted(400))
     waits(due(seen(lonely)), WaitKind.PAUSED)
-    assert [guard.seen for guard in judge(seen(lonely), CANARY).guards] == [0, 0, 0]
+    assert [guard.compared for guard in judge(seen(lonely), CANARY).guardrails] == [0, 0, 0]
 
 
 def test_a_wrong_split_pauses_and_a_word_goes_on() -> None:
     skewed = ObservationInterval(step=0, canary=counted(200), stable=counted(450, 1, 225, 4))
     waits(due(seen(skewed)), WaitKind.PAUSED, "200 of 650 requests (30.8 %)")
-    acts(due(seen(skewed), word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
+    acts(due(seen(skewed), command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
 
 def test_the_service_level_must_be_shown() -> None:
     policy = replace(CANARY, slo=ServiceLevel(error_rate=0.001))
-    waits(due(seen(*[healthy()] * 6), policy), WaitKind.WATCHING, "not below 0.1 %")
+    waits(due(seen(*[healthy()] * 6), policy), WaitKind.ANALYZING, "not below 0.1 %")
     acts(due(seen(*[healthy()] * 72), policy), ActionKind.ADVANCE)
 
 
 def test_bake_and_approval() -> None:
     baking = replace(CANARY, bake=600.0)
-    waits(due(seen(*[healthy()] * 6), baking), WaitKind.WATCHING, "60 s of 600 s")
+    waits(due(seen(*[healthy()] * 6), baking), WaitKind.ANALYZING, "60 s of 600 s")
     acts(due(seen(*[healthy()] * 6), baking, now=600.0), ActionKind.ADVANCE)
     asked = replace(CANARY, pause=(0.1,))
-    waits(due(seen(*[healthy()] * 6), asked), WaitKind.WORD, "waits for an operator's word")
-    acts(due(seen(*[healthy()] * 6), asked, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
+    waits(due(seen(*[healthy()] * 6), asked), WaitKind.APPROVAL, "waits for approval")
+    acts(due(seen(*[healthy()] * 6), asked, command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
 
 
 SHADOW = replace(CANARY, shadow=ShadowTrial(fraction=0.2, min_requests=400))
@@ -272,24 +277,24 @@ def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Observat
 
 def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
     started = decide(
-        wanted=CANDIDATE,
-        actual=build_split_state(STABLE, None, 0),
+        desired=CANDIDATE,
+        observed=build_split_state(STABLE, None, 0),
         roles=Roles(stable=STABLE),
         observations=None,
         policy=SHADOW,
         target="t",
-        word=None,
+        command=None,
         now=0.0,
     )
     acts(started, ActionKind.START, "step 1 of 4: a copy of 20 % to v2")
     assert isinstance(started, Action)
     assert dict(started.state.split.weights) == {"v2": 0, "v1": 100}
     assert dict(started.state.split.shadow) == {"v2": 20}
-    waits(due(seen(), SHADOW), WaitKind.WATCHING, "gets a copy of 20 %")
+    waits(due(seen(), SHADOW), WaitKind.ANALYZING, "gets a copy of 20 %")
     acts(due(seen(copies()), SHADOW), ActionKind.ADVANCE, "step 2 of 4: 10 %")
     acts(due(seen(copies(differing=40)), SHADOW), ActionKind.ABORT, "shadow answers: 40 of 400 differ")
     acts(due(seen(copies(failed=40)), SHADOW), ActionKind.ABORT, "40 failed")
-    waits(due(seen(copies(differing=3)), SHADOW), WaitKind.WATCHING, "not below 1 %")
+    waits(due(seen(copies(differing=3)), SHADOW), WaitKind.ANALYZING, "not below 1 %")
 
 
 AB = RolloutPolicy(ab=SplitTest(duration=7200.0), min_requests=(100,), step_timeout=60.0)
@@ -304,11 +309,11 @@ def reported(mine: int, theirs: int) -> list[ObservationInterval]:
 def test_an_ab_test_decides_or_waits_for_its_time() -> None:
     acts(due(seen(*reported(100, 50)), AB), ActionKind.FINISH, "-> BETTER")
     acts(due(seen(*reported(50, 100)), AB), ActionKind.ABORT, "-> WORSE")
-    waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.WATCHING, "-> UNDECIDED")
-    waits(due(seen(*reported(50, 50)), AB, now=7200.0), WaitKind.HELD, "undecided")
+    waits(due(seen(*reported(50, 50)), AB, now=7199.0), WaitKind.ANALYZING, "-> UNDECIDED")
+    waits(due(seen(*reported(50, 50)), AB, now=7200.0), WaitKind.INCONCLUSIVE, "undecided")
     waits(
         due(seen(ObservationInterval(step=0, canary=counted(500), stable=counted(500))), AB),
-        WaitKind.WATCHING,
+        WaitKind.ANALYZING,
         "no outcome",
     )
 
@@ -316,9 +321,9 @@ def test_an_ab_test_decides_or_waits_for_its_time() -> None:
 def test_what_happens_when_an_ab_test_stays_undecided() -> None:
     finish = replace(AB, ab=SplitTest(duration=1.0, undecided="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
-    waits(due(seen(), finish), WaitKind.HELD, "no outcome was reported")
+    waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no outcome was reported")
     few = ObservationInterval(step=0, canary=counted(40, good=5), stable=counted(40, good=5))
-    waits(due(seen(few), finish), WaitKind.HELD)
+    waits(due(seen(few), finish), WaitKind.INCONCLUSIVE)
     acts(due(seen(*reported(50, 50)), replace(AB, ab=SplitTest(duration=1.0, undecided="abort"))), ActionKind.ABORT)
     lower = replace(AB, ab=SplitTest(duration=1.0, goal="lower"))
     acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
@@ -336,7 +341,7 @@ def test_percentiles_stand_in_where_nothing_is_counted_over_a_threshold() -> Non
 
     policy = replace(CANARY, guardrails=RAILS[:2])
     acts(due(seen(*[told(1.3)] * 10), policy), ActionKind.ABORT, "over 10 % slower in 10 of 10 intervals")
-    waits(due(seen(*[told(1.0)] * 9), policy), WaitKind.WATCHING, "compared 9 times of 10")
+    waits(due(seen(*[told(1.0)] * 9), policy), WaitKind.ANALYZING, "has 9 of 10 comparisons")
     acts(due(seen(*[told(1.0)] * 10), policy), ActionKind.ADVANCE)
 
 
@@ -344,7 +349,7 @@ def test_the_plot_ends_where_the_judgement_is() -> None:
     bad = replace(healthy(), canary=counted(errors=2))
     observations = seen(healthy(), bad, healthy())
     judged = judge(observations, CANARY)
-    for path, guard in zip(trace_guardrails(observations, CANARY), judged.guards, strict=True):
+    for path, guard in zip(trace_guardrails(observations, CANARY), judged.guardrails, strict=True):
         assert path.name == guard.name
         assert path.requests == (50, 100, 150)
         assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
@@ -354,8 +359,8 @@ def test_the_plot_ends_where_the_judgement_is() -> None:
 def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None:
     manual = RolloutPolicy(steps=(0.1, 1.0))
     bad = replace(healthy(), canary=counted(errors=50))
-    waits(due(seen(*[bad] * 9), manual), WaitKind.WORD, "v2 holds 10 % and waits for an operator's word")
-    acts(due(seen(*[bad] * 9), manual, word=OperatorCommand.ADVANCE), ActionKind.FINISH)
+    waits(due(seen(*[bad] * 9), manual), WaitKind.APPROVAL, "v2 holds 10 % and waits for approval")
+    acts(due(seen(*[bad] * 9), manual, command=OperatorCommand.ADVANCE), ActionKind.FINISH)
 
 
 @pytest.mark.parametrize(("steps", "percent"), [((0.3, 1.0), 30), ((1.0,), 0)])
@@ -363,13 +368,13 @@ def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
     steps: tuple[float, ...], percent: int
 ) -> None:
     found = decide(
-        wanted=CANDIDATE,
-        actual=build_split_state(STABLE, CANDIDATE, 50),
+        desired=CANDIDATE,
+        observed=build_split_state(STABLE, CANDIDATE, 50),
         roles=Roles(stable=STABLE, candidate=CANDIDATE, step=1),
         observations=None,
         policy=replace(CANARY, steps=steps),
         target="t",
-        word=None,
+        command=None,
         now=0.0,
     )
     acts(found, ActionKind.RESTORE)
@@ -380,7 +385,7 @@ def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
 def cold(candidate_s: float, stable_s: float, *, loads: int = 8) -> Observations:
     mine, theirs = ([each * (1 + 0.01 * number) for number in range(loads)] for each in (candidate_s, stable_s))
     reading = MetricsReading(origin="o", at=1.0, cold_s={"v2": tuple(mine), "v1": tuple(theirs)})
-    return Observations(candidate=CANDIDATE.manifest).after(reading, stable="v1", candidate="v2")
+    return Observations(candidate=CANDIDATE.manifest).with_reading(reading, stable="v1", candidate="v2")
 
 
 SLOWER, AT_MOST = Guardrail(name="cold_start", slower=0.5), Guardrail(name="cold_start", max=2.0)
@@ -406,12 +411,12 @@ def test_a_cold_start_is_judged_before_any_traffic(
         acts(found, ActionKind.ABORT, "cold_start: candidate", "-> ROLL BACK")
         held = replace(policy, guardrails=(*RAILS, replace(rail, on_violation="hold")))
         waits(due(cold(candidate_s, stable_s), held), WaitKind.PAUSED, "-> HOLD")
-        acts(due(cold(candidate_s, stable_s), held, word=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
+        acts(due(cold(candidate_s, stable_s), held, command=OperatorCommand.ADVANCE), ActionKind.ADVANCE)
     else:
         acts(found, ActionKind.ADVANCE, "10 % to v2; cold_start: candidate")
-    waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.WATCHING, "cold_start could be compared 7 times")
+    waits(due(cold(candidate_s, stable_s, loads=7), policy), WaitKind.ANALYZING, "cold_start has 7 of")
     later = replace(cold(candidate_s, stable_s), step=1)
-    waits(due(later, policy), WaitKind.WATCHING, "0 of 300 requests")
+    waits(due(later, policy), WaitKind.ANALYZING, "0 of 300 requests")
 
 
 def test_equal_cold_starts_seldom_fire() -> None:
@@ -421,5 +426,5 @@ def test_equal_cold_starts_seldom_fire() -> None:
         mine, theirs = loads[:8] * 1.1, loads[8:]
         fired += evaluate_cold_start(
             Guardrail(name="cold_start"), mine.tolist(), theirs.tolist(), compute_firing_limit(CANARY)
-        ).fired
+        ).is_violated
     assert fired <= 600 / 60 + 8

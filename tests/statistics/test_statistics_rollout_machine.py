@@ -121,13 +121,13 @@ class JudgedRollouts(RuleBasedStateMachine):
     def due(self) -> Action | Wait:
         state = self.state
         return decide(
-            wanted=self.wanted,
-            actual=self.actual,
+            desired=self.wanted,
+            observed=self.actual,
             roles=state.roles,
-            observations=state.trial,
+            observations=state.observations,
             policy=state.policy,
             target="cpu",
-            word=state.word,
+            command=state.command,
             now=self.now,
         )
 
@@ -136,13 +136,13 @@ class JudgedRollouts(RuleBasedStateMachine):
     def configure(self, policy: RolloutPolicy) -> None:
         self.append(EndpointBound(config=CONFIG, policy=policy))
 
-    @rule(wanted=st.sampled_from(VERSIONS))
-    def want(self, wanted: Deployment) -> None:
-        if self.state.why_rejected(wanted) is None:
-            self.wanted = wanted
-            self.approved.add(wanted.manifest)
+    @rule(desired=st.sampled_from(VERSIONS))
+    def want(self, desired: Deployment) -> None:
+        if self.state.find_rejection(desired) is None:
+            self.wanted = desired
+            self.approved.add(desired.manifest)
             limits = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)
-            self.append(ThresholdsFixed(candidate=wanted.manifest, thresholds=limits))
+            self.append(ThresholdsFixed(candidate=desired.manifest, thresholds=limits))
 
     @rule(seconds=st.sampled_from([1.0, 60.0, 900.0]))
     def wait(self, seconds: float) -> None:
@@ -163,18 +163,18 @@ class JudgedRollouts(RuleBasedStateMachine):
             differing=self.shadow.differing + more.differing,
             failed=self.shadow.failed + more.failed,
         )
-        before = self.state.trial
+        before = self.state.observations
         reading = MetricsReading(origin=str(self.origin), at=self.now, tallies=dict(self.totals), shadow=self.shadow)
         self.append(MetricsRecorded(reading=reading))
         assert before is not None
-        assert self.state.trial is not None
-        if restarted or before.reading is None or not (mine.sound and theirs.sound):
-            assert self.state.trial.intervals == before.intervals
+        assert self.state.observations is not None
+        if restarted or before.reading is None or not (mine.is_consistent and theirs.is_consistent):
+            assert self.state.observations.intervals == before.intervals
 
     @precondition(lambda self: self.state.roles.candidate is not None)
-    @rule(word=st.sampled_from(OperatorCommand))
+    @rule(command=st.sampled_from(OperatorCommand))
     def speak(self, word: OperatorCommand) -> None:
-        self.append(OperatorCommandSent(word=word))
+        self.append(OperatorCommandSent(command=word))
 
     @rule()
     def interfere(self) -> None:
@@ -204,20 +204,20 @@ class JudgedRollouts(RuleBasedStateMachine):
         if reaches:
             self.actual = replace(action.state, generation=self.state.generation)
         self.append(ActionOutcome(of=self.state.generation, ok=ok))
-        if self.wanted is not None and self.state.why_rejected(self.wanted) is not None:
+        if self.wanted is not None and self.state.find_rejection(self.wanted) is not None:
             self.wanted = None
 
     def check_that_it_was_shown(self, before: ReleaseState) -> None:
         """Without a word, nothing moves on but what has its requests and nothing against it."""
-        assert before.trial is not None
-        judged = judge(before.trial, before.policy)
-        assert not judged.alarm
-        if before.word is OperatorCommand.ADVANCE:
+        assert before.observations is not None
+        judged = judge(before.observations, before.policy)
+        assert not judged.abort_reason
+        if before.command is OperatorCommand.ADVANCE:
             return
         step = before.policy.planned()[before.roles.step]
         assert judged.requests >= step.minimum > 0
-        assert not judged.short
-        assert not judged.mismatch
+        assert not judged.unmet_target
+        assert not judged.split_mismatch
         assert not step.approval
 
     @invariant()
@@ -231,11 +231,14 @@ class JudgedRollouts(RuleBasedStateMachine):
 
     @invariant()
     def counts_belong_to_the_candidate_and_its_step(self) -> None:
-        trial, roles = self.state.trial, self.state.roles
+        trial, roles = self.state.observations, self.state.roles
         assert (trial is None) == (roles.candidate is None)
         if trial is not None and roles.candidate is not None:
             assert (trial.candidate, trial.step) == (roles.candidate.manifest, roles.step)
-            assert all(one.canary.sound and one.stable.sound and one.step <= trial.step for one in trial.intervals)
+            assert all(
+                one.canary.is_consistent and one.stable.is_consistent and one.step <= trial.step
+                for one in trial.intervals
+            )
             assert trial.thresholds is not None
 
 

@@ -80,7 +80,7 @@ class ObjectLedger(Ledger):
         return entries
 
     @override
-    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self._readable(endpoint)[0]
 
     @override
@@ -203,7 +203,7 @@ class MemoryLedger(Ledger):
         return tuple(self._entries.get(endpoint, ())[after:])
 
     @override
-    def sound(self, endpoint: str) -> tuple[LedgerEntry, ...]:
+    def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
         return self.read(endpoint)
 
     @override

@@ -78,7 +78,7 @@ def _title(entry: LedgerEntry) -> str:
         case ActionOutcome():
             return f"{'done' if body.ok else 'failed'}: entry {body.of}"
         case OperatorCommandSent():
-            return f"command: {body.word.value}"
+            return f"command: {body.command.value}"
         case _:
             return body.kind
 

@@ -138,8 +138,8 @@ def evaluate_cold_start(
         evidence=-math.log10(p),
         limit=limit,
         holds=rail.on_violation == "hold",
-        seen=loads,
-        needed=COLD_START_SAMPLES,
+        compared=loads,
+        required=COLD_START_SAMPLES,
         rule=rule,
     )
 

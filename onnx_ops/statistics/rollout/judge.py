@@ -40,32 +40,32 @@ class EvidencePath:
 
 def decide(
     *,
-    wanted: Deployment | None,
-    actual: EndpointState | None,
+    desired: Deployment | None,
+    observed: EndpointState | None,
     roles: Roles,
     observations: Observations | None,
     policy: RolloutPolicy,
     target: str,
-    word: OperatorCommand | None,
+    command: OperatorCommand | None,
     now: float,
 ) -> Action | Wait:
     """Return the next action for a rollout; the other arguments are those of `choose_next_action`.
 
     Observations of another candidate or step than that of `roles` are ignored.
     """
-    judged = None
-    if observations is not None and roles.candidate is not None and policy.judged:
+    analysis = None
+    if observations is not None and roles.candidate is not None and policy.is_analyzed:
         ours = observations.candidate == roles.candidate.manifest and observations.step == roles.step
-        judged = judge(observations, policy) if ours else None
+        analysis = judge(observations, policy) if ours else None
     return choose_next_action(
-        wanted=wanted,
-        actual=actual,
+        desired=desired,
+        observed=observed,
         roles=roles,
         policy=policy,
         target=target,
-        word=word,
+        command=command,
         now=now,
-        judged=judged,
+        analysis=analysis,
     )
 
 
@@ -97,14 +97,14 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     if step.kind == "ab" and policy.ab is not None:
         outcome, line = judge_split_test(observations, here, policy.ab)
     return AnalysisResult(
-        began=observations.began,
+        started_at=observations.started_at,
         requests=requests,
-        guards=tuple(guards),
-        short=short,
-        mismatch=mismatch,
-        broken=_describe_failure(here, canary, stable, _compute_effect(observations, "errors", ())),
-        outcome=outcome,
-        outcome_line=line,
+        guardrails=tuple(guards),
+        unmet_target=short,
+        split_mismatch=mismatch,
+        gross_failure=_describe_failure(here, canary, stable, _compute_effect(observations, "errors", ())),
+        ab_outcome=outcome,
+        ab_summary=line,
     )
 
 
@@ -127,7 +127,7 @@ def evaluate_guardrail(
         return _evaluate_by_signs(rail, intervals, here, step, limit)
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
-        return GuardrailResult(name=rail.name, limit=limit, needed=needed, holds=rail.on_violation == "hold")
+        return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=rail.on_violation == "hold")
     effects = {place: _compute_effect(observations, place, rows) for place, rows in counted.items()}
     evidences = {
         place: ev.measure_evidence(rows, rail.tolerated(place), effects[place]) for place, rows in counted.items()
@@ -139,17 +139,17 @@ def evaluate_guardrail(
     requests = sum(row[1] for row in count_events(worst, here) if row[3])
     return GuardrailResult(
         name=rail.name,
-        place="" if alone else worst.partition("@")[2],
+        percentile="" if alone else worst.partition("@")[2],
         canary=(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         stable=(sum(row[2] for row in rows), sum(row[3] for row in rows)),
         evidence=float(ev.average_evidence(list(evidences.values()))),
         limit=limit,
         low=low,
         high=high,
-        effect=effects[worst],
+        design_effect=effects[worst],
         holds=rail.on_violation == "hold",
-        seen=requests,
-        needed=needed,
+        compared=requests,
+        required=needed,
     )
 
 
@@ -228,9 +228,9 @@ def judge_split_test(
         limit=ev.compute_evidence_limit(2),
         low=low,
         high=high,
-        effect=effect,
+        design_effect=effect,
     )
-    return decision, f"{guard.line.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
+    return decision, f"{guard.summary.removesuffix(' -> ROLL BACK')} -> {decision.upper()}"
 
 
 def _compute_effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
@@ -279,15 +279,15 @@ def _evaluate_by_signs(
     limit: float,
 ) -> GuardrailResult:
     if rail.name not in guardrails.MIN_SIGN_REQUESTS:
-        return GuardrailResult(name=rail.name, limit=limit, needed=1)
+        return GuardrailResult(name=rail.name, limit=limit, required=1)
     slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
     return GuardrailResult(
         name=rail.name,
         evidence=guardrails.compute_sign_evidence(slower, compared),
         limit=limit,
         holds=rail.on_violation == "hold",
-        seen=guardrails.count_slower_intervals(here, rail.name)[1],
-        needed=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
+        compared=guardrails.count_slower_intervals(here, rail.name)[1],
+        required=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
         rule=f"the candidate was over {100 * (guardrails.SLOWER_MARGIN - 1):.0f} % slower "
         f"in {slower} of {compared} intervals",
     )
@@ -298,8 +298,8 @@ def _evaluate_answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) ->
         name="shadow answers",
         evidence=ev.compute_evidence_above(copies.wrong, copies.seen, trial.max_differing),
         limit=limit,
-        seen=copies.seen,
-        needed=trial.min_requests,
+        compared=copies.seen,
+        required=trial.min_requests,
         rule=f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, "
         f"{100 * trial.max_differing:g} % may",
     )
