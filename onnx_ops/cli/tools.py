@@ -85,7 +85,7 @@ def bench(
             feed,
             runs=runs,
             conditions=ports.conditions,
-            asked=derive_measurement_request(gates),
+            request=derive_measurement_request(gates),
             seed=seed,
             tell=tell,
         )

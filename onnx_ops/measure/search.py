@@ -169,12 +169,14 @@ def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -
 def describe_trial(trial: Trial, metric: str) -> str:
     """Describe a trial in a line."""
     count = len(trial.excluded)
-    kept = f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
+    exclusions = f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
     if trial.failure:
-        return f"{trial.recipe}{kept}: {trial.failure}"
+        return f"{trial.recipe}{exclusions}: {trial.failure}"
     times = ", ".join(f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items()))
     drop = trial.drop or 0.0
-    return f"{trial.recipe}{kept}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
+    return (
+        f"{trial.recipe}{exclusions}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
+    )
 
 
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:

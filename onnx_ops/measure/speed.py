@@ -236,7 +236,7 @@ class SpeedMeasurements:
     raw: RawSamples
 
 
-def measure_speed(spec: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasurements:
+def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMeasurements:
     """Measure the variant alone, its latency against every model, and the rest against its baseline.
 
     A champion may have other inputs, which these rows do not fit: what cannot be measured against it is left out, and
@@ -249,23 +249,23 @@ def measure_speed(spec: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasu
     latency, raw = measure_latency(*place, feed)
     samples: dict[str, Array] = dict(raw)
     throughput = []
-    for level in asked.throughput:
+    for level in request.throughput:
         level_throughput, raw = measure_throughput(*place, feed, level, seed)
         throughput.append(level_throughput)
         samples |= raw
     starts = None
-    if asked.starts:
+    if request.starts:
         starts, raw = measure_starts(*place, feed, seed)
         samples |= raw
     comparisons: list[LatencyComparison] = []
     ratios: list[PairedRatios] = []
     for against in spec.baselines:
         with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
-            comparison, raw = compare_latency(spec.pair_with(against, _list_tolerances(against, asked.tolerances)))
+            comparison, raw = compare_latency(spec.pair_with(against, _list_tolerances(against, request.tolerances)))
             comparisons.append(comparison)
             samples |= raw
             if against == list(spec.baselines)[-1]:
-                found_ratios, raw = compare_resources(spec.pair_with(against, asked.tolerances), asked)
+                found_ratios, raw = compare_resources(spec.pair_with(against, request.tolerances), request)
                 ratios += found_ratios
                 samples |= raw
     return SpeedMeasurements(
@@ -278,7 +278,9 @@ def measure_speed(spec: ComparisonSpec, asked: MeasurementRequest) -> SpeedMeasu
     )
 
 
-def compare_resources(pair: PairedBenchmark, asked: MeasurementRequest) -> tuple[tuple[PairedRatios, ...], RawSamples]:
+def compare_resources(
+    pair: PairedBenchmark, request: MeasurementRequest
+) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """Compare what was requested besides latency, of candidate and baseline in turns.
 
     Raises:
@@ -286,11 +288,11 @@ def compare_resources(pair: PairedBenchmark, asked: MeasurementRequest) -> tuple
     """
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
-    for level in asked.throughput:
+    for level in request.throughput:
         ratio, raw = compare_throughput(pair, level)
         ratios.append(ratio)
         samples |= raw
-    if asked.starts:
+    if request.starts:
         figures, raw = compare_starts(pair)
         ratios += figures
         samples |= raw

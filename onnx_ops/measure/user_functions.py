@@ -46,10 +46,10 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         raise missing_package(imported(error), where=where, why=why) from error
     except Exception as error:  # a module's own code runs when it is imported
         raise _failed(f"{module_name} cannot be imported", error) from error
-    found: Callable[..., Any] | None = getattr(module, function_name, None)
-    if found is None:
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None:
         raise NotFoundError(f"{module_name} has no {function_name}", where=where)
-    return found
+    return function
 
 
 def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[str, Any]) -> object:

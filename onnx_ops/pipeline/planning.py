@@ -160,7 +160,7 @@ def _plan_models(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe
 def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Probe) -> list[Stage]:
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
-    asked = derive_measurement_request(limits)
+    request = derive_measurement_request(limits)
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -171,7 +171,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         "data": pipeline.validate.samples.data,
         "quantized": is_quantized(pipeline, variant, probe),
         "source": variant_id(variant),
-        **_write_measurements(asked),
+        **_write_measurements(request),
         "metrics": _write_metrics(pipeline, probe),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
@@ -193,7 +193,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             own_process=True,
             hints={
                 "target": codec.to_json(target),
-                "tolerances": codec.to_json(asked)["tolerances"],
+                "tolerances": codec.to_json(request)["tolerances"],
                 "judged": [gate.definition().label for gate in limits if isinstance(gate, MetricGate)],
             },
         ),

@@ -76,18 +76,21 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
         winners = [c for c in candidates if c is not export and _is_faster(c, export, loaded=loaded)]
         candidates = winners or [export]
     best = min(candidates, key=lambda c: (c.estimate, c.bytes, c.place))
-    tied = [c for c in candidates if c is best or _overlaps(c.key, best.key)]
+    # Unmeasured candidates are equal to each other only.
+    tied = [
+        c for c in candidates if c is best or (c.key.low <= best.key.high if c.key and best.key else c.key is best.key)
+    ]
     chosen = min(tied, key=lambda c: (c.bytes, c.place))
     others = tuple(c.decision.variant for c in tied if c is not chosen)
-    told = _describe_choice(chosen, export, policy, loaded=loaded) + _describe_tie(
+    reason = _describe_choice(chosen, export, policy, loaded=loaded) + _describe_tie(
         chosen, [c for c in tied if c is not chosen]
     )
-    told += f"; {_describe_undecided(undecided)}" if undecided else ""
+    reason += f"; {_describe_undecided(undecided)}" if undecided else ""
     return Choice(
         target=target,
         variant=chosen.decision.variant,
         verdict=Verdict.PASS,
-        reason=told,
+        reason=reason,
         prefer=policy.prefer,
         tied=others,
     )
@@ -100,7 +103,11 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
     compared with the limits of Holm 1979 (Scandinavian Journal of Statistics 6:65-70). A passing export comes first, at
     the full level, since the others are derived from it. One that does not pass is one of the family.
     """
-    p_values = {d.variant: p_value for d in decisions if (p_value := _find_p_value(d)) is not None}
+    p_values: dict[str, float] = {}
+    for decision in decisions:
+        enforced = [r.p_value for r in decision.results if r.p_value is not None and not r.advisory]
+        if enforced:
+            p_values[decision.variant] = max(enforced)
     if any(d.variant == EXPORT and d.verdict is Verdict.PASS for d in decisions):
         p_values.pop(EXPORT, None)
     open_ = sorted((p_value, variant) for variant, p_value in p_values.items() if p_value <= _SURELY_WORSE)
@@ -144,11 +151,6 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     return passes, wrongly, normal.cdf(away - normal.inv_cdf(1 - ERROR_LEVEL))
 
 
-def _find_p_value(decision: Decision) -> float | None:
-    """Return the largest p-value of the enforced task metrics."""
-    return max((r.p_value for r in decision.results if r.p_value is not None and not r.advisory), default=None)
-
-
 def _describe_undecided(undecided: Mapping[str, float]) -> str:
     if not undecided:
         return ""
@@ -185,13 +187,6 @@ def _is_faster(rival: _Candidate, export: _Candidate, *, loaded: bool) -> bool:
 
 def _make_point(value: float) -> Interval:
     return Interval(estimate=value, low=value, high=value)
-
-
-def _overlaps(one: Interval | None, best: Interval | None) -> bool:
-    """Return whether a candidate may be as good as the best; unmeasured ones are equal to each other only."""
-    if one is None or best is None:
-        return one is best
-    return one.low <= best.high
 
 
 def _describe_failures(decisions: Sequence[Decision]) -> str:

@@ -42,7 +42,15 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
         else result
         for result in judge(gates, now).results
     )
-    return (*judged, *(result for gate in gates for result in _judge_change(gate, gates, then, now)))
+    changes: list[GateResult] = []
+    for gate in gates:
+        if isinstance(gate, LatencyGate) and gate.max_regression is not None:
+            changes += _judge_ratio(gate.max_regression, gates, then, now)
+            changes += _judge_median(gate.max_regression, then, now)
+        if isinstance(gate, MetricGate):
+            for limit in (limit for limit in list_limits(gate) if limit.of_change):
+                changes += _judge_metric_change(gate.definition().label, limit, then, now)
+    return (*judged, *changes)
 
 
 def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
@@ -70,27 +78,14 @@ def _describe_environment(evidence: Evidence) -> dict[str, str]:
     return environment
 
 
-def _judge_change(gate: Gate, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    match gate:
-        case LatencyGate() if gate.max_regression is not None:
-            yield from _judge_ratio(gate.max_regression, gates, then, now)
-            yield from _judge_median(gate.max_regression, then, now)
-        case MetricGate():
-            for limit in list_limits(gate):
-                if limit.of_change:
-                    yield from _judge_metric_change(gate.definition().label, limit, then, now)
-        case _:
-            return
-
-
 def _judge_ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
     """Judge the speed against the export, which was measured in pairs both times: the host cancels out."""
     if now.variant == EXPORT:
         return
     old, new = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
     if old is not None and new is not None and min(old.low, old.estimate) > 0:
-        told = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
-        yield _make_growth(f"ratio vs {EXPORT} since", limit, old, new, told, advisory=False)
+        text = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
+        yield _make_growth(f"ratio vs {EXPORT} since", limit, old, new, text, advisory=False)
 
 
 def _judge_median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]:
@@ -109,7 +104,7 @@ def _judge_median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateR
         )
 
 
-def _make_growth(metric: str, limit: float, old: Interval, new: Interval, told: str, *, advisory: bool) -> GateResult:
+def _make_growth(metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool) -> GateResult:
     """Return the result of new over old; the interval is the widest that both allow."""
     low, high = new.low / old.high, new.high / old.low
     bound = 1 + limit
@@ -120,7 +115,7 @@ def _make_growth(metric: str, limit: float, old: Interval, new: Interval, told: 
         metric=metric,
         limit=f"≤ {bound:.4g}x",
         verdict=verdict,
-        reason=f"{told}: {estimate:.4g}x [{low:.4g}, {high:.4g}], limit {bound:.4g}x",
+        reason=f"{text}: {estimate:.4g}x [{low:.4g}, {high:.4g}], limit {bound:.4g}x",
         estimate=estimate,
         low=low,
         high=high,

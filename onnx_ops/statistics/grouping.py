@@ -148,7 +148,14 @@ def detect_grouping(
     draw = np.random.default_rng(seed)
     orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
     shuffled = [np.concatenate([signal[None], signal[orders]]) for signal in centred if signal.any()]
-    signs = [*_find_copies(inputs, rows), *_find_telling_columns(columns, shuffled, rows)]
+    signs = list(_find_copies(inputs, rows))
+    for name, numbers in columns.items():
+        group = numbers[:rows]
+        sizes = np.maximum(np.bincount(group), 1)
+        p = _compute_chance([_sum_between(values, group, sizes) for values in shuffled])
+        if p <= ALARM or _ID.search(name):
+            why = f"whose rows err together (p = {p:.2g})" if p <= ALARM else "which nothing uses"
+            signs.append(f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}")
     chance = _compute_chance([_window_variances(values) for values in shuffled])
     if chance <= ALARM:
         signs.append(f"neighbouring rows err together more often than by chance (p = {chance:.2g})")
@@ -197,16 +204,6 @@ def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
     distinct = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
     if distinct < 0.9 * rows:
         yield f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row"
-
-
-def _find_telling_columns(columns: Mapping[str, Array], shuffled: Sequence[Array], rows: int) -> Iterator[str]:
-    for name, numbers in columns.items():
-        group = numbers[:rows]
-        sizes = np.maximum(np.bincount(group), 1)
-        p = _compute_chance([_sum_between(values, group, sizes) for values in shuffled])
-        if p <= ALARM or _ID.search(name):
-            why = f"whose rows err together (p = {p:.2g})" if p <= ALARM else "which nothing uses"
-            yield f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}"
 
 
 def _sum_between(values: Array, group: Array, sizes: Array) -> Array:

@@ -245,9 +245,9 @@ def _make_undefined(definition: MetricDefinition, entry: ScoreComparison) -> Sco
     return make_unscored(definition, entry.n, against=name, undefined=why)
 
 
-def _to_metric(definition: MetricDefinition, found: Interval) -> Interval:
+def _to_metric(definition: MetricDefinition, interval: Interval) -> Interval:
     """Convert the interval of a mean loss to the metric: rmse is the root of the mean loss."""
-    ends = (max(value, 0.0) for value in (found.estimate, found.low, found.high))
+    ends = (max(value, 0.0) for value in (interval.estimate, interval.low, interval.high))
     estimate, low, high = map(math.sqrt, ends) if definition.name == "rmse" else ends
     return Interval(estimate=estimate, low=low, high=high)
 

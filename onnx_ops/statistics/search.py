@@ -208,14 +208,14 @@ def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> t
 
 
 def _try_back_in_int8(
-    state: SearchState, recipe: Recipe, kept: tuple[str, ...]
+    state: SearchState, recipe: Recipe, in_float: tuple[str, ...]
 ) -> Iterator[tuple[Trial, tuple[str, ...], Trial | None]]:
     """Yield, for each node, the trial with it in float, what stays in float without it, and that trial.
 
     The least sensitive node comes first. It ends at the first trial that is missing.
     """
-    current = state.find(recipe.name, kept)
-    for node in reversed(kept):
+    current = state.find(recipe.name, in_float)
+    for node in reversed(in_float):
         if current is None or len(current.excluded) < 2:
             return
         excluded = tuple(name for name in current.excluded if name != node)
@@ -359,11 +359,11 @@ def _explain_empty_front(state: SearchState) -> str:
     if not measured:
         why = next((t.failure for t in state.trials), "no recipe fits the model and its targets")
         return f"nothing could be built: {why}"
-    kept = [t for t in measured if keeps_metric(t, state.budget)]
-    if not kept:
+    keeping = [t for t in measured if keeps_metric(t, state.budget)]
+    if not keeping:
         least = min(t.drop or 0.0 for t in measured)
         return f"nothing keeps the task metric: the least loss is {100 * least:.2g} points"
-    if not any(is_eligible(t, state.budget) for t in kept):
+    if not any(is_eligible(t, state.budget) for t in keeping):
         return "what keeps the task metric is larger, or slower at its 99th percentile, than the budget allows"
-    best = min(map(compute_time_ratio, kept))
+    best = min(map(compute_time_ratio, keeping))
     return f"nothing that keeps the task metric is faster or smaller than fp32 (best: {best:.3g}x)"

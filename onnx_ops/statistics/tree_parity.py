@@ -182,8 +182,8 @@ def _find_distinct(stacked: AnyArray) -> AnyArray:
     most = int(fresh.sum(axis=0).max(initial=1))
     place = np.argsort(~fresh, axis=0, kind="stable")[:most]
     chosen = np.take_along_axis(ordered, place, axis=0)
-    kept = np.take_along_axis(fresh, place, axis=0)
-    return np.asarray(np.where(kept, chosen, chosen[:1]))
+    is_distinct = np.take_along_axis(fresh, place, axis=0)
+    return np.asarray(np.where(is_distinct, chosen, chosen[:1]))
 
 
 def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeStructure:

@@ -92,7 +92,7 @@ def benchmark(
     *,
     runs: int,
     conditions: Conditions,
-    asked: MeasurementRequest | None = None,
+    request: MeasurementRequest | None = None,
     seed: int = 0,
     tell: Tell = lambda _: None,
 ) -> SingleModelResult:
@@ -103,15 +103,15 @@ def benchmark(
         MeasurementError: the model does not run there.
     """
     facts = read_runtime_facts(runtime, target, model)
-    asked = asked or MeasurementRequest()
+    request = request or MeasurementRequest()
     tell(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
     figures = {name: _make_quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
-    for level in asked.throughput:
+    for level in request.throughput:
         tell(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         figures[throughput_metric_name(level)] = _make_median(throughput.per_second, PER_SECOND)
-    if asked.starts:
+    if request.starts:
         tell(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
@@ -217,7 +217,7 @@ def benchmark_pair(
     shared_inputs(a, b)
     _check_provider(read_runtime_facts(runtime, target, a), a)
     facts = read_runtime_facts(runtime, target, b)
-    asked = derive_measurement_request(gates)
+    request = derive_measurement_request(gates)
     pair = PairedBenchmark(
         runtime=runtime,
         target=target,
@@ -226,11 +226,11 @@ def benchmark_pair(
         against=A,
         feed=feed,
         seed=seed,
-        tolerances=asked.tolerances,
+        tolerances=request.tolerances,
         tell=tell,
     )
     comparison, raw = compare_latency(pair)
-    ratios, more = compare_resources(pair, asked)
+    ratios, more = compare_resources(pair, request)
     evidence = replace(
         make_evidence(runtime, target, b),
         conditions=dict(conditions()),
@@ -271,7 +271,7 @@ def _check_provider(facts: RuntimeFacts, model: Path) -> None:
     elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
     if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
         raise MeasurementError(
-            f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
+            f"{first} was request for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
         )
 
 

@@ -264,23 +264,23 @@ def _list_shapes(settings: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
             yield replace(setting, name=name)
 
 
-def _parity_result(found: ParityResult, metric: str, setting: str = "") -> GateResult:
+def _parity_result(parity: ParityResult, metric: str, setting: str = "") -> GateResult:
     name, limit = ", ".join(part for part in (metric, setting) if part), "≤ 1x tolerance"
-    if not found.differences:
-        why = "; ".join(found.notes) or "both models answer with nothing"
+    if not parity.differences:
+        why = "; ".join(parity.notes) or "both models answer with nothing"
         text = f"no answer can be compared: {why}"
         return GateResult(gate="parity", metric=name, limit=limit, verdict=Verdict.INCONCLUSIVE, reason=text)
-    worst = found.worst
+    worst = parity.worst
     return GateResult(
         gate="parity",
         metric=name,
         limit=limit,
-        verdict=found.verdict,
-        reason=found.reason,
+        verdict=parity.verdict,
+        reason=parity.reason,
         estimate=None if worst.mismatch else worst.ratio,
         bound=1.0,
         unit="x",
-        n=sum(d.rows for d in found.differences if d.output == worst.output),
+        n=sum(d.rows for d in parity.differences if d.output == worst.output),
     )
 
 
@@ -314,16 +314,21 @@ def _judge_within_noise(
             text = f"B refuses these inputs, A does not: {by_model[2].why or by_model[2].what}"
             measured.append(make_mismatch("*", name, text))
             continue
-        exact, noisy, found = (
+        exact, noisy, candidate = (
             _stack_runs(measurement) for measurement in by_model if not isinstance(measurement, MeasurementError)
         )
         for output, expected in exact.items():
-            if output not in found:
+            if output not in candidate:
                 measured.append(make_mismatch(output, name, "B lacks this output"))
                 continue
             epsilon = HALF if of == "float16" and expected.dtype.kind == "f" else 0.0
             measurement = measure_output(
-                group=name, output=output, onnx=found[output], single=noisy[output], double=expected, epsilon=epsilon
+                group=name,
+                output=output,
+                onnx=candidate[output],
+                single=noisy[output],
+                double=expected,
+                epsilon=epsilon,
             )
             measured.append(measurement)
     evidence = replace(make_evidence(runtime, target, request.candidate), parity=pool_noise(measured))

@@ -358,12 +358,12 @@ def _dtype(spec: TensorSpec) -> np.dtype[Any]:
     if spec.dtype == "string":
         return np.dtype(np.str_)
     try:
-        found = np.dtype(spec.dtype)
+        dtype = np.dtype(spec.dtype)
     except TypeError as error:
         raise _make_type_error(spec) from error
-    if found.kind not in "biuf":
+    if dtype.kind not in "biuf":
         raise _make_type_error(spec)
-    return found
+    return dtype
 
 
 def _make_type_error(spec: TensorSpec) -> UserError:

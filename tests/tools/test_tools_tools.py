@@ -353,13 +353,13 @@ class TestBench:
     ) -> None:
         monkeypatch.setattr(speed, "ROUNDS_ALONE", 1)
         asked = MeasurementRequest(throughput=(2,), starts=True)
-        found = benchmark(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        found = benchmark(RUNTIME, CPU, model, rows(1), runs=20, conditions=dict, request=asked)
         for name in ("concurrency 2", "load", "first", "peak"):
             assert found.figures[name].value > 0
 
     def test_each_figure_has_its_unit_its_number_and_an_interval(self, model: Path) -> None:
         asked = MeasurementRequest(throughput=(2,), starts=True)
-        found = benchmark(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, asked=asked)
+        found = benchmark(Scripted({model: 1.0}), CPU, model, rows(1), runs=20, conditions=dict, request=asked)
         assert list(found.figures) == ["p50", "p90", "p99", "concurrency 2", "load", "first", "peak"]
         assert [found.figures[name].unit for name in ("concurrency 2", "load", "peak")] == ["req/s", "s", "B"]
         for name in ("concurrency 2", "load", "first", "peak"):

@@ -122,7 +122,7 @@ def _store_report(
     stored = [m["evidence.json"] for name, m in inputs.items() if name.startswith("benchmark/")]
     evidence = {digest: codec.loads(ports.store.read(digest), Evidence) for digest in stored}
     digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
-    found = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
+    search_digests = dict.fromkeys(m[SEARCH_FILE] for m in inputs.values() if SEARCH_FILE in m)
     page = release_report(
         read_decisions(inputs, ports),
         tuple(evidence.values()),
@@ -130,7 +130,7 @@ def _store_report(
         lineage,
         versions={},
         digests=digests,
-        searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in found),
+        searches=tuple(codec.loads(ports.store.read(digest), SearchRecord) for digest in search_digests),
         provenance=provenance,
         base=base,
         pairs=partial(compare_rows, ports.store),

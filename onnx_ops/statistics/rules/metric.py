@@ -91,14 +91,14 @@ class MetricLimit:
         """Return PASS where the whole interval keeps the limit, FAIL where it lies beyond it."""
         match self.kind:
             case "max_drop":
-                kept, broken = low > self.bound, high < self.bound
+                keeps, broken = low > self.bound, high < self.bound
             case "max_increase":
-                kept, broken = high < self.bound, low > self.bound
+                keeps, broken = high < self.bound, low > self.bound
             case "min":
-                kept, broken = low >= self.bound, high < self.bound
+                keeps, broken = low >= self.bound, high < self.bound
             case _:
-                kept, broken = high <= self.bound, low > self.bound
-        return Verdict.PASS if kept else Verdict.FAIL if broken else Verdict.INCONCLUSIVE
+                keeps, broken = high <= self.bound, low > self.bound
+        return Verdict.PASS if keeps else Verdict.FAIL if broken else Verdict.INCONCLUSIVE
 
 
 def list_limits(gate: MetricGate) -> Iterator[MetricLimit]:
