@@ -93,24 +93,12 @@ def flatten_column(array: Array) -> Array:
     return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
-def _is_labels(array: Array) -> bool:
-    return flatten_column(array).ndim == 1 and array.dtype.kind in "iub" + _TEXTS
-
-
-def _is_column(array: Array) -> bool:
-    return flatten_column(array).ndim == 1 and array.dtype.kind == "f"
+def _count_nan(scores: Array) -> int:
+    return int(np.isnan(scores).any(axis=1).sum()) if scores.dtype.kind == "f" else 0
 
 
 def _is_scores(array: Array) -> bool:
     return bool(array.ndim == 2 and array.shape[1] > 1 and array.dtype.kind in "fiu")
-
-
-def _read_label(array: Array) -> Prediction:
-    return Prediction(values=as_text(flatten_column(array)))
-
-
-def _read_best(array: Array) -> Prediction:
-    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_count_nan(array))
 
 
 def _read_scores(array: Array) -> Prediction:
@@ -127,30 +115,27 @@ def _read_numbers(array: Array) -> Prediction:
     return Prediction(values=flatten_column(array).astype(np.float64))
 
 
-def _count_nan(scores: Array) -> int:
-    return int(np.isnan(scores).any(axis=1).sum()) if scores.dtype.kind == "f" else 0
+def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
+    """Make a form of one value a row, of these kinds of NumPy types."""
+    return _Form(
+        noun=noun, fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert=convert
+    )
 
 
-def _read_plain(array: Array) -> Prediction:
-    return Prediction(values=as_text(array))
-
-
+_COLUMN_FORM = _make_column_form("one score a row", "f", _read_column)
 _CLASS_FORMS = (
-    _Form(noun="labels", fits=_is_labels, convert=_read_label),
-    _Form(noun="scores per class", fits=_is_scores, convert=_read_best),
-    _Form(noun="one score a row", fits=_is_column, convert=_read_column),
-)
-_SCORE_FORMS = (
-    _Form(noun="scores per class", fits=_is_scores, convert=_read_scores),
-    _Form(noun="one score a row", fits=_is_column, convert=_read_column),
-)
-_NUMBER_FORMS = (
-    _Form(noun="one number a row", fits=_is_column, convert=_read_numbers),
+    _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
     _Form(
-        noun="one whole number a row",
-        fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in "iu",
-        convert=_read_numbers,
+        noun="scores per class",
+        fits=_is_scores,
+        convert=lambda a: Prediction(values=a.argmax(axis=1), columns=a.shape[1], broken=_count_nan(a)),
     ),
+    _COLUMN_FORM,
+)
+_SCORE_FORMS = (_Form(noun="scores per class", fits=_is_scores, convert=_read_scores), _COLUMN_FORM)
+_NUMBER_FORMS = (
+    _make_column_form("one number a row", "f", _read_numbers),
+    _make_column_form("one whole number a row", "iu", _read_numbers),
 )
 _FORMS: Mapping[str | None, Sequence[_Form]] = {
     "accuracy": _CLASS_FORMS,
@@ -164,11 +149,15 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
         _Form(
             noun="embeddings (rows, dimensions)",
             fits=lambda array: array.ndim == 2 and array.dtype.kind == "f",
-            convert=_read_plain,
+            convert=lambda array: Prediction(values=array),
         ),
     ),
     "token_agreement": (
-        _Form(noun="tokens (rows, length)", fits=lambda a: a.ndim == 2 and a.dtype.kind in "iu", convert=_read_plain),
+        _Form(
+            noun="tokens (rows, length)",
+            fits=lambda array: array.ndim == 2 and array.dtype.kind in "iu",
+            convert=lambda array: Prediction(values=array),
+        ),
         _Form(
             noun="scores of tokens (rows, length, vocabulary)",
             fits=lambda array: array.ndim == 3 and array.dtype.kind == "f",
@@ -177,7 +166,7 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
             ),
         ),
     ),
-    None: (_Form(noun="an array", fits=lambda _: True, convert=_read_plain),),
+    None: (_Form(noun="an array", fits=lambda _: True, convert=lambda array: Prediction(values=as_text(array))),),
 }
 """The forms that each metric can read, the best one first."""
 

@@ -162,7 +162,13 @@ def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[M
     """
 
     def read_all(outputs: Tensors) -> dict[str, Prediction | OnnxOpsError]:
-        return {definition.label: _try_read(definition, outputs) for definition in definitions}
+        predictions: dict[str, Prediction | OnnxOpsError] = {}
+        for definition in definitions:
+            try:
+                predictions[definition.label] = read_prediction(definition, outputs)
+            except UserError as error:
+                predictions[definition.label] = error
+        return predictions
 
     try:
         parts = read_answers(request.runtime, request.models[name], request.target, request.dataset.inputs, read_all)
@@ -170,24 +176,19 @@ def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[M
         if name in (CANDIDATE, EXPORT) and isinstance(error, MeasurementError):
             raise
         return {definition.label: error for definition in definitions}
-    return {definition.label: _try_join([part[definition.label] for part in parts]) for definition in definitions}
+    joined: dict[str, Prediction | OnnxOpsError] = {}
+    for label in (definition.label for definition in definitions):
+        try:
+            joined[label] = join_predictions([_raise_error(part[label]) for part in parts])
+        except OnnxOpsError as error:
+            joined[label] = error
+    return joined
 
 
-def _try_read(definition: MetricDefinition, outputs: Tensors) -> Prediction | OnnxOpsError:
-    try:
-        return read_prediction(definition, outputs)
-    except UserError as error:
-        return error
-
-
-def _try_join(parts: Sequence[Prediction | OnnxOpsError]) -> Prediction | OnnxOpsError:
-    readings = [part for part in parts if isinstance(part, Prediction)]
-    if len(readings) < len(parts):
-        return next(part for part in parts if isinstance(part, OnnxOpsError))
-    try:
-        return join_predictions(readings)
-    except UserError as error:
-        return error
+def _raise_error(prediction: Prediction | OnnxOpsError) -> Prediction:
+    if isinstance(prediction, OnnxOpsError):
+        raise prediction
+    return prediction
 
 
 def _make_comparable(
