@@ -185,28 +185,15 @@ def run(
         StorageError: the disk is full, or a file or folder cannot be used; finished results are kept.
     """
     observer.planned(plan)
-    outcomes: dict[str, StageOutcome] = {}
+    runner = _StageRunner(handler=handler, executor=executor, observer=observer, clock=clock, fresh=fresh)
     errors: dict[str, OnnxOpsError] = {}
-
-    def step(stage: Stage) -> StageResult:
-        outcome, error = _check(stage, outcomes, handler, fresh)
-        if outcome is not None:
-            executor.show(stage, outcome, handler.decision)
-            return outcome, error
-        observer.started(stage)
-        return _run_locked(stage, outcomes, handler, executor, clock, fresh)
-
-    for stage, (outcome, error) in _run_in_parallel(plan, step, jobs) if jobs > 1 else _run_in_order(plan, step):
+    in_order = ((stage, runner.step(stage)) for stage in plan.stages)
+    for stage, (outcome, error) in _run_in_parallel(plan, runner.step, jobs) if jobs > 1 else in_order:
         if error is not None:
             errors[stage.id] = error
-        outcomes[stage.id] = outcome
+        runner.outcomes[stage.id] = outcome
         observer.finished(stage, outcome)
-    return RunResult(plan=plan, outcomes=outcomes, errors=errors)
-
-
-def _run_in_order(plan: Plan, step: Step) -> Iterator[tuple[Stage, StageResult]]:
-    for stage in plan.stages:
-        yield stage, step(stage)
+    return RunResult(plan=plan, outcomes=runner.outcomes, errors=errors)
 
 
 def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage, StageResult]]:
@@ -247,18 +234,6 @@ def collect_inputs(stage: Stage, outcomes: Mapping[str, StageOutcome]) -> dict[s
     return {name: manifest for name, manifest in manifests.items() if manifest is not None}
 
 
-def _check(
-    stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
-) -> tuple[StageOutcome | None, OnnxOpsError | None]:
-    """Return the outcome without work, or None; an unreadable result is a failure."""
-    try:
-        return _find_outcome(stage, outcomes, handler, fresh), None
-    except StorageError:
-        raise
-    except OnnxOpsError as error:
-        return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(error)), error
-
-
 def _find_outcome(
     stage: Stage, outcomes: Mapping[str, StageOutcome], handler: Handler, fresh: Collection[StageKind]
 ) -> StageOutcome | None:
@@ -278,37 +253,56 @@ def _find_outcome(
     return StageOutcome(stage=stage.id, status=StageStatus.CACHED, key=key, manifest=manifest)
 
 
-def _run_locked(
-    stage: Stage,
-    outcomes: Mapping[str, StageOutcome],
-    handler: Handler,
-    executor: Executor,
-    clock: Clock,
-    fresh: Collection[StageKind],
-) -> StageResult:
-    """Run the stage, unless another run finishes it in the meantime."""
-    inputs = collect_inputs(stage, outcomes)
-    key = stage.key(inputs)
-    with handler.claim(stage, key):
-        outcome, error = _check(stage, outcomes, handler, fresh)
+@dataclass(frozen=True, kw_only=True)
+class _StageRunner:
+    """Runs single stages, given the outcomes of those before them."""
+
+    handler: Handler
+    executor: Executor
+    observer: Observer
+    clock: Clock
+    fresh: Collection[StageKind]
+    outcomes: dict[str, StageOutcome] = field(default_factory=dict)
+
+    def step(self, stage: Stage) -> StageResult:
+        """Run a stage, unless its outcome needs no work or another run produces it in the meantime."""
+        outcome, error = self._check(stage)
         if outcome is None:
-            return _execute(stage, key, inputs, handler, executor, clock)
-    executor.show(stage, outcome, handler.decision)
-    return outcome, error
+            self.observer.started(stage)
+            inputs = collect_inputs(stage, self.outcomes)
+            key = stage.key(inputs)
+            with self.handler.claim(stage, key):
+                outcome, error = self._check(stage)
+                if outcome is None:
+                    return self._execute(stage, key, inputs)
+        self.executor.show(stage, outcome, self.handler.decision)
+        return outcome, error
 
+    def _check(self, stage: Stage) -> tuple[StageOutcome | None, OnnxOpsError | None]:
+        """Return the outcome without work, or None; an unreadable result is a failure."""
+        try:
+            return _find_outcome(stage, self.outcomes, self.handler, self.fresh), None
+        except StorageError:
+            raise
+        except OnnxOpsError as error:
+            return StageOutcome(stage=stage.id, status=StageStatus.FAILED, reason=str(error)), error
 
-def _execute(
-    stage: Stage, key: Digest, inputs: Mapping[str, Manifest], handler: Handler, executor: Executor, clock: Clock
-) -> StageResult:
-    started = clock.monotonic()
-    try:
-        with storage_errors(stage.id):
-            manifest = executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
-    except StorageError:
-        raise
-    except OnnxOpsError as error:
-        seconds = clock.monotonic() - started
-        failed = StageOutcome(stage=stage.id, status=StageStatus.FAILED, key=key, seconds=seconds, reason=str(error))
-        return failed, error
-    seconds = clock.monotonic() - started
-    return StageOutcome(stage=stage.id, status=StageStatus.DONE, key=key, manifest=manifest, seconds=seconds), None
+    def _execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> StageResult:
+        started, handler = self.clock.monotonic(), self.handler
+        manifest, failure = None, None
+        try:
+            with storage_errors(stage.id):
+                manifest = self.executor.run(stage, lambda: handler.execute(stage, key, inputs), handler.decision)
+        except StorageError:
+            raise
+        except OnnxOpsError as error:
+            failure = error
+        outcome = StageOutcome(
+            stage=stage.id,
+            status=StageStatus.FAILED if failure else StageStatus.DONE,
+            key=key,
+            manifest=manifest,
+            seconds=self.clock.monotonic() - started,
+            reason=str(failure) if failure else "",
+        )
+        return outcome, failure
