@@ -1,7 +1,8 @@
 """Metrics of a managed online endpoint in Azure Monitor.
 
 It keeps averages of a minute. That of `RequestsPerMinute` is the minute's number of requests, so sums of whole minutes
-are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollout-analysis.md judges those.
+are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollout-analysis.md judges
+those.
 """
 
 from __future__ import annotations
