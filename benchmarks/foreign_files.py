@@ -30,15 +30,18 @@ from benchmarks import foreign_makers as makers
 from benchmarks.foreign_copies import wrong_copies
 from onnx_ops.cli.main import app
 
-HEAD = """# Files of others
+HEAD = """# Files from other exporters
 
-Written by `python -m benchmarks.foreign_files --output docs/foreign-files.md`. Each file goes through `inspect`,
-[`judge`](judge.md) against itself, `judge` of wrong copies, `quantize` (dynamic and graph), and `bench`. Rows are made
-up from the graph. A wrong copy counts where its answers differ by more than 1 % on other rows.
+Results of single-file commands on ONNX files that other tools wrote.
+`python -m benchmarks.foreign_files --output docs/foreign-files.md` writes this page.
 
-*done* counts the commands that ended in a verdict or a result, *refused* those that ended with a message and exit code
-2, 4 or 5. *not decided* counts verdicts INCONCLUSIVE. Faults are tracebacks, a PASS of a wrong copy, a FAIL of a file
-against itself, a broken file that was taken, and a refusal without a remedy.
+- Each file goes through `inspect`, [`judge`](judge.md) against itself, `judge` of wrong copies, `quantize` (dynamic and
+  graph), and `bench`. Input rows are synthetic, made from the graph.
+- A wrong copy counts if its answers differ by more than 1 % on other rows.
+- *done*: commands that returned a verdict or a result. *refused*: commands that ended with a message and exit code 2, 4
+  or 5. *not decided*: verdicts INCONCLUSIVE.
+- *faults*: tracebacks, a PASS of a wrong copy, a FAIL of a file against itself, a broken file that was accepted, and a
+  refusal without a remedy.
 """
 
 QUICK = 4

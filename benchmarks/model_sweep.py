@@ -20,13 +20,15 @@ from tests.support.backend_models import IR_VERSION, OPSET, Outcome, outcomes, w
 
 HEAD = f"""# The test models of the onnx package
 
-Written by `benchmarks/model_sweep.py` with onnx {version("onnx")} and onnxruntime {version("onnxruntime")}. Models of
-single operators are lowered to opset {OPSET} and IR version {IR_VERSION} where none of their operators is newer;
-all others stand as they ship. `inspect` looks each over, cost included; `judge` holds it against itself on four
-made-up rows and what is made of them, but for the whole image classifiers (`light`), which take many minutes each.
+Results of `inspect` and `judge` on the test models of the onnx package. `benchmarks/model_sweep.py` writes this page;
+the last run used onnx {version("onnx")} and onnxruntime {version("onnxruntime")}.
 
-Rows are made up without knowledge of the operator: an axis may be out of range, a shape may not fit. Then the runtime
-refuses, and the error says what it refuses.
+- Models of single operators are lowered to opset {OPSET} and IR version {IR_VERSION} if no operator is newer.
+  All others are unchanged.
+- `inspect` reads each model, cost included. `judge` compares it with itself, on four synthetic rows and variations of
+  them. It skips the whole image classifiers (`light`), which take many minutes each.
+- Rows are synthetic and do not respect the operator: an axis can be out of range, a shape can be wrong. The runtime
+  then refuses, and the error repeats its message.
 """
 
 
@@ -56,7 +58,7 @@ def reasons(found: Sequence[Outcome]) -> None:
     for one in found:
         if one.kind not in ("valid", "pass"):
             groups[one.tool, one.kind, _alike(one.text)].append(one.model)
-    print("\n| tool | outcome | number | for example | said |\n|---|---|---|---|---|")
+    print("\n| tool | outcome | number | for example | message |\n|---|---|---|---|---|")
     for (tool, kind, text), models in sorted(groups.items(), key=lambda item: -len(item[1])):
         print(f"| {tool} | {kind} | {len(models)} | {models[0]} | {text} |")
 

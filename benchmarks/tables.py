@@ -538,18 +538,19 @@ def main() -> None:
             endpoint.server.destroy()
 
 
+HEAD = f"""# Tabular models, case by case
+
+Tabular models of scikit-learn, XGBoost and LightGBM, from export to endpoint. `benchmarks/tables.py` writes this page.
+
+- Each model is fitted on columns of a CSV file, exported at the default opset, and compared with its source on all
+  [groups of inputs](parity.md#groups-of-inputs) of the parity gate.
+- It is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV, with missing
+  cells among them. Its answers are compared with the source's.
+"""
+
+
 def report(folder: Path, endpoint: Endpoint) -> None:
-    print("# Models of tables, case by case\n")
-    print(
-        "Written by one run of `benchmarks/tables.py`. Each model is fitted on columns of a CSV file, exported at the"
-    )
-    print(
-        "default opset, and compared with its source on all groups of inputs that parity asks. Then it is published to"
-    )
-    print(
-        f"the process of an endpoint server, which is asked {ASKED} rows as records, as instances and as CSV, missing"
-    )
-    print("cells among them. Its answers are compared with the source's.\n")
+    print(HEAD)
     print("## Cases that converters should manage\n\n| case | outcome |\n|---|---|")
     known = [case for case in cases() if case[0] in KNOWN_WRONG]
     ordinary = Counter(run(case, folder, endpoint) for case in cases() if case[0] not in KNOWN_WRONG)
@@ -563,7 +564,7 @@ def report(folder: Path, endpoint: Endpoint) -> None:
     print(
         f"The endpoint gave {endpoint.answers} answers, {endpoint.rounded.total()} of which are the source's in float32"
     )
-    print("and not in float64: a number lies so near a split of a tree that rounding decides its side. They are of:")
+    print("and not in float64, because a number is so near a split of a tree that rounding decides the branch:")
     print("; ".join(f"{case} ({count})" for case, count in endpoint.rounded.items() if count) + ".")
 
 
