@@ -31,6 +31,7 @@ from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
+from tests.adapters.azureml_parts import key_of
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
 
@@ -160,7 +161,7 @@ class AzureMl(Site):
 
     def __init__(self, folder: Path, trusted: Path, cloud: AzureCloud, clock: Wound) -> None:
         super().__init__()
-        self.provider = self._endpoints = AzureEndpoints(folder, trusted, policy=POLICY)
+        self.provider = AzureEndpoints(folder, trusted, policy=POLICY)
         self.settings = cloud.settings
         self._clock = clock
         self._known: dict[str, tuple[str, str]] = {}
@@ -169,7 +170,7 @@ class AzureMl(Site):
         if config.endpoint not in self._known:
             address = self.provider.address(config)
             assert address is not None
-            self._known[config.endpoint] = (f"{address}/invocations", self._endpoints.authorization(config))
+            self._known[config.endpoint] = (f"{address}/invocations", key_of(config))
         address, key = self._known[config.endpoint]
         answer, document = post(self.kept, address, urlsplit(address).path, body, {"authorization": key})
         name = answer.headers["azureml-model-deployment"].rpartition("-")[0]

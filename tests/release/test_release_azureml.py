@@ -18,7 +18,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.prune import delete_orphans, find_orphans
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import POLICY, inside
+from tests.adapters.azureml_parts import POLICY, inside, key_of
 from tests.release.release_parts import CANARY, MODEL, TARGET, TARGET_DIGEST, Scene
 from tests.release.release_scenes import publish_scaling
 from tests.support.clouds.azureml import AzureCloud
@@ -57,7 +57,7 @@ class Azure(Scene):
     def answers(self, requests: int = 100) -> dict[float, int]:
         """How many of so many requests were multiplied by what."""
         found: dict[float, int] = {}
-        address, key = self.azure.address(self.config), self.azure.authorization(self.config)
+        address, key = self.azure.address(self.config), key_of(self.config)
         assert address is not None
         headers = {"Content-Type": "application/json", "Authorization": key}
         for _ in range(requests):

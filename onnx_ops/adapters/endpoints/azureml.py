@@ -35,7 +35,7 @@ from onnx_ops.domain.endpoint import (
 )
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
-from onnx_ops.errors import NotFoundError, OnnxOpsError, ServiceUnavailableError, UserError
+from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 
 
 class AzureEndpoints(CloudEndpoints):
@@ -168,19 +168,6 @@ class AzureEndpoints(CloudEndpoints):
             self._connect(config).deployments.delete(leftover.name)
         else:
             self._models(config).delete(leftover.name)
-
-    def authorization(self, config: EndpointConfig) -> str:
-        """Return what clients send in the header `Authorization`: the endpoint's first key, or a token.
-
-        Raises:
-            NotFoundError: there is no such endpoint.
-        """
-        endpoint = self._connect(config)
-        client = endpoint.client
-        keys = client.read(client.where, lambda: client.ml.online_endpoints.get_keys(client.name))
-        if keys is None:
-            raise NotFoundError("there is no such endpoint", where=config.endpoint)
-        return f"Bearer {getattr(keys, 'primary_key', None) or getattr(keys, 'access_token', '')}"
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return what the endpoint does, and the names in Azure of its deployments by theirs in onnx-ops."""
