@@ -105,11 +105,7 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it."""
     return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
         find_custom_operators(read_structure(path)), target
     )
@@ -255,11 +251,7 @@ def list_user_model_notes(place: Path) -> list[str]:
 
 
 def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
-    """Why the file cannot be brought, or what a target refuses of it.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Why the file cannot be brought, or what a target refuses of it."""
     path = find_model_file(place)
     found = read_model_info(path)
     operators = find_custom_operators(read_structure(path))

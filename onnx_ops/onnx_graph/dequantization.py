@@ -39,11 +39,7 @@ _UNREAD = frozenset(
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
-    """Write the float original with the values that quantized weights stand for.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Write the float original with the values that quantized weights stand for."""
     from onnx import numpy_helper
 
     model = read_model(source)
@@ -59,11 +55,7 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
 
 
 def write_with_fp16_weights(source: Path, path: Path) -> None:
-    """Write the float original with every float32 constant rounded to float16.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Write the float original with every float32 constant rounded to float16."""
     from onnx import numpy_helper
 
     model = read_model(source)

@@ -93,7 +93,8 @@ def list_external_names(path: Path) -> tuple[str, ...]:
     Raises:
         NotFoundError, UserError: as for `parse_model`.
     """
-    return list_locations(iterate_tensors(parse_model(path)))
+    entries = (entry for tensor in iterate_tensors(parse_model(path)) for entry in tensor.external_data)
+    return tuple(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
 
 
 def digest_model(path: Path) -> Digest:
@@ -162,7 +163,10 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     model = read_structure(path)
     refuse_ort(path)
-    set_lengths(iterate_tensors(model))
+    for tensor in iterate_tensors(model):  # without a length, the onnx package reads the rest of the file
+        size = _bytes_of(tensor) if tensor.external_data else None
+        if size is not None and all(entry.key != "length" for entry in tensor.external_data):
+            tensor.external_data.add(key="length", value=str(size))
     try:
         load_external_data_for_model(model, str(path.parent))
     except (ValidationError, ValueError) as error:  # it takes no links, not even hard ones
@@ -276,11 +280,6 @@ class TensorLocation:
     tensor: str
 
 
-def list_locations(tensors: Iterable[onnx.TensorProto]) -> tuple[str, ...]:
-    """Names of the files that tensors say they lie in, as they stand in the model, each once; none is looked at."""
-    return tuple(dict.fromkeys(e.value for t in tensors for e in t.external_data if e.key == "location"))
-
-
 def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Path, ...]:
     """Return the files that hold the tensors, in order of appearance.
 
@@ -308,14 +307,6 @@ def get_element_bits(data_type: int) -> int | None:
     from onnx import TensorProto
 
     return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None
-
-
-def set_lengths(tensors: Iterable[onnx.TensorProto]) -> None:
-    """Give each external tensor the length of its shape: without one, the onnx package reads the rest of the file."""
-    for tensor in tensors:
-        size = _bytes_of(tensor) if tensor.external_data else None
-        if size is not None and all(entry.key != "length" for entry in tensor.external_data):
-            tensor.external_data.add(key="length", value=str(size))
 
 
 def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
@@ -371,15 +362,16 @@ def _check_apart(places: list[TensorLocation]) -> None:
     """Tensors may share their bytes, as tied weights do, but not in part."""
     last: TensorLocation | None = None
     for place in sorted(p for p in places if p.end > p.start):
-        if last and last.file == place.file and place.start < last.end and (last.start, last.end) != _span(place):
+        if (
+            last
+            and last.file == place.file
+            and place.start < last.end
+            and (last.start, last.end) != (place.start, place.end)
+        ):
             raise RefusedError(
                 f"its external data overlaps that of tensor {last.tensor}", where=_of(place.tensor), remedy=_AGAIN
             )
         last = place
-
-
-def _span(place: TensorLocation) -> tuple[int, int]:
-    return place.start, place.end
 
 
 def _inside_of(folder: Path, name: str, tensor: str) -> Path:
@@ -405,7 +397,8 @@ def _of(tensor: str) -> str:
     return f"tensor {tensor}"
 
 
-def _sizes() -> Iterator[tuple[str, int]]:
+_BITS = {
+    name: bits
     for bits, names in {
         2: "INT2 UINT2",
         4: "INT4 UINT4 FLOAT4E2M1",
@@ -414,9 +407,6 @@ def _sizes() -> Iterator[tuple[str, int]]:
         32: "INT32 UINT32 FLOAT",
         64: "INT64 UINT64 DOUBLE COMPLEX64",
         128: "COMPLEX128",
-    }.items():
-        for name in names.split():
-            yield name, bits
-
-
-_BITS = dict(_sizes())
+    }.items()
+    for name in names.split()
+}

@@ -60,11 +60,7 @@ class InputBounds:
 
 
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
-    """Derive the bounds of each input; an input that is computed with before it becomes an index has none.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Derive the bounds of each input; an input that is computed with before it becomes an index has none."""
     model = read_structure(path)
     stored = collect_constants(model)
     users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
@@ -75,7 +71,13 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     for value in model.graph.input:
         readers = list(_reached(value.name, users, copies=True))
         sizes = [size for node, place in readers if (size := _entries(node, place, stored)) is not None and size > 0]
-        texts = {text.decode(errors="replace") for node, _ in readers for text in _texts(node)}
+        texts = {
+            text.decode(errors="replace")
+            for node, _ in readers
+            for a in node.attribute
+            if a.name in _TEXTS
+            for text in a.strings
+        }
         found[value.name] = InputBounds(
             index=(0, min(sizes) - 1) if sizes else None,
             texts=tuple(sorted(texts)),
@@ -114,12 +116,6 @@ def _entries(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorP
         depth = stored[node.input[1]]
         return None if depth.external_data else int(numpy_helper.to_array(depth).reshape(-1)[0])
     return None
-
-
-def _texts(node: onnx.NodeProto) -> Iterator[bytes]:
-    for attribute in node.attribute:
-        if attribute.name in _TEXTS:
-            yield from attribute.strings
 
 
 def _takes_nan(node: onnx.NodeProto) -> bool:

@@ -40,11 +40,7 @@ class ComputedValue:
 
 
 def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
-    """List the values that nodes of the main graph compute, in topological order.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """List the values that nodes of the main graph compute, in topological order."""
     return tuple(
         ComputedValue(
             name=name,
@@ -123,13 +119,9 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
         if node.name
         and node.op_type in OPERATORS.get(method, ())
         and not set(node.input[:2]) <= set(stored)
-        and (method == "static" or _weight(node) in stored)
+        and (method == "static" or node.input[0 if node.op_type == "Gather" else 1] in stored)
         and (node.op_type != "Gather" or _is_table(stored[node.input[0]]))
     )
-
-
-def _weight(node: onnx.NodeProto) -> str:
-    return str(node.input[0 if node.op_type == "Gather" else 1])
 
 
 def _is_table(tensor: onnx.TensorProto) -> bool:

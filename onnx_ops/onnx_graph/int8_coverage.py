@@ -77,13 +77,21 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         source: the float export, whose names are told.
         rewritten: the variant's graph as the runtime runs it.
         excluded: names of nodes that were to stay in float.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
-    names = _names(read_structure(source))
+    names: dict[str, str] = {}  # by name and by output; a node without a name is called by its first output
+    for node in read_structure(source).graph.node:
+        called = node.name or node.output[0]
+        names |= dict.fromkeys((called, *node.output), called)
     model = read_structure(rewritten)
-    graph = _graph(model)
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for value in node.input:
+            readers.setdefault(value, []).append(node)
+    graph = _Graph(
+        makers={value: node for node in model.graph.node for value in node.output},
+        readers=readers,
+        types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
+    )
     kept = set(excluded)
     int8: list[str] = []
     floats: list[FloatOperator] = []
@@ -123,27 +131,6 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
         reason = f"its QuantizeLinear pair is not fused: {follows} follows instead of QuantizeLinear"
         return reason, f"name {after[0]} in `options.op_types`, or exclude the operator" if after else ""
     return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
-
-
-def _graph(model: onnx.ModelProto) -> _Graph:
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    return _Graph(
-        makers={name: node for node in model.graph.node for name in node.output},
-        readers=readers,
-        types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
-    )
-
-
-def _names(model: onnx.ModelProto) -> dict[str, str]:
-    """Return node names by name and by output; a node without a name is called by its first output."""
-    found: dict[str, str] = {}
-    for node in model.graph.node:
-        called = node.name or node.output[0]
-        found |= dict.fromkeys((called, *node.output), called)
-    return found
 
 
 def _told(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
@@ -187,9 +174,6 @@ def advise(
         target: says how sessions are built.
         machine: how the target computes.
         coverage: what runs in int8, with its reasons; None for a float variant.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
@@ -271,7 +255,8 @@ def _fragments(run: onnx.ModelProto) -> Iterator[Advice]:
     for node in run.graph.node:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
-            if maker is not None and _was_integer(maker, makers):
+            sources = [makers[name] for name in maker.input if name in makers] if maker is not None else []
+            if maker and any(one.op_type in ("DequantizeLinear", *_DYNAMIC) for one in sources):
                 between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
     for kind, names in sorted(between.items()):
         yield Advice(
@@ -279,11 +264,6 @@ def _fragments(run: onnx.ModelProto) -> Iterator[Advice]:
             setting=f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours",
             nodes=tuple(names),
         )
-
-
-def _was_integer(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    sources = [makers[name] for name in node.input if name in makers]
-    return any(one.op_type == "DequantizeLinear" or one.op_type in _DYNAMIC for one in sources)
 
 
 def _casts(run: onnx.ModelProto) -> Iterator[Advice]:

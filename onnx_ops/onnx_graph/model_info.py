@@ -86,11 +86,7 @@ _LARGEST_VERSION = (1 << 63) - 1
 
 
 def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
-    """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put."""
     model = read_structure(path)
     merged = {prop.key: prop.value for prop in model.metadata_props} | dict(properties)
     del model.metadata_props[:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,11 +52,7 @@ class CandidateKind:
 
 
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
-    """Read off both files what the candidate is.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the files.
-    """
+    """Read off both files what the candidate is."""
     before, after = read_structure(baseline), read_structure(candidate)
     kinds = _read_kind(before), _read_kind(after)
     return CandidateKind(
@@ -82,8 +79,8 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
     tensors = list(collect_constants(model).values())
     sizes = Counter[int]()
     for tensor in tensors:
-        if _count(tensor) > 1:  # single numbers of a float16 graph are float32 here and there
-            sizes[tensor.data_type] += _count(tensor)
+        if (elements := math.prod(tensor.dims)) > 1:  # single numbers of a float16 graph are float32 here and there
+            sizes[tensor.data_type] += elements
     half = max(_HALVES, key=lambda kind: sizes[kind])
     floats = sizes[half] + sizes[_FLOAT]
     inputs = [value.type.tensor_type.elem_type for value in model.graph.input]
@@ -112,13 +109,6 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
         else "static, QuantizeLinear pairs"
     )
     return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8"
-
-
-def _count(tensor: onnx.TensorProto) -> int:
-    total = 1
-    for size in tensor.dims:
-        total *= size
-    return total
 
 
 def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *, same: bool) -> list[str]:

@@ -69,8 +69,16 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         RefusedError: it names external data outside its folder.
     """
     model = read_structure(path)
-    operators = Counter(_operator(node) for node in iterate_nodes(model))
+    operators = Counter(
+        node.op_type if node.domain in _DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+        for node in iterate_nodes(model)
+    )
     metadata = {prop.key: prop.value for prop in model.metadata_props}
+    problem = ""
+    try:
+        check_model(path)
+    except UserError as error:
+        problem = error.why or error.what
     return ModelSummary(
         file=digest_file(path),
         info=read_model_info(path),
@@ -86,12 +94,8 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         description=model.doc_string,
         external=tuple(str(file.relative_to(path.parent)) for file in resolve_external_files(model, path.parent)),
         metadata=metadata,
-        problem=_problem(path),
+        problem=problem,
     )
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    return node.op_type if node.domain in _DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def _parameters(model: onnx.ModelProto) -> dict[str, int]:
@@ -99,20 +103,9 @@ def _parameters(model: onnx.ModelProto) -> dict[str, int]:
 
     counts: Counter[str] = Counter()
     for tensor in model.graph.initializer:
-        elements = 1
-        for size in tensor.dims:
-            elements *= size
         known = tensor.data_type in TensorProto.DataType.values()
-        counts[TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"] += elements
+        counts[TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"] += math.prod(tensor.dims)
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _problem(path: Path) -> str:
-    try:
-        check_model(path)
-    except UserError as error:
-        return error.why or error.what
-    return ""
 
 
 LENGTH = 8
@@ -163,9 +156,6 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
         path: an ONNX file.
         batch: what a free axis 0 of an input counts as.
         dims: sizes of other free dimensions by name.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import inliner, shape_inference
 

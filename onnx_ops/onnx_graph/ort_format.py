@@ -63,7 +63,8 @@ class _Table:
 
     def union(self, field: int) -> _Table | None:
         offset = self._offset(field)
-        return self._at(offset + self._table.Pos + self._uint(offset + self._table.Pos)) if offset else None
+        place = offset + self._table.Pos
+        return self._at(place + int(struct.unpack_from("<I", self._table.Bytes, place)[0])) if offset else None
 
     def tables(self, field: int) -> Iterator[_Table]:
         for place in self._items(field, 4):
@@ -83,9 +84,6 @@ class _Table:
         if count * size > len(self._table.Bytes):
             raise ValueError(f"a list of {count} does not fit into the file")
         yield from range(start, start + count * size, size)
-
-    def _uint(self, place: int) -> int:
-        return int(struct.unpack_from("<I", self._table.Bytes, place)[0])
 
     def _at(self, place: int) -> _Table:
         from flatbuffers.table import Table

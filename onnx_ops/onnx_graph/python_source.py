@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +57,14 @@ class _Writer:
         kind = message.DESCRIPTOR
         name = kind.full_name.removeprefix("onnx.")
         self.types.add(name.partition(".")[0])
-        parts = [f"{field.name}={self._field(field, value, indent + 4)}" for field, value in message.ListFields()]
+        parts = []
+        for field, value in message.ListFields():
+            if field.is_repeated:
+                entries = [self._value(field, entry, indent + 8) for entry in value]
+                parts.append(f"{field.name}={_laid_out('[', entries, ']', indent + 4)}")
+            else:
+                parts.append(f"{field.name}={self._value(field, value, indent + 4)}")
         return _laid_out(f"{name}(", parts, ")", indent)
-
-    def _field(self, field: Any, value: Any, indent: int) -> str:
-        if field.is_repeated:
-            return _laid_out("[", [self._value(field, entry, indent + 4) for entry in value], "]", indent)
-        return self._value(field, value, indent)
 
     def _value(self, field: Any, value: Any, indent: int) -> str:
         if field.message_type is not None:
@@ -113,11 +113,4 @@ def _laid_out(head: str, parts: list[str], tail: str, indent: int) -> str:
     line = head + ", ".join(parts) + tail
     if len(line) + indent <= _WIDTH and "\n" not in line:
         return line
-    return "\n".join(_lines(head, parts, tail, indent))
-
-
-def _lines(head: str, parts: list[str], tail: str, indent: int) -> Iterator[str]:
-    yield head
-    for part in parts:
-        yield f"{' ' * (indent + 4)}{part},"
-    yield " " * indent + tail
+    return "\n".join([head, *(f"{' ' * (indent + 4)}{part}," for part in parts), " " * indent + tail])

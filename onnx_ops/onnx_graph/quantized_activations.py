@@ -246,9 +246,6 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.expand_integer_operators`.
 
     Scales that are computed (dynamic quantization) or differ by channel are left out.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     model = expand_integer_operators(read_model(path), path.name)
     stored = collect_constants(model)
@@ -278,11 +275,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 
 def find_folded_values(path: Path) -> dict[str, str]:
-    """Return the outputs of a ReLU or Clip by its input, where nothing else reads that input.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Return the outputs of a ReLU or Clip by its input, where nothing else reads that input."""
     graph = read_structure(path).graph
     users: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -297,11 +290,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
-    """Values of functions with a range of their own, which quantizers take whatever the rows are.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Values of functions with a range of their own, which quantizers take whatever the rows are."""
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 

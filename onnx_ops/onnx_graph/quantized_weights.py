@@ -88,9 +88,6 @@ def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ..
     """Return the float constants that both files have, which `read_quantized_weights` leaves out.
 
     Here a dropped bias of a dynamically quantized model shows itself.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), read_model(derived)
     return tuple(_kept(after, collect_constants(before), collect_constants(after), _turned(before)))
@@ -342,9 +339,6 @@ def write_with_layer_errors(
 
     Returns:
         The two sums of each layer, by the weight's name; nothing for a weight of another operator.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     from onnx import helper, numpy_helper
 
@@ -353,30 +347,22 @@ def write_with_layer_errors(
     del model.graph.output[:]
     shown: dict[str, tuple[ErrorSumNames, ...]] = {}
     for weight in weights:
+        spacing = weight.scale if weight.spacing is None else weight.spacing
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rounded = np.where(spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original)
+        rounding = weight.original - rounded
         for node in [n for n in model.graph.node if n.op_type in _LAYERS and n.input[1] == weight.origin]:
             pair = f"{node.output[0]}.moved", f"{node.output[0]}.rounded"
-            for name, error in zip(pair, (weight.original - weight.dequantized, _rounding(weight)), strict=True):
+            for name, error in zip(pair, (weight.original - weight.dequantized, rounding), strict=True):
                 turned = error.T if weight.transposed else error
                 array = np.ascontiguousarray(turned.reshape(dims[weight.origin]), dtype=np.float32)
                 model.graph.initializer.append(numpy_helper.from_array(array, f"{name}.weight"))
-                model.graph.node.append(_alike(node, [node.input[0], f"{name}.weight"], f"{name}.answer"))
+                layer = model.graph.node.add()
+                layer.CopyFrom(node)
+                layer.name = f"{name}.answer"
+                layer.input[:], layer.output[:] = [node.input[0], f"{name}.weight"], [f"{name}.answer"]
                 model.graph.node.append(helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0))
                 model.graph.output.add(name=name)
             shown[weight.name] = (*shown.get(weight.name, ()), pair)
     write_model(model, copy)
     return shown
-
-
-def _rounding(weight: QuantizedWeight) -> Floats:
-    spacing = weight.scale if weight.spacing is None else weight.spacing
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rounded = np.where(spacing > 0, np.rint(weight.original / spacing) * spacing, weight.original)
-    return weight.original - rounded
-
-
-def _alike(node: onnx.NodeProto, inputs: Sequence[str], output: str) -> onnx.NodeProto:
-    made = type(node)()
-    made.CopyFrom(node)
-    made.name = output
-    made.input[:], made.output[:] = inputs, [output]
-    return made

@@ -147,11 +147,7 @@ _CAST_OPSET = 13
 
 
 def read_boundary_types(model: Path) -> dict[str, int]:
-    """Return the element types of inputs and outputs by name; float32 for bfloat16, which NumPy lacks.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
-    """
+    """Return the element types of inputs and outputs by name; float32 for bfloat16, which NumPy lacks."""
     ends = _ends(read_structure(model))
     types = {value.name: value.type.tensor_type.elem_type for value in ends}
     return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
@@ -164,9 +160,6 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
 
     Returns:
         What is cast, in words; empty, and nothing is written, where no float input differs.
-
-    Raises:
-        NotFoundError, UserError, RefusedError: as for reading the file.
     """
     structure = read_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}
@@ -238,7 +231,9 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     known = {node.name: node for node in source.graph.node if node.name}
     if unknown := [name for name in wanted if name not in known]:
         raise UserError(
-            "; ".join(_unknown(name, tuple(known)) for name in unknown), where="quantize.exclude", remedy=REMEDY
+            "; ".join(_explain_name(name, tuple(known)) for name in unknown),
+            where="quantize.exclude",
+            remedy=REMEDY,
         )
     matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
     found = {name: _heirs(known[name], matrices, prepared) for name in wanted}
@@ -280,7 +275,7 @@ def _heirs(node: onnx.NodeProto, matrices: set[str], prepared: onnx.ModelProto) 
     return tuple(next((names for names in candidates if names), []))
 
 
-def _unknown(name: str, known: tuple[str, ...]) -> str:
+def _explain_name(name: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known[:10])}"
     return f"no node is called {name!r}: {hint}"

@@ -24,7 +24,7 @@ from onnx_ops import codec
 from onnx_ops.adapters.data.file import read_arrays, sample_arrays
 from onnx_ops.adapters.files import durable_file
 from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv, hold_lock
-from onnx_ops.adapters.isolation.process import ProcessLimits, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, PluginData
@@ -305,7 +305,7 @@ class DvcSource:
         requirements = settings.requirements or (*self.requirements, *packages)
         environments = PythonEnvironments(folder=self.environments.resolve(), base=(), uv=find_uv())
         command = build_interpreter_command(environments.python(Environment(requirements=requirements)), _WORKER)
-        process = WorkerProcess(command, ProcessLimits(), "data")
+        process = IsolatedProcess(command, ProcessLimits(), "data")
         try:
             return process.ask(do, timeout=_TIMEOUT_S, **arguments)
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import ProcessLimits, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, build_interpreter_command
 from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays, serve
 from onnx_ops.domain.pipeline import Export, Quantize
 from onnx_ops.domain.quantities import Json
@@ -38,7 +38,7 @@ class RemoteModel:
     """A model that was loaded elsewhere: the folder it was saved in, and the process that holds it."""
 
     folder: Path
-    process: WorkerProcess
+    process: IsolatedProcess
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,9 +121,9 @@ class IsolatedExporter:
     def _timeout(self) -> float:
         return self.limits.timeout or DEFAULT_TIMEOUT_S
 
-    def _start(self, where: str) -> WorkerProcess:
+    def _start(self, where: str) -> IsolatedProcess:
         package = self.exporter.partition(".")[0].partition(":")[0]
-        process = WorkerProcess(
+        process = IsolatedProcess(
             build_interpreter_command(self.python(), _EXPORTER_WORKER, (package,)), self.limits, where
         )
         process.ask("start", timeout=self._timeout, exporter=self.exporter, root=str(self.root.resolve()))
@@ -142,7 +142,7 @@ def _with_label(rows: Dataset) -> dict[str, Any]:
 
 
 @contextmanager
-def _scratch(process: WorkerProcess) -> Iterator[Path]:
+def _scratch(process: IsolatedProcess) -> Iterator[Path]:
     """Make a folder that both processes see; it is removed after the request."""
     with tempfile.TemporaryDirectory(dir=process.folder) as folder:
         yield Path(folder)
@@ -190,7 +190,7 @@ class IsolatedOptimizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer in a process of the environment."""
         package = self.place.partition(".")[0].partition(":")[0]
-        process = WorkerProcess(
+        process = IsolatedProcess(
             build_interpreter_command(self.python(), _OPTIMIZER_WORKER, (package,)),
             self.limits,
             f"variant {request.section.name}",

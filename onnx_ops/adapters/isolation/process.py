@@ -48,7 +48,7 @@ class ProcessLimits:
     timeout: float | None = None
 
 
-class WorkerProcess:
+class IsolatedProcess:
     """One process and whatever it starts, in a group of its own.
 
     Args:
@@ -305,9 +305,9 @@ def describe_exit(code: int) -> str:
 class RetainedProcess:
     """At most one process: a second would take the machine's cores from the first."""
 
-    _kept: tuple[str, WorkerProcess] | None = None
+    _kept: tuple[str, IsolatedProcess] | None = None
 
-    def get(self, key: str, start: Callable[[], WorkerProcess]) -> WorkerProcess:
+    def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
         """Return the process that was started under the key if it is alive; else stop it and start a new one."""
         if self._kept is not None:
             kept, process = self._kept

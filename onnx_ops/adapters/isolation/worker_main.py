@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnx_ops.ports.data import Array, Tensors
 
 
-class Worker(Protocol):
+class RequestHandler(Protocol):
     """Its methods are what can be asked for, by name; they take and give what JSON can say.
 
     `where` is what errors name; `refusing` are the methods that refuse inputs by ValueError.
@@ -31,7 +31,7 @@ class Worker(Protocol):
     refusing: tuple[str, ...]
 
 
-def serve(worker: Worker) -> None:
+def serve(worker: RequestHandler) -> None:
     """Answer until nobody asks. Arguments of the process: the folder of visible packages, the file descriptor for
     answers, bytes of memory."""
     faulthandler.enable(all_threads=False)
@@ -52,7 +52,7 @@ def _listen(requests: queue.SimpleQueue[str]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _answer(worker: Worker, request: dict[str, Any], limit: int) -> dict[str, Any]:
+def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict[str, Any]:
     work: Callable[..., Any] = getattr(worker, request.pop("do"))
     timeout = request.pop("timeout")
     if timeout is not None:
@@ -75,7 +75,7 @@ def _answer(worker: Worker, request: dict[str, Any], limit: int) -> dict[str, An
         faulthandler.cancel_dump_traceback_later()
 
 
-def _no_memory(worker: Worker, limit: int) -> StageError:
+def _no_memory(worker: RequestHandler, limit: int) -> StageError:
     return StageError(
         f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
         where=worker.where,
@@ -83,7 +83,7 @@ def _no_memory(worker: Worker, limit: int) -> StageError:
     )
 
 
-def _unexpected(worker: Worker, error: Exception) -> StageError:
+def _unexpected(worker: RequestHandler, error: Exception) -> StageError:
     lines = "".join(traceback.format_exception(error)).splitlines()
     return StageError(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))
 

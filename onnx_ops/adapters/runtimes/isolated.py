@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 
 from onnx_ops import codec
-from onnx_ops.adapters.isolation.process import ProcessLimits, RetainedProcess, WorkerProcess, build_interpreter_command
+from onnx_ops.adapters.isolation.process import (
+    IsolatedProcess,
+    ProcessLimits,
+    RetainedProcess,
+    build_interpreter_command,
+)
 from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays, serve
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -122,13 +127,13 @@ class IsolatedRuntime:
         with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
             yield Path(folder)
 
-    def _process(self, target: Target) -> WorkerProcess:
+    def _process(self, target: Target) -> IsolatedProcess:
         return self._held.get(target.digest(), lambda: self._started(target))
 
-    def _started(self, target: Target) -> WorkerProcess:
+    def _started(self, target: Target) -> IsolatedProcess:
         read_runtime_build(target)
         python = self.python(target.env or Environment())
-        return WorkerProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
+        return IsolatedProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
 
 
 def read_runtime_build(target: Target) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import NpmPackages, parse_pins
-from onnx_ops.adapters.isolation.process import Command, ProcessLimits, RetainedProcess, WorkerProcess
+from onnx_ops.adapters.isolation.process import Command, IsolatedProcess, ProcessLimits, RetainedProcess
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
@@ -177,15 +177,15 @@ class NodeRuntime:
         with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
             yield Path(folder)
 
-    def _process(self, target: Target) -> WorkerProcess:
+    def _process(self, target: Target) -> IsolatedProcess:
         return self._held.get(target.digest(), lambda: self._started(target))
 
-    def _started(self, target: Target) -> WorkerProcess:
+    def _started(self, target: Target) -> IsolatedProcess:
         if target.custom_ops:
             raise MeasurementError(
                 "libraries of custom operators cannot be loaded from JavaScript", where=f"target {target.name}"
             )
-        return WorkerProcess(self._command(target), _limits(target), f"target {target.name}")
+        return IsolatedProcess(self._command(target), _limits(target), f"target {target.name}")
 
     def _command(self, target: Target) -> Command:
         node, program = require_program(NODE, target.name), self._program(target)
