@@ -44,17 +44,17 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
         changed: paths relative to the project's root; they need not exist any more.
     """
     root = project.settings.root
-    found = []
+    pipelines = []
     for path in sorted((root / PIPELINES).glob("*.yaml")):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
             rests_on = frozenset(_rests_on(project, name, check(project, path, static=True).pipeline))
         except OnnxOpsError as error:
             rests_on, problem = frozenset((name, *changed)), str(error)
-        because = tuple(sorted(one for one in changed if _touches(one, rests_on)))
+        because = tuple(sorted(path for path in changed if _touches(path, rests_on)))
         if because:
-            found.append(Affected(file=name, because=because, problem=problem))
-    return tuple(found)
+            pipelines.append(Affected(file=name, because=because, problem=problem))
+    return tuple(pipelines)
 
 
 def changed_since(root: Path, base: str) -> frozenset[str]:

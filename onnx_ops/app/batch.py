@@ -82,5 +82,5 @@ def run_files(
 
 def worst(codes: Iterable[int]) -> int:
     """One exit code for several runs."""
-    found = set(codes)
-    return next((code for code in _WORST_FIRST if code in found), max(found, default=0))
+    distinct = set(codes)
+    return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

@@ -59,17 +59,19 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
         UserError: a name has no champion.
         ServiceUnavailableError: the registry does not answer.
     """
-    found = []
+    champions = []
     for model, aliases in sorted(ports.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
             if name.startswith(_CHAMPION):
-                found += _reign(ports, model, version, name.removeprefix(_CHAMPION))
-    known = {name for reign in found for name in (reign.pipeline, reign.record.model) if name}
+                champions += _reign(ports, model, version, name.removeprefix(_CHAMPION))
+    known = {name for reign in champions for name in (reign.pipeline, reign.record.model) if name}
     for name in names:
         if name not in known:
-            told = ", ".join(sorted(known)) or "none"
-            raise UserError("it has no champion", where=name, remedy=f"Pipelines and models that have one: {told}.")
-    return tuple(r for r in found if not names or {r.pipeline, r.record.model} & set(names))
+            names_known = ", ".join(sorted(known)) or "none"
+            raise UserError(
+                "it has no champion", where=name, remedy=f"Pipelines and models that have one: {names_known}."
+            )
+    return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
 def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drift:
@@ -81,8 +83,8 @@ def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drif
     if isinstance(basis, OnnxOpsError):
         return reign.found(Verdict.ERROR, str(basis))
     try:
-        found = _measured(ports, perform, reign, *basis)
-        return replace(_measured(ports, perform, reign, *basis), measured=2) if found.drifted else found
+        first = _measured(ports, perform, reign, *basis)
+        return replace(_measured(ports, perform, reign, *basis), measured=2) if first.drifted else first
     except OnnxOpsError as error:
         return reign.found(Verdict.ERROR, str(error))
 
@@ -90,9 +92,12 @@ def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drif
 def _measured(ports: Ports, perform: Perform, reign: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]) -> Drift:
     now = _evidence(ports, perform, reign)
     results = judge_drift(gates, then, now)
-    told = Decision(variant=then.variant, target=then.target, results=results)
+    decision = Decision(variant=then.variant, target=then.target, results=results)
     return replace(
-        reign.found(told.verdict, told.reason), results=results, changed=list_environment_changes(then, now), measured=1
+        reign.found(decision.verdict, decision.reason),
+        results=results,
+        changed=list_environment_changes(then, now),
+        measured=1,
     )
 
 
@@ -128,9 +133,9 @@ REQUEST = "request.json"
 
 def save_benchmark(store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], evidence: Digest) -> None:
     """Keep what it takes to do a benchmark again, for whoever holds the digest of its evidence."""
-    held = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
+    files = {f"{name}/{file}": digest for name, manifest in inputs.items() for file, digest in manifest.files.items()}
     request = store.put_bytes(canonical_json(build_request(stage, key, inputs)))
-    store.record(_memory(evidence), Manifest(files={**held, REQUEST: request}))
+    store.record(_memory(evidence), Manifest(files={**files, REQUEST: request}))
 
 
 def load_benchmark(store: Store, evidence: Digest) -> Manifest | None:

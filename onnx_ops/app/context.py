@@ -92,13 +92,13 @@ def _optimizers(settings: Settings) -> Optimizers:
 
 
 def _runtime(settings: Settings, name: str) -> Runtime:
-    found: Runtime = plugins.load("runtimes", name)
-    return found.housed(settings.environments) if isinstance(found, EnvironmentRuntime) else found
+    runtime: Runtime = plugins.load("runtimes", name)
+    return runtime.housed(settings.environments) if isinstance(runtime, EnvironmentRuntime) else runtime
 
 
 def _source(settings: Settings, name: str) -> DataSource:
-    found: DataSource = plugins.load("data", name)
-    return found.housed(settings.environments, settings.state) if isinstance(found, EnvironmentSource) else found
+    source: DataSource = plugins.load("data", name)
+    return source.housed(settings.environments, settings.state) if isinstance(source, EnvironmentSource) else source
 
 
 def git_sha(root: Path) -> str:
@@ -169,10 +169,12 @@ def _verifier(settings: Settings) -> Verifier:
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     """By what the settings call them: `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
-    found = {name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()}
-    for name, notifier in found.items():
+    notifiers = {
+        name: plugins.load("notifiers", kind, place, settings.state) for name, (kind, _, place) in named.items()
+    }
+    for name, notifier in notifiers.items():
         plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
-    return found
+    return notifiers
 
 
 def _conditions() -> Mapping[str, str]:
@@ -186,10 +188,10 @@ def exporters(settings: Settings) -> Exporters:
 
     @functools.cache
     def exporter(name: str, env: Environment | None = None, /) -> Exporter:
-        found: Exporter = plugins.load("exporters", name)
-        wanted = environment(found, env)
+        plugin: Exporter = plugins.load("exporters", name)
+        wanted = environment(plugin, env)
         if wanted is None:
-            return found
+            return plugin
         return IsolatedExporter(
             exporter=plugins.find("exporters", name).value,
             python=_maker(settings, wanted),
@@ -205,12 +207,12 @@ def optimizers(settings: Settings) -> Optimizers:
 
     @functools.cache
     def optimizer(name: str, env: Environment | None = None, /) -> Optimizer:
-        found: Optimizer = plugins.load("optimizers", name)
-        wanted = environment(found, env)
+        plugin: Optimizer = plugins.load("optimizers", name)
+        wanted = environment(plugin, env)
         if wanted is None:
-            return found
+            return plugin
         return IsolatedOptimizer(
-            here=found,
+            here=plugin,
             place=plugins.find("optimizers", name).value,
             python=_maker(settings, wanted),
             limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),

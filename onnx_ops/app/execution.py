@@ -158,9 +158,9 @@ class StageExecutor:
         if stage.kind not in _TIMED:
             with self.lock.work():
                 return run_in_subprocess(self.settings, stage, key, inputs, self.tell)
-        told = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
+        prepared = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
         with self.lock.measure(), machine_lock():
-            return run_in_subprocess(self.settings, told, key, inputs, self.tell)
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell)
 
 
 def run_in_subprocess(
@@ -177,12 +177,12 @@ def run_in_subprocess(
             "result": str(result),
             "scratch": str(scratch),
         }
-        code, said = _spawn(settings, json.dumps(request), stage, scratch, tell)
+        code, output = _spawn(settings, json.dumps(request), stage, scratch, tell)
         if not result.exists():
             raise StageError(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
-                why=said or "it printed nothing",
+                why=output or "it printed nothing",
                 remedy="Run the stage again; if it crashes again, the lines above are its last words.",
             )
         document = json.loads(result.read_text(encoding="utf-8"))
@@ -296,7 +296,7 @@ def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[s
     """Return what `build_request` was given."""
     stage = codec.from_json(request["stage"], Stage, where="request")
     files = codec.from_json(request["inputs"], dict[str, dict[str, Digest]], where="request")
-    return stage, Digest(str(request["key"])), {name: Manifest(files=found) for name, found in files.items()}
+    return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
 
 
 def answer(perform: Perform, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
@@ -326,10 +326,10 @@ def _check(stage: Stage) -> None:
     """Only benchmarks are done for others, and only as the asking side would do them."""
     if stage.kind is not StageKind.BENCHMARK:
         raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
-    asked = stage.settings.get("revision")
-    if asked != REVISIONS[stage.kind]:
+    revision = stage.settings.get("revision")
+    if revision != REVISIONS[stage.kind]:
         raise ConflictError(
-            f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {asked}, as asked",
+            f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {revision}, as asked",
             where=stage.id,
             remedy="Install the same release of onnx-ops on both machines.",
         )

@@ -235,13 +235,13 @@ class Preflight:
             return
         label = scored.dataset.label
         outputs = _outputs(model, len(scored.dataset)) if model is not None and scored.whole else None
-        told: set[str] = set()
+        messages: set[str] = set()
         for _, gate in self.draft.gates:
             if not isinstance(gate, MetricGate):
                 continue
             message = find_label_problem(gate.definition(), label, outputs)
-            if message and message not in told:
-                told.add(message)
+            if message and message not in messages:
+                messages.add(message)
                 name = self.draft.validate.samples.data if self.draft.validate else ""
                 yield Issue(("data", name, "label"), message)
 

@@ -44,27 +44,34 @@ class ProjectProbe:
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
         """Return the versions of the packages that shape a plugin's results."""
-        found = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
+        versions = {"onnx-ops": plugins.version("onnx-ops"), "python": ".".join(platform.python_version_tuple()[:2])}
         if (offered := plugins.distribution(kind, name)) is not None:
-            found[offered] = plugins.version(offered)
+            versions[offered] = plugins.version(offered)
         plugin = plugins.load(kind, name)
         shaping = tuple(getattr(plugin, "tools", (name,) if kind == "runtimes" else ()))
         if kind == "runtimes":
             # One in an environment of its own has its build in its target's digest.
-            return found | ({} if env is not None and env.isolated else _versions(shaping))
+            return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := environment(plugin, env)) is not None:
-            return found | {"python": wanted.python or found["python"], REQUIREMENTS: ", ".join(wanted.requirements)}
-        return found | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
+            return versions | {
+                "python": wanted.python or versions["python"],
+                REQUIREMENTS: ", ".join(wanted.requirements),
+            }
+        return versions | _versions(shaping if trains else (*shaping, *getattr(plugin, "converters", ())))
 
     def settled(self, entry: Quantize) -> Quantize:
         """Return the entry with the files that its optimizer reads put in."""
-        found = self.ports.optimizer(entry.method, entry.env)
-        return found.settle(entry, self.ports.root) if isinstance(found, ConfiguredOptimizer) else entry
+        optimizer = self.ports.optimizer(entry.method, entry.env)
+        return optimizer.settle(entry, self.ports.root) if isinstance(optimizer, ConfiguredOptimizer) else entry
 
     def is_quantizer(self, entry: Quantize) -> bool:
         """Return whether the variant of an entry computes something else than its source."""
-        found = self.ports.optimizer(entry.method, entry.env)
-        return found.quantizes(self.settled(entry)) if isinstance(found, ConfiguredOptimizer) else found.quantized
+        optimizer = self.ports.optimizer(entry.method, entry.env)
+        return (
+            optimizer.quantizes(self.settled(entry))
+            if isinstance(optimizer, ConfiguredOptimizer)
+            else optimizer.quantized
+        )
 
     def hardware(self, target: Target) -> Digest:
         """Return the digest of the machine that measures a target."""

@@ -117,13 +117,13 @@ def check(
     def preflight(draft: Draft, targets: Mapping[str, Target], pipeline: Pipeline | None) -> list[Issue]:
         from onnx_ops.app.preflight import Preflight
 
-        look = Preflight(project.ports, draft, targets)
-        findings = look.findings()
-        notes.extend(look.notes)
+        preflight_ = Preflight(project.ports, draft, targets)
+        findings = preflight_.findings()
+        notes.extend(preflight_.notes)
         if not machine:
             return [finding for finding in findings if not finding.environment]
         if pipeline is not None and all(finding.environment for finding in findings):
-            findings += _machine_findings(project, pipeline, targets, look.absent)
+            findings += _machine_findings(project, pipeline, targets, preflight_.absent)
             notes.extend(_silent_notifiers(project) if pipeline.deploy else ())
         return findings
 
@@ -231,11 +231,11 @@ def abilities(project: Project, entry: Deploy) -> frozenset[str]:
     if source not in plugins.names("metrics"):
         return able
     try:
-        told: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
+        offered: frozenset[str] = plugins.load("metrics", str(source), settings).capabilities()
     except UserError:  # its settings are a problem of their own
         return able
     # Copies, clients' reports and cold starts come to be at the endpoint, whoever counts them.
-    return (able - provider.metrics().capabilities()) | (told - ({"shadow", "outcomes", "cold_starts"} - able))
+    return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "outcomes", "cold_starts"} - able))
 
 
 def _check_source(source: str, settings: Mapping[str, Json]) -> None:
@@ -289,9 +289,9 @@ def require_packages(project: Project, plan: Plan) -> None:
     Raises:
         MissingPackageError: names all of them, the first stage that needs each, and the extras that bring them.
     """
-    if found := _missing_packages(project, plan):
-        missing = [name for _, names in found for name in names]
-        why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in found)
+    if needed := _missing_packages(project, plan):
+        missing = [name for _, names in needed for name in names]
+        why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in needed)
         raise plugins.missing_package(*missing, where=f"pipeline {plan.pipeline}", why=why)
 
 

@@ -189,10 +189,12 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
         return
     wanted = {(choice.variant or EXPORT, choice.target) for choice in summary.choices}
     files = {_CHOICES: store.put_bytes(codec.dumps(summary.choices))}
-    for digest, one in evidence_of(summary, store).items():
-        if (one.variant, one.target) in wanted:
-            files[f"{_EVIDENCE}{one.variant}@{one.target}.json"] = digest
-            files |= {f"{_RAW}{one.variant}@{one.target}.npz": one.raw} if one.raw is not None else {}
+    for digest, evidence in evidence_of(summary, store).items():
+        if (evidence.variant, evidence.target) in wanted:
+            files[f"{_EVIDENCE}{evidence.variant}@{evidence.target}.json"] = digest
+            files |= (
+                {f"{_RAW}{evidence.variant}@{evidence.target}.npz": evidence.raw} if evidence.raw is not None else {}
+            )
     store.record(_key(root, summary.pipeline, commit), Manifest(files=files))
 
 
@@ -202,10 +204,10 @@ def share_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
     The folder keeps the newest commits.
     """
     commit = _commit(root, "HEAD")
-    found = store.lookup(_key(root, pipeline, commit)) if commit else None
-    if found is None:
+    recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
+    if recorded is None:
         return
-    for name, digest in found.files.items():
+    for name, digest in recorded.files.items():
         place = folder / commit / pipeline / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(store.read(digest))
@@ -247,9 +249,9 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
         listed = ask_git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--").split()
         own = "" if _is_changed(root) else _commit(root, "HEAD")
         for commit in listed:
-            found = None if commit == own else store.lookup(_key(root, pipeline, commit))
-            if found is not None:
-                return _read(store, name, commit, found)
+            recorded = None if commit == own else store.lookup(_key(root, pipeline, commit))
+            if recorded is not None:
+                return _read(store, name, commit, recorded)
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
     why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
@@ -294,8 +296,8 @@ def _key(root: Path, pipeline: str, commit: str) -> Digest:
 
 
 def _commit(root: Path, name: str) -> str:
-    asked = f"{name}^{{commit}}"
-    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", asked, may_fail=True).strip()
+    revision = f"{name}^{{commit}}"
+    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
 
 
 def _is_changed(root: Path) -> bool:

@@ -160,18 +160,18 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
         folder: gets the wheel.
     """
     stem = f"onnx_ops-{installed.version}"
-    about = f"{stem}.dist-info"
+    metadata = f"{stem}.dist-info"
     files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _packaged()}
-    files[f"{about}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
-    files[f"{about}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
-    files[f"{about}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{metadata}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
+    files[f"{metadata}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
+    files[f"{metadata}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     if text := installed.read_text("licenses/LICENSE"):
-        files[f"{about}/licenses/LICENSE"] = text.encode()
+        files[f"{metadata}/licenses/LICENSE"] = text.encode()
     lines = [
         f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
         for name, data in files.items()
     ]
-    files[f"{about}/RECORD"] = "\n".join([*lines, f"{about}/RECORD,,", ""]).encode()
+    files[f"{metadata}/RECORD"] = "\n".join([*lines, f"{metadata}/RECORD,,", ""]).encode()
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:

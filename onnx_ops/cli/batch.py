@@ -34,7 +34,7 @@ def run_several(
 ) -> int:
     """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
     out, err = console(), error_console()
-    talk = None if as_json or quiet else functools.partial(RunProgress, err, is_one_of_several=True)
+    make_observer = None if as_json or quiet else functools.partial(RunProgress, err, is_one_of_several=True)
     codes: list[int] = []
     documents: list[dict[str, object]] = []
     for ended in run_files(
@@ -46,7 +46,7 @@ def run_several(
         fresh=fresh,
         abandon=abandon,
         base=base,
-        observe=talk or (lambda: None),
+        observe=make_observer or (lambda: None),
     ):
         codes.append(ended.exit_code)
         documents.append(_document(ended))
@@ -61,11 +61,11 @@ def run_several(
 
 
 def _document(ended: Ended) -> dict[str, object]:
-    about: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
+    document: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
     if ended.refused is not None or ended.summary is None:
-        return about | {"error": None if ended.refused is None else ended.refused.as_document()}
+        return document | {"error": None if ended.refused is None else ended.refused.as_document()}
     errors = {stage: error.as_document() for stage, error in ended.errors.items()}
-    return {**about, **codec.to_json(ended.summary), "errors": errors}
+    return {**document, **codec.to_json(ended.summary), "errors": errors}
 
 
 def _tell(out: Console, ended: Ended) -> None:

@@ -56,9 +56,9 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         # With --json standard output holds one document; what libraries print goes where the progress goes.
-        talk = contextlib.redirect_stdout(sys.stderr) if kwargs.get("as_json") else contextlib.nullcontext()
+        redirect = contextlib.redirect_stdout(sys.stderr) if kwargs.get("as_json") else contextlib.nullcontext()
         try:
-            with talk, storage_errors():
+            with redirect, storage_errors():
                 return command(*args, **kwargs)
         except OnnxOpsError as error:
             shown = _name_command(error, command.__name__) if isinstance(error, MissingPackageError) else error

@@ -80,19 +80,19 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
 
 def _python(project: Project) -> Iterator[Diagnosis]:
     del project
-    found = ".".join(str(part) for part in sys.version_info[:3])
-    yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=found, remedy="Use Python 3.11 or newer.")
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=python, remedy="Use Python 3.11 or newer.")
 
 
 def _packages(project: Project) -> Iterator[Diagnosis]:
     del project
     for name, (wanted, breaks) in PINS.items():
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue  # an extra's, which is looked at below, or another build of ONNX Runtime
-        ok = SpecifierSet(wanted).contains(Version(found), prereleases=True)
-        yield Diagnosis(check=name, ok=ok, found=found, remedy=f"pip install '{name}{wanted}': {breaks}")
+        ok = SpecifierSet(wanted).contains(Version(installed), prereleases=True)
+        yield Diagnosis(check=name, ok=ok, found=installed, remedy=f"pip install '{name}{wanted}': {breaks}")
     for extra, purpose in EXTRAS.items():
         missing = plugins.absent(plugins.EXTRAS[extra])
         yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
@@ -103,32 +103,32 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
             missing = plugins.absent(plugins.tools(plugins.load(kind, name)))
-            told = f"not installed: {', '.join(missing)}"
-            yield from tuple(_own(kind, name)) or (_optional(f"{kind} {name}", missing, told),)
+            text = f"not installed: {', '.join(missing)}"
+            yield from tuple(_own(kind, name)) or (_optional(f"{kind} {name}", missing, text),)
 
 
-def _optional(check: str, missing: Sequence[str], told: str) -> Diagnosis:
+def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
     """Return a finding about packages that only some projects need: missing ones are no fault."""
     if not missing:
         return Diagnosis(check=check, ok=True, found="ready")
-    return Diagnosis(check=check, ok=True, absent=True, found=told, remedy=f"{plugins.install_hint(*missing)}.")
+    return Diagnosis(check=check, ok=True, absent=True, found=text, remedy=f"{plugins.install_hint(*missing)}.")
 
 
 def _own(kind: str, name: str) -> Iterable[Diagnosis]:
     """Yield the findings of a runtime."""
-    found = plugins.load(kind, name) if kind == "runtimes" else None
-    return found.diagnose() if isinstance(found, EnvironmentRuntime) else ()
+    runtime = plugins.load(kind, name) if kind == "runtimes" else None
+    return runtime.diagnose() if isinstance(runtime, EnvironmentRuntime) else ()
 
 
 def _providers(project: Project) -> Iterator[Diagnosis]:
     del project
     from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
 
-    found = list_providers()
+    providers = list_providers()
     yield Diagnosis(
         check="execution providers",
-        ok="CPUExecutionProvider" in found,
-        found=", ".join(found),
+        ok="CPUExecutionProvider" in providers,
+        found=", ".join(providers),
         remedy="Install onnxruntime again.",
     )
     yield Diagnosis(check="devices", ok=True, found="; ".join(list_devices()))
@@ -205,16 +205,16 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
     if not uri.startswith(("http://", "https://")) or plugins.absent(plugins.EXTRAS["mlflow"]):
         return
     try:
-        found = MlflowWebhooks(uri).check()
+        report = MlflowWebhooks(uri).check()
     except NotFoundError as error:
         yield Diagnosis(check="webhook", ok=True, found="none: `reconcile --watch` polls", remedy=error.remedy)
         return
-    arrived = f"{found.url}: {found.arrived} of {found.tests} test deliveries arrived"
+    arrived = f"{report.url}: {report.arrived} of {report.tests} test deliveries arrived"
     yield Diagnosis(
         check="webhook",
-        ok=found.ok,
-        found=arrived if found.ok else f"{found.url}: {found.problem}",
-        remedy=found.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`.",
+        ok=report.ok,
+        found=arrived if report.ok else f"{report.url}: {report.problem}",
+        remedy=report.remedy or "Start `onnx-ops reconcile --watch --listen` there, then `onnx-ops webhooks check`.",
     )
 
 
@@ -233,17 +233,17 @@ def _notifications(project: Project) -> Iterator[Diagnosis]:
 
 
 def _endpoints(project: Project) -> Iterator[Diagnosis]:
-    found, errors = read_statuses(project.ports, list_bound_endpoints(project.ports))
+    statuses, errors = read_statuses(project.ports, list_bound_endpoints(project.ports))
     for name, error in errors.items():
         yield Diagnosis(check=f"endpoint {name}", ok=False, found=str(error), remedy=error.remedy)
-    for one in found:
-        name = one.state.endpoint
-        idle = one.state.roles.stable is None
-        silent = "answers, but has no supervisor" if one.unsupervised else "nothing deployed" if idle else "silent"
+    for status in statuses:
+        name = status.state.endpoint
+        idle = status.state.roles.stable is None
+        silent = "answers, but has no supervisor" if status.unsupervised else "nothing deployed" if idle else "silent"
         yield Diagnosis(
             check=f"endpoint {name}",
-            ok=one.actual is not None or idle,
-            found=silent if one.actual is None else f"answers at {one.address}",
+            ok=status.actual is not None or idle,
+            found=silent if status.actual is None else f"answers at {status.address}",
             remedy=f"onnx-ops reconcile {name} starts it again",
         )
 

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
 
-def status_document(one: EndpointStatus) -> dict[str, Any]:
+def status_document(status: EndpointStatus) -> dict[str, Any]:
     """Return an endpoint's status for --json."""
-    state = one.state
+    state = status.state
     return {
         "endpoint": state.endpoint,
-        "address": one.address,
-        "answers": one.actual is not None or one.unsupervised,
-        "supervised": one.actual is not None,
+        "address": status.address,
+        "answers": status.actual is not None or status.unsupervised,
+        "supervised": status.actual is not None,
         "config": codec.to_json(state.config),
         "roles": codec.to_json(state.roles),
-        "traffic": dict(one.actual.split.weights) if one.actual is not None else None,
-        "drift": list(one.actual.drift) if one.actual is not None else [],
+        "traffic": dict(status.actual.split.weights) if status.actual is not None else None,
+        "drift": list(status.actual.drift) if status.actual is not None else [],
         "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
         "pending_rollback": _pending_document(state.pending_rollback),
         "registry_pending": dict(state.pending_aliases),
@@ -37,13 +37,13 @@ def status_document(one: EndpointStatus) -> dict[str, Any]:
     }
 
 
-def status_report(found: Sequence[EndpointStatus], now: float) -> None:
+def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
     """Print what endpoints serve."""
     out = console()
-    if not found:
+    if not statuses:
         print_text(out, "No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
-    for one in found:
-        state, config = one.state, one.state.config
+    for status in statuses:
+        state, config = status.state, status.state.config
         if config is None:
             continue
         print_text(out, f"[bold]{escape(state.endpoint)}[/bold] {escape(config.model)} on {escape(config.target)}")
@@ -58,17 +58,17 @@ def status_report(found: Sequence[EndpointStatus], now: float) -> None:
                 f"onnx-ops reconcile {escape(state.endpoint)} tries again; rollback --withdraw takes it back",
                 indent=2,
             )
-        if one.actual is not None:
+        if status.actual is not None:
             waits = "" if state.roles.candidate is None else state.roles.candidate.name
-            weights = {name: weight for name, weight in one.actual.split.weights.items() if weight or name == waits}
+            weights = {name: weight for name, weight in status.actual.split.weights.items() if weight or name == waits}
             split = ", ".join(f"{name} {weight} %" for name, weight in weights.items()) or "no traffic"
-            print_text(out, f"answers at {escape(one.address or '?')}: {escape(split)}", indent=2)
-            for drift in one.actual.drift:
+            print_text(out, f"answers at {escape(status.address or '?')}: {escape(split)}", indent=2)
+            for drift in status.actual.drift:
                 print_text(out, f"[yellow]differs from its settings[/yellow]: {escape(drift)}", indent=2)
-        elif one.unsupervised:
+        elif status.unsupervised:
             print_text(
                 out,
-                f"answers at {escape(one.address or '?')}, but [red]has no supervisor[/red]: no change is possible",
+                f"answers at {escape(status.address or '?')}, but [red]has no supervisor[/red]: no change is possible",
                 indent=2,
             )
             print_text(
@@ -112,8 +112,8 @@ def describe_pending(pending: PendingRollback, now: float) -> str:
     """Return where a rollback leads, who asked for it how many seconds ago and why it is still owed."""
     stable = pending.action.roles.stable
     to = stable.name if stable is not None else "nothing"
-    told = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
-    return f"{told}; {pending.attempts} failed, the last: {pending.error}" if pending.attempts else told
+    text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
+    return f"{text}; {pending.attempts} failed, the last: {pending.error}" if pending.attempts else text
 
 
 def history_table(lines: Sequence[HistoryLine]) -> None:
@@ -141,7 +141,7 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
         print_text(out, f"[bold]{escape(endpoint)}[/bold]: shares of traffic; times in UTC")
         shades: dict[str, tuple[str, str]] = {}
         last: dict[str, int] = {}
-        for line in (one for one in lines if one.endpoint == endpoint):
+        for line in (entry for entry in lines if entry.endpoint == endpoint):
             shares = {name: share for name, share in line.traffic.items() if share}
             if shares == last:
                 continue
@@ -150,8 +150,8 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
             for name, share in shares.items():
                 shade, colour = shades.setdefault(name, _SHADES[len(shades) % len(_SHADES)])
                 bar += f"[{colour}]{shade * round(_BAR * share / 100)}[/]"
-            told = ", ".join(f"{name} {share} %" for name, share in shares.items())
-            out.print(f"{line.at[:10]} {line.at[11:19]} {bar} {escape(told)}", soft_wrap=True)
+            text = ", ".join(f"{name} {share} %" for name, share in shares.items())
+            out.print(f"{line.at[:10]} {line.at[11:19]} {bar} {escape(text)}", soft_wrap=True)
             print_text(out, f"[dim]{escape(line.why)} ({escape(line.actor)})[/dim]", indent=20, hang=0)
     if not lines:
         print_text(out, "No traffic was moved yet.")
@@ -162,9 +162,9 @@ def orphan_report(survey: OrphanSurvey) -> None:
     out = console()
     if survey.orphans:
         rows = []
-        for one in survey.orphans:
-            left = one.leftover
-            cells = (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
+        for orphan in survey.orphans:
+            left = orphan.leftover
+            cells = (orphan.endpoint, orphan.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
             rows.append([escape(text) for text in cells])
         print_table(out, ("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
     print_text(out, f"{len(survey.orphans)} orphans at providers.")
@@ -176,7 +176,10 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     """Print what a prune removes, or would remove."""
     out, rows = console(), []
     leaving = [(model, entry, "") for model, entries in plan.remove.items() for entry in entries]
-    for model, entry, why in (*leaving, *((kept.model, kept.version, kept.why) for kept in plan.kept)):
+    for model, entry, why in (
+        *leaving,
+        *((entry_kept.model, entry_kept.version, entry_kept.why) for entry_kept in plan.kept),
+    ):
         age = f"{max(0.0, now - entry.created_at) / 86_400:.1f}{KEEP}d"
         fate = (
             f"stays: {escape(why)}" if why else "[yellow]removed[/yellow]" if removed else "[yellow]would go[/yellow]"
@@ -189,7 +192,7 @@ def prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     print_text(
         out, f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB)."
     )
-    size = sum(one.size_bytes for one in plan.contents) / 1e6
+    size = sum(stored.size_bytes for stored in plan.contents) / 1e6
     print_text(out, f"{verb} {len(plan.contents)} unreferenced objects of the store ({size:.1f} MB).")
     orphan_report(plan.orphans)
     if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):

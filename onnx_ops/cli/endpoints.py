@@ -60,17 +60,19 @@ def status(
         _orphans(ports, names, as_json=as_json)
         return
     with working("status", "asking the endpoints", quiet=as_json):
-        found, errors = read_statuses(ports, names)
+        statuses, errors = read_statuses(ports, names)
 
     def report() -> None:
-        if found or not errors:
-            status_report(found, ports.clock.now())
+        if statuses or not errors:
+            status_report(statuses, ports.clock.now())
         for error in errors.values():
             print_error(error, as_json=False)
 
-    print_result(lambda: [*(status_document(one) for one in found), *_failed(errors)], report, as_json=as_json)
+    print_result(
+        lambda: [*(status_document(status_) for status_ in statuses), *_failed(errors)], report, as_json=as_json
+    )
     codes = [error.exit_code for error in errors.values()]
-    codes += [4 for one in found if one.state.roles.stable is not None and one.actual is None]
+    codes += [4 for status_ in statuses if status_.state.roles.stable is not None and status_.actual is None]
     raise typer.Exit(max(codes, default=0))
 
 
@@ -196,14 +198,14 @@ def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
     from onnx_ops.release.prune import find_orphans
 
     with working("status", "asking the providers", quiet=as_json):
-        found = find_orphans(ports, names)
+        survey = find_orphans(ports, names)
     if as_json:
-        print_json(codec.to_json(found))
+        print_json(codec.to_json(survey))
     else:
-        orphan_report(found)
-        if found.orphans:
+        orphan_report(survey)
+        if survey.orphans:
             say("`onnx-ops prune MODEL --yes` removes them.")
-    if found.silent:
+    if survey.silent:
         raise typer.Exit(4)
 
 

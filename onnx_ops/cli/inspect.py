@@ -65,20 +65,20 @@ def inspect(
             _write(path, output, set_)
         looked_at = output if set_ and output else path
         written += write_python_source(looked_at, source) if source else ()
-        found = summarize_model(looked_at, batch=batch, dims=sizes_of(dims or []))
+        summary = summarize_model(looked_at, batch=batch, dims=sizes_of(dims or []))
         files = open_project().targets
         known = {name: files.load(name, where="--target") for name in list_targets(files)}
         targets = {
-            name: explain_version_limits(found.info, one) or explain_missing_operators(found.foreign, one)
-            for name, one in known.items()
+            name: explain_version_limits(summary.info, target) or explain_missing_operators(summary.foreign, target)
+            for name, target in known.items()
         }
         if as_json:
-            print_json(survey_document(looked_at, found, targets, written))
+            print_json(survey_document(looked_at, summary, targets, written))
         else:
-            survey_report(looked_at, found, targets, written)
+            survey_report(looked_at, summary, targets, written)
         if serve:
             _show(looked_at, port)
-    if found.problem:
+    if summary.problem:
         raise typer.Exit(2)
 
 

@@ -17,49 +17,49 @@ from onnx_ops.reporting.formatting import format_figure, number
 
 
 def survey_document(
-    path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()
+    path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """Return the summary of a model for --json."""
     return {
         "tool": "inspect",
         "path": str(path),
-        **codec.to_json(found),
-        "macs": sum(found.cost.macs.values()),
-        "flops": found.cost.flops,
-        "valid": not found.problem,
+        **codec.to_json(summary),
+        "macs": sum(summary.cost.macs.values()),
+        "flops": summary.cost.flops,
+        "valid": not summary.problem,
         "targets": {name: {"accepts": not reason, "reason": reason} for name, reason in targets.items()},
         "written": [str(file) for file in written],
-        "exit_code": 2 if found.problem else 0,
+        "exit_code": 2 if summary.problem else 0,
     }
 
 
-def survey_report(path: Path, found: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
+def survey_report(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
     """Print the summary of a model."""
-    out, info = console(), found.info
+    out, info = console(), summary.info
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
-    beside = f", weights in {', '.join(found.external)}" if found.external else ""
+    beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
     lines = {
-        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(found.file)}",
+        "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
         "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
-        "producer": found.producer or "not told",
-        "author": found.author,
-        "license": found.license,
-        "version": str(found.version or ""),
-        "about": found.description,
+        "producer": summary.producer or "not told",
+        "author": summary.author,
+        "license": summary.license,
+        "version": str(summary.version or ""),
+        "about": summary.description,
         "inputs": _tensors(info.inputs),
         "outputs": _tensors(info.outputs),
-        "nodes": f"{sum(found.operators.values())}: {_counts(found.versions)}",
-        "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in found.foreign.items()),
-        "weights": _counts(found.parameters) or "none",
-        **_cost(found.cost),
-        "metadata": "\n".join(f"{name} = {value}" for name, value in found.metadata.items()) or "none",
+        "nodes": f"{sum(summary.operators.values())}: {_counts(summary.versions)}",
+        "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()),
+        "weights": _counts(summary.parameters) or "none",
+        **_cost(summary.cost),
+        "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items()) or "none",
         "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
     }
     print_table(out, ("", ""), [[name, escape(text)] for name, text in lines.items() if text])
     for file in written:
         out.print(f"wrote {escape(str(file))}", soft_wrap=True)
-    if found.problem:
-        print_text(out, f"[red]not valid ONNX[/red]: {escape(found.problem)}")
+    if summary.problem:
+        print_text(out, f"[red]not valid ONNX[/red]: {escape(summary.problem)}")
     elif is_ort_format(path):
         text = "[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime"
         print_text(out, text)

@@ -147,13 +147,13 @@ def judge(
             seed=seed,
         )
         with telling("judge", baseline, candidate, quiet=quiet or as_json) as tell:
-            found = judge_candidate(replace(request, tell=tell))
+            judgement = judge_candidate(replace(request, tell=tell))
         if casts:
-            found = _of_files(found, given, casts)
-    heading = _heading(found, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
-    decisions = [one.decision for one in found.targets]
+            judgement = _of_files(judgement, given, casts)
+    heading = _heading(judgement, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
+    decisions = [target.decision for target in judgement.targets]
     if html:
-        timings = [(paired.decision, paired.evidence) for one in found.targets for paired in one.paired]
+        timings = [(paired.decision, paired.evidence) for target in judgement.targets for paired in target.paired]
         _write(html, html_report(heading, decisions, timings), "--html")
     if page and page != "-":
         _write(Path(page), markdown_page(heading, decisions), "--markdown")
@@ -164,8 +164,8 @@ def judge(
         else:
             _report(heading, decisions)
 
-    print_result(lambda: _document(found, heading, baseline, candidate), report, as_json=as_json)
-    raise typer.Exit(found.verdict.exit_code)
+    print_result(lambda: _document(judgement, heading, baseline, candidate), report, as_json=as_json)
+    raise typer.Exit(judgement.verdict.exit_code)
 
 
 def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
@@ -184,14 +184,14 @@ def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path
     return files[0], files[1], notes
 
 
-def _of_files(found: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
+def _of_files(judgement: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
     """Return the judgement with digests and sizes of the given files."""
     from onnx_ops.domain.artifact import digest_file
     from onnx_ops.onnx_graph.model_info import read_model_info
 
     digests = digest_file(given[0]), digest_file(given[1])
     sizes = read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes
-    return replace(found, digests=digests, sizes=sizes, notes=(*notes, *found.notes))
+    return replace(judgement, digests=digests, sizes=sizes, notes=(*notes, *judgement.notes))
 
 
 def _part(only: str | None) -> Literal["parity", "latency"] | None:
@@ -238,8 +238,8 @@ def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
             remedy = "For example: --dim length=32,128."
             raise UserError(f"{text!r} is not NAME=SIZE[,SIZE…]", where="--dim", remedy=remedy)
         sizes[name] = [int(part) for part in parts]
-    for name, asked in sizes.items():
-        if name in fixed and asked != [fixed[name]]:
+    for name, wanted in sizes.items():
+        if name in fixed and wanted != [fixed[name]]:
             raise UserError(
                 f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=f"--dim {name}={fixed[name]}."
             )
@@ -258,15 +258,15 @@ def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorS
     path = data.resolve()
     section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=labels)
     arrays = ports.source("file").load(section, path.parent)
-    found = check_samples(inputs, arrays, where=str(data), limit=100_000)
+    samples = check_samples(inputs, arrays, where=str(data), limit=100_000)
     if labels is not None and labels not in arrays:
-        others = [name for name in arrays if name not in found.rows]
+        others = [name for name in arrays if name not in samples.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
         raise UserError(
             f"it has no array {labels!r}{hint}", where=str(data), remedy="Name the array of the labels: --labels NAME."
         )
-    label = None if labels is None else arrays[labels][: len(found)]
-    return Dataset(inputs=found.rows, label=label)
+    label = None if labels is None else arrays[labels][: len(samples)]
+    return Dataset(inputs=samples.rows, label=label)
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
@@ -274,7 +274,7 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
     from onnx_ops.config.messages import did_you_mean
     from onnx_ops.domain.gate import METRICS
 
-    known = [str(one) for one in METRICS]
+    known = [str(metric) for metric in METRICS]
     if name is not None and ":" in name:
         if problem := explain_missing_function(name, Path.cwd()):
             raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
@@ -342,8 +342,8 @@ def _settings(
         )
         shape = [f"{name}={size}" for name, size in dims.items()] if len(shapes) > 1 else []
         for size in [samples.batch] if samples.batch else batches:
-            told = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
-            settings.append(SweepPoint(name=", ".join((*shape, *told)), batch=size, samples=samples))
+            parts = [f"batch {size}"] if len(batches) > 1 and not samples.batch else []
+            settings.append(SweepPoint(name=", ".join((*shape, *parts)), batch=size, samples=samples))
     return settings
 
 
@@ -356,33 +356,33 @@ def _rows_text(
     return f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
 
 
-def _heading(found: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
+def _heading(judgement: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
 
-    notes = list(found.notes)
+    notes = list(judgement.notes)
     if "made up" in rows:
         notes.append(
             "made-up rows show whether B computes what A does; ranges, accuracy and times that depend on values need "
             "real rows"
         )
-    several = len(found.targets) > 1
+    several = len(judgement.targets) > 1
     times = []
-    for one in found.targets:
-        for setting, paired in zip(settings, one.paired, strict=False):
+    for target in judgement.targets:
+        for setting, paired in zip(settings, target.paired, strict=False):
             before, after = (format_figure(seconds, "s") for seconds in paired.medians["latency"])
-            place = ", ".join(part for part in (one.target if several else "", setting.name) if part)
+            place = ", ".join(part for part in (target.target if several else "", setting.name) if part)
             times.append(f"{place + ': ' if place else ''}{after}, was {before}")
     return Heading(
         baseline=_shown(baseline),
         candidate=_shown(candidate),
-        kind=found.kind.describe(),
+        kind=judgement.kind.describe(),
         rows=rows,
         times="; ".join(times),
-        sizes=found.sizes,
-        verdict=found.verdict,
+        sizes=judgement.sizes,
+        verdict=judgement.verdict,
         notes=notes,
-        advice=next((one.advice for one in found.targets if one.advice), ()),
+        advice=next((target.advice for target in judgement.targets if target.advice), ()),
     )
 
 
@@ -398,39 +398,39 @@ def _write(path: Path, text: str, option: str) -> None:
         raise UserError("it cannot be written", where=f"{option} {path}", why=error.strerror or str(error)) from error
 
 
-def _document(found: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
+def _document(judgement: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
     from onnx_ops import codec
     from onnx_ops.reporting.judgement import reason_of
 
     return {
         "tool": "judge",
-        "verdict": found.verdict.value,
-        "reason": reason_of([one.decision for one in found.targets], found.sizes),
-        "exit_code": found.verdict.exit_code,
-        "baseline": {"path": baseline, "digest": found.digests[0], "bytes": found.sizes[0]},
-        "candidate": {"path": candidate, "digest": found.digests[1], "bytes": found.sizes[1]},
+        "verdict": judgement.verdict.value,
+        "reason": reason_of([target.decision for target in judgement.targets], judgement.sizes),
+        "exit_code": judgement.verdict.exit_code,
+        "baseline": {"path": baseline, "digest": judgement.digests[0], "bytes": judgement.sizes[0]},
+        "candidate": {"path": candidate, "digest": judgement.digests[1], "bytes": judgement.sizes[1]},
         "kind": {
-            "precision": found.kind.candidate.precision,
-            "why": found.kind.candidate.why,
-            "baseline": found.kind.baseline.precision,
-            "changes": list(found.kind.changes),
+            "precision": judgement.kind.candidate.precision,
+            "why": judgement.kind.candidate.why,
+            "baseline": judgement.kind.baseline.precision,
+            "changes": list(judgement.kind.changes),
         },
         "rows": heading.rows,
         "targets": [
             {
-                "target": one.target,
-                "verdict": one.decision.verdict.value,
-                "remedy": one.remedy,
-                "results": [codec.to_json(result) for result in one.decision.results],
+                "target": target.target,
+                "verdict": target.decision.verdict.value,
+                "remedy": target.remedy,
+                "results": [codec.to_json(result) for result in target.decision.results],
                 "timings": [
                     {"batch": paired.batch, "medians": paired.medians, "evidence": codec.to_json(paired.evidence)}
-                    for paired in one.paired
+                    for paired in target.paired
                 ],
             }
-            for one in found.targets
+            for target in judgement.targets
         ],
         "notes": list(heading.notes),
-        "advice": [codec.to_json(one) for one in heading.advice],
+        "advice": [codec.to_json(target) for target in heading.advice],
     }
 
 

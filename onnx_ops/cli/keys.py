@@ -35,10 +35,10 @@ def keys_list(as_json: AsJson = False) -> None:
     """
     known = _keyring().list_keys()
     if as_json:
-        print_json([_document(one) for one in known])
+        print_json([_document(key) for key in known])
         return
-    for one in known:
-        say(f"{_short(one)}  {_state(one):<24} {', '.join(path.name for path in one.files)}")
+    for key in known:
+        say(f"{_short(key)}  {_state(key):<24} {', '.join(path.name for path in key.files)}")
     if not known:
         say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
@@ -109,18 +109,18 @@ def keys_retire(
         raise RefusedError(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
             where=f"key {_short(known)}",
-            why=", ".join(_told(one) for one in lost),
+            why=", ".join(_told(dependent) for dependent in lost),
             remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or insist with --force.",
         )
-    kept = () if dry_run else keyring.retire(known)
+    archived = () if dry_run else keyring.retire(known)
     if as_json:
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
         return
-    for one in lost:
-        say(f"{'would lose' if dry_run else 'loses'} its decision: {_told(one)}")
+    for dependent in lost:
+        say(f"{'would lose' if dry_run else 'loses'} its decision: {_told(dependent)}")
     say(f"key {_short(known)} {'would be' if dry_run else 'is'} trusted no longer")
-    for path in kept:
-        say(f"  kept for the record: {path}")
+    for path in archived:
+        say(f"  archived for the record: {path}")
 
 
 def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
@@ -149,22 +149,22 @@ def _keyring(settings: Settings | None = None) -> Keyring:
     return Keyring(settings.signing_key, settings.trusted_keys)
 
 
-def _document(one: KnownKey) -> dict[str, object]:
-    files = [str(path) for path in one.files]
-    return {"key": one.key, "signs": one.signs, "trusted": one.trusted, "files": files}
+def _document(key: KnownKey) -> dict[str, object]:
+    files = [str(path) for path in key.files]
+    return {"key": key.key, "signs": key.signs, "trusted": key.trusted, "files": files}
 
 
-def _state(one: KnownKey) -> str:
-    if one.signs:
-        return "signs here, trusted" if one.trusted else "signs here, NOT trusted"
-    return "trusted" if one.trusted else "retired"
+def _state(key: KnownKey) -> str:
+    if key.signs:
+        return "signs here, trusted" if key.trusted else "signs here, NOT trusted"
+    return "trusted" if key.trusted else "retired"
 
 
-def _short(one: KnownKey) -> str:
+def _short(key: KnownKey) -> str:
     from onnx_ops.domain.artifact import short_digest
 
-    return short_digest(one.key)
+    return short_digest(key.key)
 
 
-def _told(one: Dependent) -> str:
-    return f"{one.model}/{one.version} as {one.alias}"
+def _told(dependent: Dependent) -> str:
+    return f"{dependent.model}/{dependent.version} as {dependent.alias}"

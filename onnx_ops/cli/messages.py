@@ -45,26 +45,26 @@ def notify(
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
         Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    found = (
+    deliveries = (
         send_test_message(ports)
         if test
         else send_pending_each(ports, tuple(endpoints or ()) or list_bound_endpoints(ports))
     )
     if as_json:
-        print_json(codec.to_json(found))
+        print_json(codec.to_json(deliveries))
     else:
-        _tell(found)
-    if any(told.trouble for told in found):
+        _tell(deliveries)
+    if any(delivery.trouble for delivery in deliveries):
         raise typer.Exit(4)
 
 
-def _tell(found: Sequence[DeliveryResult]) -> None:
-    for told in found:
-        for notice in told.sent:
-            say(f"{told.notifier}: {notice.title}")
-        if told.trouble:
-            say(f"{told.notifier}: not sent: {told.trouble}", err=True)
-    if not any(told.sent or told.trouble for told in found):
+def _tell(deliveries: Sequence[DeliveryResult]) -> None:
+    for delivery in deliveries:
+        for notice in delivery.sent:
+            say(f"{delivery.notifier}: {notice.title}")
+        if delivery.trouble:
+            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
+    if not any(delivery.sent or delivery.trouble for delivery in deliveries):
         say("nothing to send")
 
 

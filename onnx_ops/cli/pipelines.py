@@ -92,10 +92,10 @@ def check(
             problems.append(Problem(file=error.where, line=0, column=0, path="", message=message))
     if problems:
         raise config_error(tuple(problems))
-    told = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
+    text = f"{len(files)} file{'s' if len(files) != 1 else ''} checked, no problems"
     print_result(
         lambda: {"files": [str(file) for file in files], "problems": [], "notes": notes},
-        lambda: say("\n".join([*notes, told])),
+        lambda: say("\n".join([*notes, text])),
         as_json=as_json,
     )
 
@@ -237,13 +237,16 @@ def affected(
     from onnx_ops.app.project import open_project
 
     project = open_project()
-    found = use_case(project, changed_since(project.settings.root, since))
+    pipelines = use_case(project, changed_since(project.settings.root, since))
     if as_json:
-        print_json(codec.to_json(found))
+        print_json(codec.to_json(pipelines))
         return
-    for one in found:
-        say(f"{one.file}  because of {', '.join(one.because)}" + (f"\n  {one.problem}" if one.problem else ""))
-    if not found:
+    for pipeline in pipelines:
+        say(
+            f"{pipeline.file}  because of {', '.join(pipeline.because)}"
+            + (f"\n  {pipeline.problem}" if pipeline.problem else "")
+        )
+    if not pipelines:
         say("no pipeline is touched")
 
 

@@ -58,11 +58,11 @@ class Durations:
         """Write them, unless the disk does not allow it: estimates are not worth an error."""
         if self._path is None:
             return
-        kept = dict(list(self._known.items())[-_REMEMBERED:])
+        recent = dict(list(self._known.items())[-_REMEMBERED:])
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             made = self._path.with_name(f"{_FILE}.{os.getpid()}")
-            made.write_text(json.dumps(kept), encoding="utf-8")
+            made.write_text(json.dumps(recent), encoding="utf-8")
             os.replace(made, self._path)
 
 
@@ -249,8 +249,8 @@ class RunProgress:
         if self._console.is_terminal:
             self._progress.tell(line)
         else:
-            about = f"{stage.id}: " if self._jobs > 1 else ""
-            self._console.print(f"   {escape(about + line)}", soft_wrap=True, highlight=False)
+            prefix = f"{stage.id}: " if self._jobs > 1 else ""
+            self._console.print(f"   {escape(prefix + line)}", soft_wrap=True, highlight=False)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Show how a stage ended."""
@@ -265,11 +265,11 @@ class RunProgress:
 
 def _finished(stage: Stage, outcome: StageOutcome) -> str:
     mark, style = _MARKS[outcome.status]
-    told = {
+    texts = {
         StageStatus.CACHED: "unchanged",
         StageStatus.DONE: f"{outcome.seconds:.1f} s",
         StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report says why
         StageStatus.SKIPPED: f"skipped: {outcome.reason}",
     }[outcome.status]
-    text = f"{escape(stage.id):<28} {escape(told)}"
+    text = f"{escape(stage.id):<28} {escape(texts)}"
     return f"{mark} [{style}]{text}[/{style}]" if style else f"{mark} {text}"

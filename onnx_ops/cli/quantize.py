@@ -108,15 +108,15 @@ def quantize(
 
         tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), select=select, data=data)
         with telling("quantize", model, quiet=quiet or as_json) as tell:
-            found = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
+            result = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
     elif tune or budget:
         raise UserError(f"{method} is a single recipe", where="--tune, --budget", remedy="They are for --method auto.")
     else:
-        found = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
+        result = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
     if as_json:
-        print_json(_document(found, model, out))
+        print_json(_document(result, model, out))
     else:
-        _report(found, out, chosen)
+        _report(result, out, chosen)
 
 
 def _calibrate(method: str, samples: int) -> Any:
@@ -135,16 +135,16 @@ def _calibrate(method: str, samples: int) -> Any:
 def _options(texts: list[str]) -> dict[str, Json]:
     import yaml
 
-    found: dict[str, Json] = {}
+    options: dict[str, Json] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         try:
-            found[name] = yaml.safe_load(value)
+            options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"{text!r} is not NAME=VALUE", where="--option", why=str(error)) from error
         if not (name and separator):
             raise UserError(f"{text!r} is not NAME=VALUE", where="--option", remedy="For example: --option bits=4.")
-    return found
+    return options
 
 
 def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
@@ -154,24 +154,24 @@ def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
     return read_rows(read_model_info(model).inputs, ports, data, samples).rows
 
 
-def _document(found: QuantizedFile, model: Path, out: Path) -> dict[str, Any]:
+def _document(result: QuantizedFile, model: Path, out: Path) -> dict[str, Any]:
     from onnx_ops import codec
 
     return {
         "tool": "quantize",
-        "model": {"path": str(model), "bytes": found.sizes[0]},
-        "variant": {"path": str(out), "bytes": found.sizes[1]},
-        "recipe": list(found.recipe),
-        "targets": {name: codec.to_json(one) for name, one in found.examined.items()},
+        "model": {"path": str(model), "bytes": result.sizes[0]},
+        "variant": {"path": str(out), "bytes": result.sizes[1]},
+        "recipe": list(result.recipe),
+        "targets": {name: codec.to_json(entry) for name, entry in result.examined.items()},
         "times": {
-            name: {"why": one.why} if one.why else {"ratio": one.ratio, "low": one.low, "high": one.high}
-            for name, one in found.effects.items()
+            name: {"why": entry.why} if entry.why else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
+            for name, entry in result.effects.items()
         },
         "exit_code": 0,
     }
 
 
-def _report(found: QuantizedFile, out: Path, targets: list[Target]) -> None:
+def _report(result: QuantizedFile, out: Path, targets: list[Target]) -> None:
     from rich.markup import escape
 
     from onnx_ops.cli.terminal import console, print_text
@@ -180,18 +180,18 @@ def _report(found: QuantizedFile, out: Path, targets: list[Target]) -> None:
     from onnx_ops.reporting.structure import coverage_lines
 
     show = console()
-    before, after = found.sizes
+    before, after = result.sizes
     sizes = f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, {after / before:.2f} times the size"
     print_text(show, f"[bold]{escape(f'{out.name}: {sizes}')}[/bold]")
-    for note in found.recipe:
+    for note in result.recipe:
         print_text(show, escape(f"recipe: {note}"))
     for target in targets:
-        one = found.examined[target.name]
-        for line in coverage_lines(one.coverage):
+        entry = result.examined[target.name]
+        for line in coverage_lines(entry.coverage):
             print_text(show, escape(f"{target.name}: {line}"))
-        if target.name in found.effects:
-            print_text(show, escape(f"{target.name}: {found.effects[target.name]}"))
-        advise(one.advice)
+        if target.name in result.effects:
+            print_text(show, escape(f"{target.name}: {result.effects[target.name]}"))
+        advise(entry.advice)
 
 
 ROWS = 512
@@ -249,10 +249,10 @@ def quantize_by_search(
 def _metric(name: str) -> MetricDefinition:
     from onnx_ops.domain.gate import METRICS, MetricGate
 
-    found = next((known for known in METRICS if known == name), None)
-    if found is None:
+    metric = next((known for known in METRICS if known == name), None)
+    if metric is None:
         raise UserError(f"no metric is called {name!r}", where="--metric", why=f"there are {', '.join(METRICS)}")
-    return MetricGate(name=found).definition()
+    return MetricGate(name=metric).definition()
 
 
 def _budget(texts: tuple[str, ...]) -> Budget:
@@ -262,25 +262,25 @@ def _budget(texts: tuple[str, ...]) -> Budget:
     from onnx_ops.domain.quantization import Budget
 
     hints = get_type_hints(Budget, include_extras=True)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if name not in hints:
             known = ", ".join(f.name for f in fields(Budget))
             raise UserError(f"a budget has no {name!r}", where="--budget", why=f"it has {known}")
-        unit = next((one.unit for one in _parts(hints[name]) if isinstance(one, Unit)), None)
+        unit = next((part.unit for part in _parts(hints[name]) if isinstance(part, Unit)), None)
         try:
-            found[name] = parse_quantity(value, unit) if unit else (int if name == "max_builds" else float)(value)
+            values[name] = parse_quantity(value, unit) if unit else (int if name == "max_builds" else float)(value)
         except ValueError as error:
             raise UserError(str(error), where=f"--budget {text}") from error
-        if not found[name] > 0 and name != "metric_drop":
+        if not values[name] > 0 and name != "metric_drop":
             raise UserError("it must be above 0", where=f"--budget {text}")
-    return Budget(**found)
+    return Budget(**values)
 
 
 def _parts(hint: Any) -> list[Any]:
     """Return a hint and all its parts."""
-    return [hint, *(part for one in get_args(hint) for part in _parts(one))]
+    return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
 def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:

@@ -218,10 +218,10 @@ def export_dvc(
     from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
     model, number = parse_version(version, "export-dvc")
-    found = reevaluate_release(open_project().ports, model, number)
+    decisions = reevaluate_release(open_project().ports, model, number)
     judged = {
-        variant: {one.target: (one.signed.record.verdict, one.evidence) for one in explained}
-        for variant, explained in found.items()
+        variant: {decision.target: (decision.signed.record.verdict, decision.evidence) for decision in explained}
+        for variant, explained in decisions.items()
     }
     files = {metrics: dvc_metrics(judged), **{plots / name: points for name, points in dvc_plots(judged).items()}}
     _write(files)

@@ -202,8 +202,8 @@ def _describe_end(ports: Ports, endpoint: str) -> tuple[str, bool]:
     from onnx_ops.domain.rollout import ActionKind
 
     ends = (ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK, ActionKind.FIRST)
-    found = [e.body.action for e in ports.ledger.read(endpoint) if isinstance(e.body, Intent)]
-    last = next((action for action in reversed(found) if action.kind in ends), None)
+    actions = [e.body.action for e in ports.ledger.read(endpoint) if isinstance(e.body, Intent)]
+    last = next((action for action in reversed(actions) if action.kind in ends), None)
     if last is None:
         return f"{escape(endpoint)}: no rollout yet", False
     text = f"{escape(endpoint)}: no rollout in progress; the last one ended with {last.kind.value}: {escape(last.why)}"
@@ -351,9 +351,9 @@ def _notify(project: Project, names: Sequence[str], *, wait: bool) -> None:
         return
     from onnx_ops.release.notify import send_pending_each
 
-    for told in send_pending_each(project.ports, names):
-        if told.trouble:
-            say(f"{told.notifier}: not sent: {told.trouble}", err=True)
+    for delivery in send_pending_each(project.ports, names):
+        if delivery.trouble:
+            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
 
 
 def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:

@@ -60,8 +60,8 @@ def gate_report(out: Console, rows: Sequence[ResultRow]) -> None:
     print_table(out, ("gate", "verdict", "limit", "measured", "n"), cells)
     for row in rows:
         if row.verdict is not Verdict.PASS:
-            about = f"{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}"
-            print_text(out, f"{_verdict(row)} {escape(about)}", indent=1)
+            text = f"{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}"
+            print_text(out, f"{_verdict(row)} {escape(text)}", indent=1)
 
 
 def _verdict(row: ResultRow) -> str:
@@ -129,13 +129,13 @@ def _target_report(
     if sampled := sampled_rows(one for (_, target), one in evidence.items() if target == choice.target):
         print_text(out, f"[dim]{escape(sampled)}[/dim]", indent=2)
     out.print()
-    told = _failure_lines(out, decisions)
+    is_explained = _failure_lines(out, decisions)
     for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
         if row.advisory and row.verdict is not Verdict.PASS:
             text = f"{row.variant}: {_gate_name(row)}: {_plain(row)}"
             print_text(out, f"[dim]note[/dim] {escape(text)}", indent=2)
-            told = True
-    if told:
+            is_explained = True
+    if is_explained:
         out.print()
     return sum(len(decision.results) for decision in decisions)
 
@@ -295,8 +295,8 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
                 continue
             # A cloud passes on what is sent to this one path.
             path = f"v2/models/{registration.model}" if config.provider == "local" else "invocations"
-            told = f"{stable.name} ({stable.variant}) at {address}/{path}"
-            out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(told)}", soft_wrap=True)
+            text = f"{stable.name} ({stable.variant}) at {address}/{path}"
+            out.print(f"Endpoint [bold]{escape(state.endpoint)}[/bold] serves {escape(text)}", soft_wrap=True)
             if state.roles.candidate is not None:
                 follow = f"onnx-ops reconcile --watch moves it on; onnx-ops rollout status {state.endpoint} shows it"
                 print_text(out, f"Rollout of {escape(state.roles.candidate.name)} has begun: {escape(follow)}")
@@ -307,30 +307,28 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
 def explanation_report(version: str, explanations: Sequence[ReevaluatedDecision]) -> None:
     """Print re-evaluated decisions beside the signed ones."""
     out = console()
-    for one in explanations:
-        decision = one.decision
+    for explanation in explanations:
+        decision = explanation.decision
         gate_report(out, result_table([decision]))
-        print_text(
-            out,
-            f"{escape(version)} on {escape(one.target)}: {verdict_markup(decision.verdict)}, {escape(decision.reason)}",
-        )
-        same = "the same verdict" if one.reproduced else f"signed was {one.signed.record.verdict.value}"
-        print_text(out, f"Judged again from stored evidence: {same}. Signature {escape(one.signature)}.")
-        hardware = one.evidence.hardware
-        used = ", ".join(one.evidence.runtime.used) if one.evidence.runtime is not None else "unknown"
+        verdict = f"{verdict_markup(decision.verdict)}, {escape(decision.reason)}"
+        print_text(out, f"{escape(version)} on {escape(explanation.target)}: {verdict}")
+        same = "the same verdict" if explanation.reproduced else f"signed was {explanation.signed.record.verdict.value}"
+        print_text(out, f"Judged again from stored evidence: {same}. Signature {escape(explanation.signature)}.")
+        hardware = explanation.evidence.hardware
+        used = ", ".join(explanation.evidence.runtime.used) if explanation.evidence.runtime is not None else "unknown"
         where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
-        print_text(out, f"Measured on {escape(where)}; decided {escape(one.signed.record.decided_at)}.")
+        print_text(out, f"Measured on {escape(where)}; decided {escape(explanation.signed.record.decided_at)}.")
 
 
-def drift_table(found: Sequence[Drift]) -> None:
+def drift_table(results: Sequence[Drift]) -> None:
     """Print the drift of champions."""
     rows = [
         [
-            *map(escape, (one.model, one.version, one.target, one.variant)),
-            verdict_markup(one.verdict, text="DRIFTED" if one.drifted else ""),
-            escape(one.reason),
+            *map(escape, (result.model, result.version, result.target, result.variant)),
+            verdict_markup(result.verdict, text="DRIFTED" if result.drifted else ""),
+            escape(result.reason),
         ]
-        for one in found
+        for result in results
     ]
     print_table(console(), ("model", "version", "target", "variant", "verdict", "why"), rows)
 
@@ -339,12 +337,12 @@ def doctor_table(findings: Sequence[Diagnosis]) -> None:
     """Print the findings of `doctor`."""
     rows = [
         [
-            "[yellow]--[/yellow]" if one.absent else "[green]ok[/green]" if one.ok else "[red]!![/red]",
-            escape(one.check).replace(" ", KEEP),
-            escape(one.found) + (f"\n[bold]{escape(one.remedy)}[/bold]" if one.remedy and is_open else ""),
+            "[yellow]--[/yellow]" if finding.absent else "[green]ok[/green]" if finding.ok else "[red]!![/red]",
+            escape(finding.check).replace(" ", KEEP),
+            escape(finding.found) + (f"\n[bold]{escape(finding.remedy)}[/bold]" if finding.remedy and is_open else ""),
         ]
-        for one in findings
-        for is_open in (one.absent or not one.ok,)
+        for finding in findings
+        for is_open in (finding.absent or not finding.ok,)
     ]
     print_table(console(), ("", "check", "found"), rows)
 

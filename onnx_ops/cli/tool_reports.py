@@ -23,30 +23,30 @@ _OF = {"p50": _RUNS, "p90": _RUNS, "p99": _RUNS, "load": _PROCESSES, "first": _P
 """What the figures of one model are of; those that are not named are throughputs."""
 
 
-def alone_document(found: SingleModelResult, model: Path, target: str) -> dict[str, Any]:
+def alone_document(result: SingleModelResult, model: Path, target: str) -> dict[str, Any]:
     """Return the result of `bench` for --json."""
-    document = codec.to_json(found)
+    document = codec.to_json(result)
     return {"tool": "bench", "a": str(model), "target": target, **document, "exit_code": 0}
 
 
-def alone_report(found: SingleModelResult, model: Path, target: str) -> None:
+def alone_report(result: SingleModelResult, model: Path, target: str) -> None:
     """Print the result of `bench`."""
     out = console()
-    rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
+    rows = "1 row" if result.batch == 1 else f"{result.batch} rows"
     out.print(f"[bold]{escape(f'{model.name} on {target}, {rows} a request')}[/bold]")
     cells = [
-        [name, *_cells(figure), f"{figure.n} {_OF.get(name, _UNDER_LOAD)}"] for name, figure in found.figures.items()
+        [name, *_cells(figure), f"{figure.n} {_OF.get(name, _UNDER_LOAD)}"] for name, figure in result.figures.items()
     ]
     print_table(out, ("metric", "value", "interval (95 % a side)", "n"), cells)
-    share = found.preempted / found.runs if found.runs else 0.0
-    print_text(out, f"{found.preempted} of {found.runs} runs were preempted ({100 * share:.2g}%) and left out.")
-    print_text(out, f"[dim]{escape(_machine(found.hardware, found.facts, found.conditions))}[/dim]")
-    advise(found.advice)
+    share = result.preempted / result.runs if result.runs else 0.0
+    print_text(out, f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and left out.")
+    print_text(out, f"[dim]{escape(_machine(result.hardware, result.facts, result.conditions))}[/dim]")
+    advise(result.advice)
 
 
-def advise(found: Sequence[Advice]) -> None:
+def advise(advice: Sequence[Advice]) -> None:
     """Print what slows a model down, and what to set."""
-    for line in advice_lines(found):
+    for line in advice_lines(advice):
         print_text(console(), f"[yellow]advice[/yellow] {escape(line)}")
 
 

@@ -72,13 +72,13 @@ def bench(
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     ports, chosen = _bench_of(target)
     with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
-        held = folder / model.name
-        casts = write_with_boundary_casts(model, read_boundary_types(model), held)
-        timed = held if casts else model
+        copy = folder / model.name
+        casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
+        timed = copy if casts else model
         feed = _samples(timed, ports, data, dims, rows=batch, seed=seed).feed(batch)
         if casts:
             tell(casts)
-        found = use_case(
+        result = use_case(
             ports.runtime(chosen.runtime),
             chosen,
             timed,
@@ -90,9 +90,9 @@ def bench(
             tell=tell,
         )
     if as_json:
-        print_json(alone_document(found, model, chosen.name))
+        print_json(alone_document(result, model, chosen.name))
     else:
-        alone_report(found, model, chosen.name)
+        alone_report(result, model, chosen.name)
 
 
 def _bench_of(name: str) -> tuple[Ports, Target]:

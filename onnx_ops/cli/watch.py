@@ -96,11 +96,11 @@ def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, 
         yield
         return
 
-    def tell(told: DeliveryResult) -> None:
-        for notice in told.sent:
-            watcher.tell("", WatchEventKind.NOTIFIED, did=told.notifier, why=notice.title)
-        if told.trouble:
-            watcher.tell("", WatchEventKind.NOT_NOTIFIED, did=told.notifier, why=told.trouble)
+    def tell(delivery: DeliveryResult) -> None:
+        for notice in delivery.sent:
+            watcher.tell("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
+        if delivery.trouble:
+            watcher.tell("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
 
     herald = NotificationLoop(ports, every=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), told=tell)
     stopped = threading.Event()

@@ -62,25 +62,27 @@ def check_arguments(reference: str, given: Iterable[str], root: Path) -> list[tu
     Returns:
         Each problem's parameter, which is empty for one that is missing, and its message.
     """
-    found = _definition(reference, root)
-    if found is None or found[1].decorator_list:
+    definition = _definition(reference, root)
+    if definition is None or definition[1].decorator_list:
         return []
-    path, function = found
+    path, function = definition
     takes = function.args
     positional = [*takes.posonlyargs, *takes.args]
     place = f"{function.name}() in {format_path(path)}, line {function.lineno},"
     if not positional and takes.vararg is None:
         return [("", f"{place} takes no data: its first parameter receives the data sets")]
-    known = [one.arg for one in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
+    known = [argument.arg for argument in [*takes.args[0 if takes.posonlyargs else 1 :], *takes.kwonlyargs]]
     problems = []
     for name in given:
         if name not in known and takes.kwarg is None:
             hint = did_you_mean(name, known) or f"; it takes {quote_names(known) or 'none'}"
             problems.append((name, f"{place} takes no parameter '{name}'{hint}"))
     bound = positional[1:]
-    optional = {one.arg for one in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
-    optional |= {one.arg for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None}
-    needed = [one.arg for one in [*bound, *takes.kwonlyargs] if one.arg not in optional]
+    optional = {argument.arg for argument in bound[len(bound) - min(len(bound), len(takes.defaults)) :]}
+    optional |= {
+        argument.arg for argument, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is not None
+    }
+    needed = [argument.arg for argument in [*bound, *takes.kwonlyargs] if argument.arg not in optional]
     if missing := [name for name in needed if name not in set(given)]:
         problems.append(("", f"{place} needs {quote_names(missing)}, which 'with' does not give"))
     return problems
@@ -95,9 +97,9 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
         Each package that is not there, and where it is imported.
     """
     problems: dict[str, str] = {}
-    waiting, seen = [reference.partition(":")[0]], set[Path]()
-    while waiting:
-        name = waiting.pop()
+    pending, seen = [reference.partition(":")[0]], set[Path]()
+    while pending:
+        name = pending.pop()
         path = _source(name, root)
         if path is None or path in seen or not _is_own(path, root):
             continue
@@ -109,7 +111,7 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         for line, module in _imported_modules(tree.body, package):
             if _is_importable(module, root):
-                waiting.append(module)
+                pending.append(module)
             else:
                 problems.setdefault(module, f"{format_path(path)}, line {line}, imports '{module}'")
     return list(problems.items())

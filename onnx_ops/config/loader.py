@@ -126,8 +126,8 @@ def load_policy(path: Path) -> LocatedPolicy:
         raise ConfigError(tuple(document.problems()))
 
     def place(*loc: str | int) -> str:
-        found = document.places.get(loc) or document.places[()]
-        return f"{Path(found.source).name}:{found.line}"
+        position = document.places.get(loc) or document.places[()]
+        return f"{Path(position.source).name}:{position.line}"
 
     return LocatedPolicy(
         policy=policy,

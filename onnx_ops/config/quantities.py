@@ -18,7 +18,7 @@ _LONGEST = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class UnitScale:
     """One kind of quantity: its units as multiples of the base unit, smallest first."""
 
     noun: str
@@ -32,8 +32,8 @@ class Scale:
         return rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(self.units)})$"
 
 
-SCALES: Mapping[str, Scale] = {
-    "s": Scale(
+SCALES: Mapping[str, UnitScale] = {
+    "s": UnitScale(
         noun="a duration",
         units={
             "us": Decimal("1e-6"),
@@ -45,8 +45,8 @@ SCALES: Mapping[str, Scale] = {
         },
         examples=("5 ms", "30 s", "24h"),
     ),
-    "1": Scale(noun="a percentage", units={"%": Decimal("1e-2")}, examples=("5%", "0.5%")),
-    "B": Scale(
+    "1": UnitScale(noun="a percentage", units={"%": Decimal("1e-2")}, examples=("5%", "0.5%")),
+    "B": UnitScale(
         noun="a size",
         units={
             "B": Decimal(1),

@@ -70,8 +70,8 @@ def _check_capabilities(where: Loc, entry: Deploy, capabilities: Capabilities) -
     for need, key in entry.rollout.needs().items():
         if need not in able:
             own = capabilities(replace(entry, metrics={}))
-            who = f"source '{entry.metrics['source']}'" if need in own else f"provider '{entry.provider}'"
-            message = f"{who} cannot {_ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
+            plugin = f"source '{entry.metrics['source']}'" if need in own else f"provider '{entry.provider}'"
+            message = f"{plugin} cannot {_ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
             yield Issue((*where, *key), message)
 
 

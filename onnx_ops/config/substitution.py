@@ -101,9 +101,9 @@ def _apply_override(document: Document, override: str) -> None:
         if document.at(loc) is None:
             document.replace(loc, {}, {(): Place(source=source)}, {})
         _require_room(document.at(loc), last, loc)
-        here = (*loc, last)
-        document.replace(here, content.value, content.places, content.keys)
-        document.issues += [replace(issue, loc=here + issue.loc) for issue in content.issues]
+        target = (*loc, last)
+        document.replace(target, content.value, content.places, content.keys)
+        document.issues += [replace(issue, loc=target + issue.loc) for issue in content.issues]
     except ConfigError as error:
         document.refused += error.problems
     except ValueError as error:

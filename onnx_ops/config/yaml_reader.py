@@ -77,14 +77,14 @@ def read_file(path: Path) -> Document:
 def _near(path: Path) -> str:
     """Return which file was meant: one with a like name there or among the pipelines, else the pipelines there are."""
     folders = dict.fromkeys((path.parent, _PIPELINES, path.parent / _PIPELINES))
-    found = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
+    candidates = [str(other) for folder in folders for other in sorted(folder.glob("*.y*ml"))]
     names: dict[str, str] = {}
-    for place in found:
+    for place in candidates:
         names.setdefault(Path(place).stem, place)
     close = difflib.get_close_matches(path.stem, names, n=1, cutoff=_CLOSE_NAME)
     if close:
         return f"Did you mean {names[close[0]]}?"
-    pipelines = [place for place in found if _PIPELINES.name in Path(place).parts]
+    pipelines = [place for place in candidates if _PIPELINES.name in Path(place).parts]
     listed = ", ".join((*pipelines[:_LISTED], *["…"] * (len(pipelines) > _LISTED)))
     return f"Pipeline files here: {listed}" if pipelines else ""
 
