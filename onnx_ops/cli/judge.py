@@ -438,7 +438,7 @@ def _report(heading: Heading, decisions: Sequence[Any]) -> None:
     from rich.markup import escape
 
     from onnx_ops.cli.terminal import console, print_table, print_text, verdict_markup
-    from onnx_ops.cli.tool_reports import advise
+    from onnx_ops.cli.tools import advise
     from onnx_ops.domain.decision import Verdict
     from onnx_ops.reporting.judgement import reason_of, table_rows
 

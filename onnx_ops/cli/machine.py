@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,8 +16,15 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, handle_errors, print_json
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
+from onnx_ops.errors import ConfigError, OnnxOpsError
 from onnx_ops.plugins import EXTRAS, require
 from onnx_ops.protocol.server_process import ServerOptions
+from onnx_ops.scratch import Scratch
+
+if TYPE_CHECKING:
+    from onnx_ops.app.project import Project
+    from onnx_ops.domain.target import Target
+    from onnx_ops.ports import Runtime
 
 
 @handle_errors
@@ -61,15 +69,12 @@ def targets(as_json: AsJson = False) -> None:
 
     Example: onnx-ops targets --json
     """
-    from dataclasses import asdict
-
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.progress import working
     from onnx_ops.cli.tables import targets_table
-    from onnx_ops.cli.targets import tell_targets
 
     with working("targets", "building a session for each", quiet=as_json):
-        told = list(tell_targets(open_project()))
+        told = list(list_target_statuses(open_project()))
     if as_json:
         print_json([asdict(one) for one in told])
     else:
@@ -110,3 +115,82 @@ def serve(
     ports = ["--port", str(port), "--admin-port", str(admin_port)]
     # The server takes this process's place, so that nothing of the command line stays in its memory.
     os.execv(sys.executable, [*command, *ports, *format_flags(bind_settings(options, ServerOptions))])  # noqa: S606 (a list, no shell)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetStatus:
+    """One target. `why` and `remedy` say more.
+
+    `here` is None if its file is wrong, another machine measures it, or its build is not looked at.
+    """
+
+    name: str
+    source: str
+    provider: str = ""
+    here: bool | None = None
+    why: str = ""
+    remedy: str = ""
+
+
+def list_target_statuses(project: Project) -> Iterator[TargetStatus]:
+    """Targets of the project, then the shipped profiles that it has no file for; each by name."""
+    from onnx_ops.config.targets import profile_names
+
+    own = project.targets.names()
+    with Scratch() as folder:
+        probe = _write_tiny_model(folder / "probe.onnx")
+        for name in own:
+            yield _read_status(project, name, probe)
+        for name in profile_names():
+            if name not in own:
+                yield _read_status(project, name, probe)
+
+
+def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
+    told = TargetStatus(name=name, source=project.targets.source(name))
+    try:
+        target = project.targets.load(name)
+    except OnnxOpsError as error:
+        return _with_error(told, error)
+    told = replace(told, provider=target.providers[0].name)
+    if target.pool:
+        return replace(told, why=f"workers of pool {target.pool} measure it")
+    if target.env is not None:
+        wanted = ", ".join(target.env.requirements)
+        return replace(told, why=f"its build ({wanted}) is installed into an environment of its own by the first run")
+    try:
+        why = _find_obstacle(project.ports.runtime(target.runtime), target, probe)
+    except OnnxOpsError as error:
+        return _with_error(replace(told, here=False), error)
+    return replace(told, here=not why, why=why)
+
+
+def _with_error(told: TargetStatus, error: OnnxOpsError) -> TargetStatus:
+    what = str(error) if isinstance(error, ConfigError) else error.what
+    return replace(told, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
+
+
+def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
+    """Why figures from here would not be the target's; a provider may be in the build, and its hardware absent.
+
+    Raises:
+        OnnxOpsError: the machine lacks something, or no session can be built.
+    """
+    from onnx_ops.measure.execution import require_hardware
+
+    require_hardware(runtime, target)
+    facts = runtime.facts(probe, target)
+    wanted = target.providers[0].name
+    ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
+    return "" if ran else f"{wanted} was asked for, {', '.join(facts.nodes or facts.used)} ran instead"
+
+
+def _write_tiny_model(path: Path) -> Path:
+    """Write a product of two 4 × 4 matrices in float32."""
+    from onnx import TensorProto, helper
+
+    a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")
+    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "probe", [a, b], [c])
+    opset = helper.make_opsetid("", 18)
+    path.write_bytes(helper.make_model(graph, opset_imports=[opset], ir_version=10).SerializeToString())
+    return path

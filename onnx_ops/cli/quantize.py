@@ -175,7 +175,7 @@ def _report(result: QuantizedFile, out: Path, targets: list[Target]) -> None:
     from rich.markup import escape
 
     from onnx_ops.cli.terminal import console, print_text
-    from onnx_ops.cli.tool_reports import advise
+    from onnx_ops.cli.tools import advise
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.structure import coverage_lines
 

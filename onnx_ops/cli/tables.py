@@ -18,7 +18,7 @@ from onnx_ops.reporting.formatting import format_figure, format_interval
 if TYPE_CHECKING:
     from onnx_ops.app.project import Project
     from onnx_ops.app.results import Summary
-    from onnx_ops.cli.targets import Told
+    from onnx_ops.cli.machine import TargetStatus
     from onnx_ops.domain.decision import Drift
     from onnx_ops.domain.evidence import Evidence
     from onnx_ops.domain.pipeline import Plan
@@ -347,7 +347,7 @@ def doctor_table(findings: Sequence[Diagnosis]) -> None:
     print_table(console(), ("", "check", "found"), rows)
 
 
-def targets_table(told: Sequence[Told]) -> None:
+def targets_table(told: Sequence[TargetStatus]) -> None:
     """Print targets, and which this machine can measure."""
     rows = []
     for one in told:
