@@ -37,6 +37,8 @@ PATIENCE_S = 30.0
 TRAINING = """
 import ctypes, os, pathlib, signal, subprocess, sys, tempfile, time
 
+from onnx_ops.errors import RefusedError
+
 
 def note(name):
     path = pathlib.Path(__file__).with_name(name + ".tmp")
@@ -44,7 +46,7 @@ def note(name):
     path.rename(path.with_suffix(""))
 
 def refuse(data):
-    raise Refused("not today", where="the moon", why="it is full", remedy="Wait.")
+    raise RefusedError("not today", where="the moon", why="it is full", remedy="Wait.")
 
 def fail(data):
     note("trainer")

@@ -116,7 +116,7 @@ def test_endpoints_of_other_files_are_read_once_and_again_when_they_change(
 
 
 def test_what_a_store_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_REMEMBERED", 10)
+    monkeypatch.setattr(content, "_MAX_VERIFIED", 10)
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digests = [store.put_bytes(str(number).encode()) for number in range(50)]
     for digest in digests:
