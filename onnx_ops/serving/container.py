@@ -65,22 +65,18 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
         InfrastructureError: a file cannot be read.
     """
     try:
-        return _search(root, environment)
+        level = [root]
+        for _ in range(_MAX_DEPTH + 1):
+            for folder in level:
+                record = folder / DEPLOYMENT_FILE
+                if record.is_file():
+                    deployment = codec.loads(record.read_bytes(), Deployment, where=str(record))
+                    return replace(deployment, location=str((folder / MODEL_FOLDER).resolve()))
+                if (folder / MODEL_FILE).is_file():
+                    return _build_deployment(folder, environment)
+            level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
     except OSError as error:
         raise InfrastructureError("the model's folder cannot be read", where=str(root), why=str(error)) from error
-
-
-def _search(root: Path, environment: Mapping[str, str]) -> Deployment:
-    level = [root]
-    for _ in range(_MAX_DEPTH + 1):
-        for folder in level:
-            record = folder / DEPLOYMENT_FILE
-            if record.is_file():
-                deployment = codec.loads(record.read_bytes(), Deployment, where=str(record))
-                return replace(deployment, location=str((folder / MODEL_FOLDER).resolve()))
-            if (folder / MODEL_FILE).is_file():
-                return _build_deployment(folder, environment)
-        level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
     raise NotFoundError(
         f"there is neither {DEPLOYMENT_FILE} nor {MODEL_FILE}",
         where=str(root),

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes, digest_json
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.protocol.routing_table import (
-    RoutingTable,
-    build_next_table,
-    decode_table,
-    encode_table,
-)
+from onnx_ops.protocol.routing_table import RoutingTable, build_next_table, decode_table, encode_table
 
 
 def deployment(name: str, content: str = "") -> Deployment:

@@ -53,10 +53,7 @@ def green(tmp_path: Path) -> Deployment:
 def slow(build: Callable[..., Deployment]) -> Deployment:
     """A model that counts to `n` in a loop: the larger, the slower."""
     body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["go_on"], ["still"]),
-            helper.make_node("Add", ["sum", "one"], ["next"]),
-        ],
+        [helper.make_node("Identity", ["go_on"], ["still"]), helper.make_node("Add", ["sum", "one"], ["next"])],
         "body",
         [
             helper.make_tensor_value_info("i", TensorProto.INT64, []),

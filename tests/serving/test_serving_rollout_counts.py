@@ -63,10 +63,7 @@ def test_an_outcome_counts_for_who_answered(pair: tuple[ServerFamily, Deployment
     told = report(server, *({"request_id": name, "success": good[name]} for name in answered))
     assert told.json() == {"counted": 40, "unknown": 0}
     expected = {
-        who: (
-            sum(d == who for d in answered.values()),
-            sum(good[name] for name, d in answered.items() if d == who),
-        )
+        who: (sum(d == who for d in answered.values()), sum(good[name] for name, d in answered.items() if d == who))
         for who in ("blue", "green")
     }
     assert outcomes_of(server) == expected

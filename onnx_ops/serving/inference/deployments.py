@@ -385,11 +385,7 @@ class LoadedDeployments:
         return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
 
     def _add_snapshot(
-        self,
-        revision: int,
-        table: RoutingTable,
-        deployments: Mapping[str, LoadedDeployment],
-        failed: Mapping[str, str],
+        self, revision: int, table: RoutingTable, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
     ) -> None:
         shadow = table.state.split.shadow.items()
         self._prepared[revision] = TableSnapshot(

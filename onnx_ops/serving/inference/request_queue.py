@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from onnx_ops.serving.inference.responses import QueueFullError
@@ -183,19 +184,13 @@ class _Thread:
 
     def __init__(self, threads: WorkerThreads) -> None:
         self._threads = threads
-        self._batch: _Batch | None = None
-        self._ready = threading.Lock()
-        self._ready.acquire()
+        self._started: SimpleQueue[_Batch] = SimpleQueue()
+        self.start_batch = self._started.put
         threading.Thread(target=self._loop, name="run", daemon=True).start()
-
-    def start_batch(self, batch: _Batch) -> None:
-        self._batch = batch
-        self._ready.release()
 
     def _loop(self) -> None:
         while True:
-            self._ready.acquire()
-            batch, self._batch = self._batch, None
+            batch: _Batch | None = self._started.get()
             while batch is not None:
                 batch.queue.run(batch.items)
                 batch = self._threads.finish(batch, self)

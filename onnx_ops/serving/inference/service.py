@@ -20,12 +20,7 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
 from onnx_ops.serving.inference import responses
-from onnx_ops.serving.inference.deployments import (
-    InferenceRoute,
-    LoadedDeployment,
-    LoadedDeployments,
-    TableSnapshot,
-)
+from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment, LoadedDeployments, TableSnapshot
 from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
 from onnx_ops.serving.inference.shadow import RawRequest, ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest

@@ -40,6 +40,7 @@ class ResponseFormat(Enum):
     RECORDS = 3
 
 
+@dataclass(slots=True, eq=False)
 class InferenceRequest:
     """One decoded request.
 
@@ -47,32 +48,19 @@ class InferenceRequest:
         feed: one array per input; bfloat16 as its bits in uint16, text as an array of objects.
         outputs: the requested outputs, in the order of the response.
         rows: length of axis 0, if that axis is free in every input of the feed and in every output, and the same in
-            all inputs. Else 0: such a request cannot be batched. Requests of one batch must also agree in the names
-            of their feed and in all other dimensions.
-        response_format: format of the response.
+            all inputs. Else 0: such a request cannot be batched.
         request_id: the client's id of the request, copied to the response.
         binary: for each output whether its data is written in the binary form; empty if for none.
         is_sagemaker: the content type carries the length of the JSON, since SageMaker passes no other header.
     """
 
-    __slots__ = ("binary", "feed", "is_sagemaker", "outputs", "request_id", "response_format", "rows")
-
-    def __init__(
-        self,
-        feed: dict[str, Array],
-        outputs: tuple[str, ...],
-        rows: int,
-        response_format: ResponseFormat = ResponseFormat.INFER,
-        request_id: str | None = None,
-        binary: tuple[bool, ...] = (),
-    ) -> None:
-        self.feed = feed
-        self.outputs = outputs
-        self.rows = rows
-        self.response_format = response_format
-        self.request_id = request_id
-        self.binary = binary
-        self.is_sagemaker = False
+    feed: dict[str, Array]
+    outputs: tuple[str, ...]
+    rows: int
+    response_format: ResponseFormat = ResponseFormat.INFER
+    request_id: str | None = None
+    binary: tuple[bool, ...] = ()
+    is_sagemaker: bool = False
 
     def with_feed(self, feed: dict[str, Array]) -> InferenceRequest:
         """Return the same request with another feed."""

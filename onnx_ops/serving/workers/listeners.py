@@ -89,9 +89,7 @@ def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | Non
     except TimeoutError:
         _log.warning("the previous workers do not hand over their socket")
         return None
-    if len(descriptors) != 2:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    if not descriptors:  # the worker ended
         return None
     public, handover = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     public_host, public_port = public.getsockname()[:2]

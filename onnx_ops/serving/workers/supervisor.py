@@ -24,13 +24,7 @@ from starlette.applications import Starlette
 from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
-from onnx_ops.errors import (
-    ConflictError,
-    InfrastructureError,
-    OnnxOpsError,
-    ServiceUnavailableError,
-    UserError,
-)
+from onnx_ops.errors import ConflictError, InfrastructureError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import AdminState, Counts, UserCountsRequest
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table, write_durably
 from onnx_ops.protocol.server_process import (
@@ -46,20 +40,9 @@ from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
-from onnx_ops.serving.workers.listeners import (
-    LOOPBACK,
-    ListenerSockets,
-    listen_tcp,
-    listen_unix,
-    receive_sockets,
-)
+from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import (
-    SignalFreeServer,
-    TableRevision,
-    WorkerSetup,
-    build_uvicorn_config,
-)
+from onnx_ops.serving.workers.worker import SignalFreeServer, TableRevision, WorkerSetup, build_uvicorn_config
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)

@@ -36,13 +36,7 @@ from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, loa
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import AccessLog, InferenceService
 from onnx_ops.serving.inference.shadow import ShadowQueue
-from onnx_ops.serving.metrics import (
-    MIN_WARM_UP_REQUESTS,
-    WARM_UP_REQUESTS,
-    MetricsPage,
-    MetricsRow,
-    SharedMetrics,
-)
+from onnx_ops.serving.metrics import MIN_WARM_UP_REQUESTS, WARM_UP_REQUESTS, MetricsPage, MetricsRow, SharedMetrics
 from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
 from onnx_ops.serving.workers.listeners import ListenerSockets, send_sockets
 

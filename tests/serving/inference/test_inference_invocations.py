@@ -231,12 +231,7 @@ COLUMNS = signature(
     ("body", "kind"),
     [
         (
-            {
-                "dataframe_records": [
-                    {"age": None, "visits": 3, "city": ""},
-                    {"age": 4.5, "visits": 4, "city": "Oslo"},
-                ]
-            },
+            {"dataframe_records": [{"age": None, "visits": 3, "city": ""}, {"age": 4.5, "visits": 4, "city": "Oslo"}]},
             JSON,
         ),
         ({"dataframe_split": {"columns": ["age", "visits", "city"], "data": [[None, 3, ""], [4.5, 4, "Oslo"]]}}, JSON),

@@ -85,14 +85,8 @@ def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> N
         load_model(deploy(empty))
 
 
-def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(
-    build: Callable[..., Deployment],
-) -> None:
-    deployment = build(
-        [helper.make_node("SequenceConstruct", ["x"], ["s"])],
-        [("x", FLOAT, ["b", 2])],
-        [],
-    )
+def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(build: Callable[..., Deployment]) -> None:
+    deployment = build([helper.make_node("SequenceConstruct", ["x"], ["s"])], [("x", FLOAT, ["b", 2])], [])
     path = Path(deployment.location) / "model.onnx"
     model = onnx.load(path)
     model.graph.output.append(helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2]))
