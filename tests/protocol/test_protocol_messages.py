@@ -7,7 +7,7 @@ from onnx_ops.protocol.messages import AdminState, error_from_bytes, error_to_by
 
 
 @pytest.mark.parametrize("kind", [ConflictError, DigestMismatchError, ServiceUnavailableError])
-def test_an_error_keeps_its_type_and_its_words(kind: type[OnnxOpsError]) -> None:
+def test_error_bytes_keep_type_and_texts(kind: type[OnnxOpsError]) -> None:
     error = kind("what", where="where", why="why", remedy="remedy")
     back = error_from_bytes(error_to_bytes(error))
     assert type(back) is kind
@@ -15,17 +15,17 @@ def test_an_error_keeps_its_type_and_its_words(kind: type[OnnxOpsError]) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b'{"error":"internal error"}', b"\xff\xfe"])
-def test_an_answer_that_is_not_ours_is_a_service_that_fails(data: bytes) -> None:
+def test_error_from_bytes_of_others_is_service_unavailable(data: bytes) -> None:
     assert type(error_from_bytes(data)) is ServiceUnavailableError
 
 
-def test_an_unknown_type_is_still_an_error_of_ours() -> None:
+def test_error_from_bytes_with_an_unknown_type_is_a_base_error() -> None:
     error = error_from_bytes(b'{"error": "SystemExit", "what": "x"}')
     assert type(error) is OnnxOpsError
     assert error.what == "x"
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b'{"state": 5}', b'{"state": null, "extra": 1}'])
-def test_a_message_that_is_none_is_told(data: bytes) -> None:
+def test_read_message_with_another_document_raises(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         read_message(data, AdminState)

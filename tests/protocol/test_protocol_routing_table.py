@@ -38,7 +38,7 @@ def states(draw: st.DrawFn) -> EndpointState:
 
 
 @given(st.lists(states(), min_size=1, max_size=4))
-def test_a_table_survives_the_disk_and_its_slots_are_the_split(history: list[EndpointState]) -> None:
+def test_decode_table_restores_it_and_slots_match_the_split(history: list[EndpointState]) -> None:
     table: RoutingTable | None = None
     for published in history:
         table = build_next_table(table, published)
@@ -49,7 +49,7 @@ def test_a_table_survives_the_disk_and_its_slots_are_the_split(history: list[End
     assert {n: percent.count(n) for n in table.layout} == {n: table.state.split.weights.get(n, 0) for n in table.layout}
 
 
-def test_newcomers_are_laid_out_first_and_weights_do_not_move_anybody() -> None:
+def test_build_next_table_puts_new_deployments_first() -> None:
     first = build_next_table(None, state({"a": 100}))
     second = build_next_table(first, state({"a": 90, "b": 10}))
     assert second.layout == ("b", "a")
@@ -58,19 +58,19 @@ def test_newcomers_are_laid_out_first_and_weights_do_not_move_anybody() -> None:
     assert build_next_table(second, state({"a": 100})).layout == ("a",)
 
 
-def test_of_two_that_come_together_the_one_with_less_traffic_is_the_candidate() -> None:
+def test_build_next_table_with_two_new_puts_the_smaller_first() -> None:
     assert build_next_table(None, state({"a": 10, "b": 90})).layout == ("a", "b")
     assert build_next_table(None, state({"a": 90, "b": 10})).layout == ("b", "a")
     assert build_next_table(None, state({"a": 50, "b": 50})).layout == ("b", "a")
 
 
-def test_a_name_with_another_manifest_is_a_newcomer() -> None:
+def test_build_next_table_with_another_manifest_is_new() -> None:
     first = build_next_table(None, state({"a": 90, "b": 10}))
     changed = replace(state({"a": 10, "b": 90}), deployments=(deployment("a", "other"), deployment("b")))
     assert build_next_table(first, changed).layout == ("a", "b")
 
 
-def test_an_experiment_lasts_while_its_candidate_has_traffic() -> None:
+def test_get_experiment_is_constant_while_the_candidate_has_traffic() -> None:
     table = build_next_table(build_next_table(None, state({"a": 100})), state({"a": 90, "b": 10}))
     begun = table.get_experiment()
     assert build_next_table(table, state({"a": 50, "b": 50})).get_experiment() == begun
@@ -78,7 +78,7 @@ def test_an_experiment_lasts_while_its_candidate_has_traffic() -> None:
     assert build_next_table(table, state({"a": 50, "b": 40, "c": 10})).get_experiment() != begun
 
 
-def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
+def test_decode_table_with_damage_raises() -> None:
     data = encode_table(build_next_table(None, state({"a": 60, "b": 40}, generation=17)))
     for end in range(len(data)):
         with pytest.raises(CorruptStateError):
@@ -89,7 +89,7 @@ def test_every_truncation_and_every_flipped_byte_is_refused() -> None:
             decode_table(altered)
 
 
-def test_foreign_documents_are_refused() -> None:
+def test_decode_table_of_other_documents_raises() -> None:
     good = json.loads(encode_table(build_next_table(None, state({"a": 100}))))
     content = {**good["table"], "layout": ["z"]}
     document: Any

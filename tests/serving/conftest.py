@@ -87,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Server]:
+def two_workers(tmp_path: Path) -> Iterator[Server]:
     """A server with two workers."""
     folder = tmp_path / "state"
     folder.mkdir()

@@ -37,8 +37,8 @@ class Worker:
     Args:
         state: what is published.
         wrap: replaces the models' run functions.
-        slow: whether requests wait in lanes.
-        queue, threads, deadline: of the lanes.
+        slow: whether requests are queued.
+        queue, threads, deadline: of the queues.
         bounds: arguments of `Connections` other than the usual ones.
         hosts: which Host and Origin headers are answered.
     """
@@ -56,11 +56,11 @@ class Worker:
     table: RoutingTable | None = field(default=None, init=False)
 
     def publish(self, state: EndpointState) -> None:
-        edition = self.shared.revision + 1
+        revision = self.shared.revision + 1
         table = build_next_table(self.table, state)
-        self.deployments.prepare(edition, table, self.slots.assign(table, self.table))
+        self.deployments.prepare(revision, table, self.slots.assign(table, self.table))
         self.table = table
-        self.shared.revision = edition
+        self.shared.revision = revision
 
     def metrics(self) -> str:
         return MetricsPage(self.shared, "e").render(None)
@@ -90,7 +90,7 @@ class Worker:
         unrouted = self.shared.get_row(0, 0)
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
         self.shadow = ShadowQueue()
-        self.hands = WorkerThreads(self.threads)
+        self.worker_threads = WorkerThreads(self.threads)
         users = UserCounts(self.shared, 0)
         named, keyed = self.deployments.find_slot, self.deployments.find_user
         outcomes = OutcomeCounter(self.shared, 0, find_slot=named, find_user=keyed, users=users)
@@ -100,7 +100,7 @@ class Worker:
         self.publish(self.state)
         usual = {"max_connections": 1000, "max_body": 1 << 20, "read_timeout_s": 60.0, "keep_alive_s": 60.0}
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
-        app = _Spied(self.inference, MetricsPage(self.shared, "e"), outcomes, max_body=self.connections.max_body)
+        app = _SpiedApp(self.inference, MetricsPage(self.shared, "e"), outcomes, max_body=self.connections.max_body)
         app.slowly = self.slowly
         config = uvicorn.Config(
             app.build(),
@@ -126,25 +126,25 @@ class Worker:
         else:
             self.loop.call_later(0.001, self._tell, started)
 
-    def _load(self, deployment: Deployment, row: MetricsRow, twin: bool) -> LoadedDeployment:
+    def _load(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
         model = load_model(deployment)
-        run_time = LatencyEstimator(1.0 if self.slow else 0.0)
-        lane = RequestQueue(
-            threads=self.hands,
+        latency = LatencyEstimator(1.0 if self.slow else 0.0)
+        queue = RequestQueue(
+            threads=self.worker_threads,
             run=self.inference.run_batch,
             limit=self.queue,
             max_batch=MAX_BATCH if deployment.batchable else 1,
             max_batches=self.threads,
             row=row,
-            latency=run_time,
+            latency=latency,
         )
         return LoadedDeployment(
             deployment=deployment,
             signature=model.signature,
             run=self.wrap(model.run),
             row=row,
-            queue=lane,
-            latency=run_time,
+            queue=queue,
+            latency=latency,
         )
 
     def connect(self) -> socket.socket:
@@ -158,7 +158,7 @@ class Worker:
             return received(client)
 
 
-class _Spied(PublicApp):
+class _SpiedApp(PublicApp):
     slowly: list[str]
 
     async def infer(self, request: Any) -> Any:

@@ -77,7 +77,7 @@ def test_all_requests_have_a_time_and_some_may_be_compared() -> None:
             assert sum(histogram.buckets[: number + 1]) == sum(time <= bound for time in times)
 
 
-def test_a_restarted_worker_goes_on_counting_but_begins_with_empty_gauges() -> None:
+def test_reset_gauges_after_a_restart_keeps_counters() -> None:
     shared = SharedMetrics(2)
     row = shared.get_row(1, 5)
     row[metrics.QUEUED], row[metrics.IN_PROGRESS], row[metrics.LOADS] = 7, 2, 3

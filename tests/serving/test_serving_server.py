@@ -393,7 +393,7 @@ def test_a_folder_has_one_server(server: Server) -> None:
     assert server.call("GET", "/v2/health/live").status == 200
 
 
-def test_problems_at_the_start_are_told_without_a_traceback(tmp_path: Path, server: Server) -> None:
+def test_start_with_problems_prints_one_line(tmp_path: Path, server: Server) -> None:
     def start(folder: Path, port: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "onnx_ops.serving.main", "--state-dir", str(folder), "--port", str(port)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -71,7 +71,7 @@ def test_the_six_combinations_carry_every_type(
         np.testing.assert_array_equal(found, array)
 
 
-def test_an_error_is_the_servers_words(client: triton.InferenceServerClient) -> None:
+def test_error_shows_the_message_of_the_server(client: triton.InferenceServerClient) -> None:
     import tritonclient.http as triton
     from tritonclient.utils import InferenceServerException
 

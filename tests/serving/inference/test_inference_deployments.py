@@ -39,23 +39,23 @@ class Loads:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.twins = True
+        self.builds_control = True
 
-    def __call__(self, deployment: Deployment, row: MetricsRow, twin: bool) -> LoadedDeployment:
-        if twin and not self.twins:
+    def __call__(self, deployment: Deployment, row: MetricsRow, control: bool) -> LoadedDeployment:
+        if control and not self.builds_control:
             raise InfrastructureError("there is no memory for another one")
-        self.names.append(f"twin of {deployment.name}" if twin else deployment.name)
+        self.names.append(f"replica of {deployment.name}" if control else deployment.name)
         model = load_model(deployment)
-        lane: RequestQueue[Any] = RequestQueue(
+        queue: RequestQueue[Any] = RequestQueue(
             WorkerThreads(), lambda _: None, limit=1, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator()
         )
         return LoadedDeployment(
-            deployment=deployment, signature=model.signature, run=model.run, row=row, queue=lane, latency=lane.latency
+            deployment=deployment, signature=model.signature, run=model.run, row=row, queue=queue, latency=queue.latency
         )
 
 
 class Server:
-    """A supervisor's endpoint and one worker's residents, without processes between them."""
+    """A supervisor's endpoint and one worker's deployments, without processes between them."""
 
     def __init__(self, folder: Path) -> None:
         self.loads = Loads()
@@ -70,11 +70,11 @@ class Server:
             return self.endpoint.current
         return asyncio.run(self.endpoint.publish(state, self._prepare))
 
-    async def _prepare(self, edition: TableRevision) -> None:
+    async def _prepare(self, revision: TableRevision) -> None:
         try:
-            self.deployments.prepare(edition.number, edition.table, edition.slots)
+            self.deployments.prepare(revision.number, revision.table, revision.slots)
         except Exception:
-            self.deployments.discard(edition.number)
+            self.deployments.discard(revision.number)
             raise
         finally:
             self.dismissed += [r.deployment.name for r in self.deployments.release()]
@@ -96,7 +96,7 @@ def server(folder: Path) -> Server:
     return Server(folder)
 
 
-def test_only_what_is_missing_is_loaded_and_the_previous_edition_stays(
+def test_prepare_loads_missing_deployments_and_keeps_the_previous_revision(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -114,49 +114,49 @@ def test_only_what_is_missing_is_loaded_and_the_previous_edition_stays(
     assert server.dismissed == []
 
 
-def test_the_deployment_with_more_of_the_traffic_has_a_twin_while_it_is_compared(
+def test_prepare_with_unequal_traffic_builds_a_control_replica(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
     assert server.deployments.get_current().control is None
     server.publish(2, state_of(blue, green, blue=90, green=10))
-    pair = server.deployments.get_current().control
-    assert pair is not None
-    assert (pair.loaded.deployment, pair.share) == (blue, 1 / 9)
-    assert (pair.replica.deployment, pair.replica.slot, pair.replica.header_lines) == (
+    control = server.deployments.get_current().control
+    assert control is not None
+    assert (control.loaded.deployment, control.share) == (blue, 1 / 9)
+    assert (control.replica.deployment, control.replica.slot, control.replica.header_lines) == (
         blue,
-        pair.loaded.slot,
-        pair.loaded.header_lines,
+        control.loaded.slot,
+        control.loaded.header_lines,
     )
-    assert pair.replica.row is pair.loaded.row
-    assert pair.replica.queue.row is not pair.loaded.row
+    assert control.replica.row is control.loaded.row
+    assert control.replica.queue.row is not control.loaded.row
     server.publish(3, state_of(blue, green, blue=75, green=25))
     again = server.deployments.get_current().control
     assert again is not None
-    assert again.replica is pair.replica
+    assert again.replica is control.replica
     assert again.share == 1 / 3
     server.publish(4, state_of(blue, green, blue=50, green=50))
     assert server.deployments.get_current().control is None
     server.publish(5, state_of(blue, green, blue=20, green=80))
-    assert server.loads.names == ["blue", "green", "twin of blue", "twin of green"]
-    assert pair.replica not in server.deployments.release()
+    assert server.loads.names == ["blue", "green", "replica of blue", "replica of green"]
+    assert control.replica not in server.deployments.release()
     server.publish(6, state_of(blue, green, blue=0, green=100))
     server.publish(7, state_of(blue, green, blue=0, green=100))
     server.deployments.get_current()
     gone = server.deployments.release()
-    assert sorted(resident.deployment.name for resident in gone) == ["blue", "green"]
-    assert pair.replica in gone
+    assert sorted(loaded.deployment.name for loaded in gone) == ["blue", "green"]
+    assert control.replica in gone
     assert not {*gone} & {*server.deployments.get_current().deployments.values()}
 
 
-def test_a_twin_that_is_too_large_or_cannot_be_loaded_is_done_without(
+def test_prepare_without_memory_or_files_has_no_control_replica(
     server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "_MAX_REPLICA_BYTES", 10)
     server.publish(1, state_of(blue, green, blue=90, green=10))
     assert server.deployments.get_current().control is None
     monkeypatch.undo()
-    server.loads.twins = False
+    server.loads.builds_control = False
     server.publish(2, state_of(blue, green, blue=80, green=20))
     assert server.deployments.get_current().control is None
     assert set(server.deployments.get_current().deployments) == {"blue", "green"}
@@ -168,7 +168,7 @@ def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
     def leader(generation: int, **weights: int) -> str:
         server.publish(generation, state_of(blue, green, **weights))
         held = server.deployments.get_current().deployments
-        (name,) = [name for name, resident in held.items() if resident.latency is server.deployments.leader]
+        (name,) = [name for name, loaded in held.items() if loaded.latency is server.deployments.leader]
         return name
 
     assert leader(1, blue=50, green=50) == "blue"
@@ -178,7 +178,7 @@ def test_who_says_where_models_are_run_stays_the_same_until_a_rollout_ends(
     assert leader(5, blue=100, green=0) == "blue"
 
 
-def test_an_edition_is_served_from_the_moment_its_number_is_set(
+def test_get_current_returns_a_revision_once_its_number_is_set(
     server: Server, blue: Deployment, green: Deployment
 ) -> None:
     server.publish(1, state_of(blue, blue=100))
@@ -191,7 +191,7 @@ def test_an_edition_is_served_from_the_moment_its_number_is_set(
     assert values.tolist() == [[2.0, 2.0]]  # who began with the old one ends with it
 
 
-def test_the_same_state_again_is_settled(server: Server, blue: Deployment) -> None:
+def test_is_published_with_the_same_state_is_true(server: Server, blue: Deployment) -> None:
     first = server.publish(1, state_of(blue, blue=100))
     assert server.publish(1, state_of(blue, blue=100)) is first
 
@@ -243,9 +243,9 @@ def test_a_restart_serves_what_it_can(server: Server, folder: Path, blue: Deploy
     Path(green.location).rename(folder.parent / "away")
     again = Server(folder)
     again.endpoint.restore()
-    edition = again.endpoint.current
-    assert edition is not None
-    failed = again.deployments.restore(edition.number, edition.table, edition.slots)
+    revision = again.endpoint.current
+    assert revision is not None
+    failed = again.deployments.restore(revision.number, revision.table, revision.slots)
     snapshot = again.deployments.get_current()
     assert snapshot.table == published.table
     assert snapshot.router == published.router
@@ -256,7 +256,7 @@ def test_a_restart_serves_what_it_can(server: Server, folder: Path, blue: Deploy
         snapshot.get_deployment("green")
     with pytest.raises(NotFoundError, match="no version '9'"):
         snapshot.get_version("9")
-    totals = [again.shared.sum_slot(edition.slots[name]) for name in ("blue", "green")]
+    totals = [again.shared.sum_slot(revision.slots[name]) for name in ("blue", "green")]
     assert [(row[LOADS], row[LOAD_FAILURES]) for row in totals] == [(1, 0), (0, 1)]
 
 

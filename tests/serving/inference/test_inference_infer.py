@@ -232,7 +232,7 @@ def test_an_empty_tensor_cannot_ask_for_a_huge_answer() -> None:
         read_infer(x(shape=[2**31 - 1, 0], data=[]), None, model)
 
 
-def test_symbols_must_agree_and_rows_are_told() -> None:
+def test_check_feed_returns_rows_and_rejects_unequal_symbols() -> None:
     model = signature([spec("a", "float32", "n", "?"), spec("b", "float32", "n", "?")])
 
     def tensor(name: str, rows: int, columns: int) -> dict[str, object]:

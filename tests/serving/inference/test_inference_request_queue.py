@@ -40,17 +40,17 @@ class Work:
         return {thread for _, thread in self.done}
 
 
-def lane(
-    hands: WorkerThreads, work: Work, row: MetricsRow, *, limit: int = 8, max_batch: int = 1, max_batches: int = 1
+def build_queue(
+    threads: WorkerThreads, work: Work, row: MetricsRow, *, limit: int = 8, max_batch: int = 1, max_batches: int = 1
 ) -> RequestQueue[int]:
     return RequestQueue(
-        hands, work, limit=limit, max_batch=max_batch, max_batches=max_batches, row=row, latency=LatencyEstimator()
+        threads, work, limit=limit, max_batch=max_batch, max_batches=max_batches, row=row, latency=LatencyEstimator()
     )
 
 
-def idle(hands: WorkerThreads) -> Callable[[], bool]:
-    """Whether every thread has come back, as far as one lane knows."""
-    return lambda: bool(hands._idle)
+def idle(threads: WorkerThreads) -> Callable[[], bool]:
+    """Return whether every thread is idle."""
+    return lambda: bool(threads._idle)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -62,22 +62,22 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_two_lanes_in_turn_are_worked_by_one_thread(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(), Work()
+def test_worker_threads_with_two_alternating_queues_use_one_thread(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(), Work()
     work.gate.set()
-    lanes = [lane(hands, work, row) for _ in range(2)]
+    queues = [build_queue(threads, work, row) for _ in range(2)]
     for turn in range(20):
-        lanes[turn % 2].put(turn)
+        queues[turn % 2].put(turn)
         assert work.ended.acquire(timeout=PATIENCE_S)
-        until(idle(hands))
+        until(idle(threads))
     assert [items for items, _ in work.done] == [[turn] for turn in range(20)]
     assert len(work.threads) == 1
 
 
-def test_a_lane_that_hangs_keeps_no_other_waiting(row: MetricsRow) -> None:
-    hands, stuck, free = WorkerThreads(), Work(), Work()
+def test_worker_threads_with_a_hanging_queue_run_the_other(row: MetricsRow) -> None:
+    threads, stuck, free = WorkerThreads(), Work(), Work()
     free.gate.set()
-    held, other = lane(hands, stuck, row), lane(hands, free, row)
+    held, other = build_queue(threads, stuck, row), build_queue(threads, free, row)
     held.put(0)
     assert stuck.begun.acquire(timeout=PATIENCE_S)
     held.put(1)
@@ -92,9 +92,9 @@ def test_a_lane_that_hangs_keeps_no_other_waiting(row: MetricsRow) -> None:
     assert free.threads.isdisjoint(stuck.threads)
 
 
-def test_as_many_threads_work_on_a_lane_as_it_may_have(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(2), Work()
-    wide = lane(hands, work, row, max_batches=2)
+def test_request_queue_runs_at_most_max_batches(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(2), Work()
+    wide = build_queue(threads, work, row, max_batches=2)
     for item in range(3):
         wide.put(item)
     for _ in range(2):
@@ -108,9 +108,9 @@ def test_as_many_threads_work_on_a_lane_as_it_may_have(row: MetricsRow) -> None:
     until(lambda: (row[QUEUED], row[IN_PROGRESS]) == (0, 0))
 
 
-def test_what_queued_up_is_taken_together_and_a_full_queue_refuses(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(), Work()
-    batches = lane(hands, work, row, limit=3, max_batch=2)
+def test_request_queue_batches_items_and_rejects_when_full(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(), Work()
+    batches = build_queue(threads, work, row, limit=3, max_batch=2)
     batches.put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
     for item in (1, 2, 3):
@@ -123,13 +123,13 @@ def test_what_queued_up_is_taken_together_and_a_full_queue_refuses(row: MetricsR
     assert [items for items, _ in work.done] == [[0], [1, 2], [3]]
 
 
-def test_whoever_came_first_has_the_next_turn_whatever_the_lane(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(), Work()
-    lanes = [lane(hands, work, row) for _ in range(3)]
-    lanes[0].put(0)
+def test_worker_threads_run_requests_in_order_of_arrival(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(), Work()
+    queues = [build_queue(threads, work, row) for _ in range(3)]
+    queues[0].put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
     for item, which in enumerate((1, 0, 0, 2, 1, 0), 1):
-        lanes[which].put(item)
+        queues[which].put(item)
     work.gate.set()
     for _ in range(7):
         assert work.ended.acquire(timeout=PATIENCE_S)
@@ -137,14 +137,14 @@ def test_whoever_came_first_has_the_next_turn_whatever_the_lane(row: MetricsRow)
     assert len(work.threads) == 1
 
 
-def test_so_many_turns_at_once_in_all_lanes_together(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(2), Work()
+def test_worker_threads_limit_applies_to_all_queues_together(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(2), Work()
     slow = LatencyEstimator(1.0)
-    lanes = [
-        RequestQueue(hands, work, limit=9, max_batch=1, max_batches=2, row=row, latency=slow, batch_s=60.0)
+    queues = [
+        RequestQueue(threads, work, limit=9, max_batch=1, max_batches=2, row=row, latency=slow, batch_s=60.0)
         for _ in range(3)
     ]
-    for each in lanes:
+    for each in queues:
         each.put(0)
     for _ in range(2):
         assert work.begun.acquire(timeout=PATIENCE_S)
@@ -154,9 +154,9 @@ def test_so_many_turns_at_once_in_all_lanes_together(row: MetricsRow) -> None:
         assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: MetricsRow) -> None:
-    hands, stuck, free = WorkerThreads(), Work(), Work()
-    held, other = lane(hands, stuck, row, limit=2), lane(hands, free, row, limit=2)
+def test_request_queue_limit_ignores_hanging_queues(row: MetricsRow) -> None:
+    threads, stuck, free = WorkerThreads(), Work(), Work()
+    held, other = build_queue(threads, stuck, row, limit=2), build_queue(threads, free, row, limit=2)
     held.put(0)
     assert stuck.begun.acquire(timeout=PATIENCE_S)
     other.put(1)
@@ -176,19 +176,19 @@ def test_a_lane_that_hangs_keeps_no_place_in_the_queue_of_others(row: MetricsRow
             assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_lanes_that_wait_for_each_other_share_one_queue(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(), Work()
-    lanes = [
+def test_request_queue_limit_is_shared_by_waiting_queues(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(), Work()
+    queues = [
         RequestQueue(
-            hands, work, limit=3, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator(), batch_s=60.0
+            threads, work, limit=3, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator(), batch_s=60.0
         )
         for _ in range(2)
     ]
-    lanes[0].put(0)
+    queues[0].put(0)
     assert work.begun.acquire(timeout=PATIENCE_S)
     for item in (1, 2, 3):
-        lanes[item % 2].put(item)
-    for each in lanes:
+        queues[item % 2].put(item)
+    for each in queues:
         with pytest.raises(QueueFullError):
             each.put(4)
     work.gate.set()
@@ -196,9 +196,9 @@ def test_lanes_that_wait_for_each_other_share_one_queue(row: MetricsRow) -> None
         assert work.ended.acquire(timeout=PATIENCE_S)
 
 
-def test_now_and_then_one_request_is_run_alone_whatever_the_load(row: MetricsRow) -> None:
-    hands, work = WorkerThreads(), Work()
-    batches = lane(hands, work, row, limit=100, max_batch=4)
+def test_request_queue_under_load_runs_single_requests(row: MetricsRow) -> None:
+    threads, work = WorkerThreads(), Work()
+    batches = build_queue(threads, work, row, limit=100, max_batch=4)
     for item in range(70):
         batches.put(item)
     work.gate.set()
@@ -209,33 +209,33 @@ def test_now_and_then_one_request_is_run_alone_whatever_the_load(row: MetricsRow
 
 
 def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
-    run_time = LatencyEstimator(20e-6)
-    run_time.observe(5e-3)  # the system took the processor away once
-    fast = [run_time.is_fast]
+    latency = LatencyEstimator(20e-6)
+    latency.observe(5e-3)  # the system took the processor away once
+    fast = [latency.is_fast]
     for _ in range(3):
-        run_time.observe(5e-3)
-    fast.append(run_time.is_fast)
+        latency.observe(5e-3)
+    fast.append(latency.is_fast)
     for _ in range(30):
-        run_time.observe(20e-6)
-    fast.append(run_time.is_fast)
-    run_time.observe(10.0)
-    fast.append(run_time.is_fast)
+        latency.observe(20e-6)
+    fast.append(latency.is_fast)
+    latency.observe(10.0)
+    fast.append(latency.is_fast)
     assert fast == [True, False, True, False]
 
 
 @pytest.mark.parametrize("seconds", [INLINE_S * 1.02, INLINE_S * 1.2])
 def test_one_between_the_limits_stays_where_it_is(seconds: float) -> None:
     came_from = {True: LatencyEstimator(INLINE_S / 2), False: LatencyEstimator(INLINE_S * 2)}
-    for fast, run_time in came_from.items():
+    for fast, latency in came_from.items():
         for _ in range(100):
-            run_time.observe(seconds)
-            assert run_time.is_fast is fast
+            latency.observe(seconds)
+            assert latency.is_fast is fast
 
 
 def test_one_slow_run_of_a_model_near_the_limit_moves_nothing() -> None:
-    run_time = LatencyEstimator(0.8 * INLINE_S)
-    run_time.observe(50e-3)
-    assert run_time.is_fast
+    latency = LatencyEstimator(0.8 * INLINE_S)
+    latency.observe(50e-3)
+    assert latency.is_fast
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_all_follow_the_leader_but_those_that_are_far_slower(leader: float, own:
     assert LatencyEstimator(own * INLINE_S).should_run_inline(LatencyEstimator(leader * INLINE_S)) is at_once
 
 
-def test_whoever_is_far_slower_leaves_though_it_is_cut_short() -> None:
+def test_latency_estimator_with_slow_runs_leaves_inline() -> None:
     leader, own = LatencyEstimator(0.9 * INLINE_S), LatencyEstimator(0.9 * INLINE_S)
     for _ in range(6):
         own.observe(90e-3)

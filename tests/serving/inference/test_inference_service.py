@@ -128,7 +128,7 @@ def test_one_bad_request_of_a_batch_fails_alone(gate: Gate, batchable: Deploymen
             client.close()
 
 
-def test_an_answer_that_cannot_be_split_is_asked_for_again_one_by_one(build: Callable[..., Deployment]) -> None:
+def test_batch_with_inseparable_outputs_runs_one_by_one(build: Callable[..., Deployment]) -> None:
     """The model leaves out rows that occur twice: of two equal requests one row comes back."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
     model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
@@ -148,7 +148,7 @@ def test_an_answer_that_cannot_be_split_is_asked_for_again_one_by_one(build: Cal
     assert gate.rows == [1, 2, 1, 1]
 
 
-def test_a_full_queue_says_when_to_come_again(gate: Gate, blue: Deployment) -> None:
+def test_full_queue_returns_retry_after(gate: Gate, blue: Deployment) -> None:
     with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True, queue=2).running() as worker:
         clients = [worker.connect() for _ in range(3)]
         for client in clients:
@@ -200,7 +200,7 @@ def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
     assert len(gate.rows) == 1
 
 
-def test_a_request_behind_one_in_a_lane_waits_for_its_turn(gate: Gate, blue: Deployment) -> None:
+def test_request_behind_a_queued_one_waits(gate: Gate, blue: Deployment) -> None:
     with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker, worker.connect() as client:
         client.sendall(post(INFER, body([1, 1])) + post("/ping", b"", method="GET") + post(INFER, body([3, 3])))
         assert gate.entered.acquire(timeout=30)
@@ -252,9 +252,9 @@ def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green:
 
 
 def test_a_shadow_that_answers_alike_differs_in_nothing(blue: Deployment, tmp_path: Path) -> None:
-    twin = scaling_deployment(tmp_path / "twin", name="twin", version="3", scale=2.0005, model="m")
+    replica = scaling_deployment(tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m")
     for tolerance, differing in ((1e-3, 0), (1e-4, 3)):
-        state = with_shadow(state_of(blue, twin, blue=100), twin=100)
+        state = with_shadow(state_of(blue, replica, blue=100), replica=100)
         state = replace(state, split=replace(state.split, shadow_tolerance=tolerance))
         with Worker(state).running() as worker:
             for number in range(3):
@@ -286,7 +286,7 @@ def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT])
 
 
-def test_a_shadow_that_fails_disturbs_nobody(blue: Deployment, tmp_path: Path) -> None:
+def test_failing_shadow_does_not_affect_clients(blue: Deployment, tmp_path: Path) -> None:
     other = scaling_deployment(tmp_path / "other", name="other", version="3", scale=1.0, model="m")
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,7 +302,7 @@ def test_a_shadow_that_fails_disturbs_nobody(blue: Deployment, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_fault_that_nobody_foresaw_is_a_500_without_details(blue: Deployment, slow: bool) -> None:
+def test_unexpected_error_is_a_500_without_details(blue: Deployment, slow: bool) -> None:
     def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
         def broken(*_: Any) -> Any:
             raise ZeroDivisionError("secret")
@@ -352,14 +352,14 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, green: Deployment, slow: bool) -> None:
-    """The version with most of the traffic by those that its twin answers, which counts as the version does."""
+    """The version with most of the traffic by those that its replica answers, which counts as the version does."""
     with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
         for _ in range(800):
             assert status(worker.send(post(INFER, body([1, 1])))) == 200
         first, second = (worker.shared.sum_slot(slot) for slot in (1, 2))
-        pair = worker.deployments.get_current().control
-        assert pair is not None
-        assert (pair.loaded.deployment, pair.share) == (blue, 0.25)
+        control = worker.deployments.get_current().control
+        assert control is not None
+        assert (control.loaded.deployment, control.share) == (blue, 0.25)
     assert first[metrics.get_column(200)] + second[metrics.get_column(200)] == 800
     assert sum(metrics.get_request_latency(first).buckets) == first[metrics.get_column(200)]
     assert sum(metrics.get_service_latency(second).buckets) == second[metrics.get_column(200)] - WARM_UP_REQUESTS, (
@@ -389,27 +389,25 @@ def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]
         (in_binary(60_000)[0], {"inference-header-content-length": "x"}, False),
     ],
 )
-def test_what_takes_long_to_read_is_read_in_the_lane(
+def test_long_body_is_decoded_on_a_thread(
     blue: Deployment, request_body: bytes, headers: dict[str, str], at_once: bool
 ) -> None:
     with Worker(state_of(blue, blue=100), bounds={"max_body": 4 << 20}).running() as worker:
-        (resident,) = worker.deployments.get_current().deployments.values()
+        (loaded,) = worker.deployments.get_current().deployments.values()
         head = {name.encode(): value.encode() for name, value in headers.items()}
-        assert resident.should_run_inline(LatencyEstimator(), head, request_body) is at_once
+        assert loaded.should_run_inline(LatencyEstimator(), head, request_body) is at_once
         answer = worker.send(post(INFER, request_body, headers))
     assert status(answer) == (400 if "x" in headers.values() else 200)
 
 
-def test_text_is_read_in_the_lane_in_every_form(build: Callable[..., Deployment]) -> None:
+def test_long_text_is_decoded_on_a_thread_in_every_form(build: Callable[..., Deployment]) -> None:
     """An element of text is an object of its own: a megabyte of them takes as long as a megabyte of JSON."""
     same = helper.make_node("Identity", ["x"], ["y"])
     model = build([same], [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     with Worker(state_of(model, blue=100)).running() as worker:
-        (resident,) = worker.deployments.get_current().deployments.values()
-        assert resident.should_run_inline(
-            LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(60_000)
-        )
-        assert not resident.should_run_inline(
+        (loaded,) = worker.deployments.get_current().deployments.values()
+        assert loaded.should_run_inline(LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(60_000))
+        assert not loaded.should_run_inline(
             LatencyEstimator(), {b"inference-header-content-length": b"100"}, bytes(70_000)
         )
 

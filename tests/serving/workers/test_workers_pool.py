@@ -23,46 +23,46 @@ from tests.serving.serving_process import INFER, Clients, Server, infer_body, wa
 BODY = infer_body([1, 2])
 
 
-def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(crew: Server, blue: Deployment) -> None:
-    assert crew.publish(state_of(blue, blue=100), 1).status == 200
-    first = set(crew.workers())
+def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(two_workers: Server, blue: Deployment) -> None:
+    assert two_workers.publish(state_of(blue, blue=100), 1).status == 200
+    first = set(two_workers.workers())
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-        assert crew.infer([1, 2]).status == 200
-        wait_until(lambda pid=pid: len(crew.workers()) == 2 and pid not in crew.workers())  # type: ignore[misc]
-    assert first.isdisjoint(crew.workers())
-    assert crew.publish(state_of(blue, blue=100), 2).status == 200
-    assert crew.generation() == 2
+        assert two_workers.infer([1, 2]).status == 200
+        wait_until(lambda pid=pid: len(two_workers.workers()) == 2 and pid not in two_workers.workers())  # type: ignore[misc]
+    assert first.isdisjoint(two_workers.workers())
+    assert two_workers.publish(state_of(blue, blue=100), 2).status == 200
+    assert two_workers.generation() == 2
 
 
-def test_the_supervisor_has_no_thread_and_workers_share_its_memory(crew: Server, blue: Deployment) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    assert crew.process is not None
-    assert len(os.listdir(f"/proc/{crew.process.pid}/task")) == 1
-    for pid in crew.workers():
+def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: Server, blue: Deployment) -> None:
+    two_workers.publish(state_of(blue, blue=100), 1)
+    assert two_workers.process is not None
+    assert len(os.listdir(f"/proc/{two_workers.process.pid}/task")) == 1
+    for pid in two_workers.workers():
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
         private = kib["Private_Dirty"] + kib["Private_Clean"]
         assert private < kib["Rss"] / 2
 
 
-def test_connections_that_wait_while_all_workers_are_dead_are_answered(crew: Server, blue: Deployment) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    for pid in crew.workers():
+def test_connections_that_wait_while_all_workers_are_dead_are_answered(two_workers: Server, blue: Deployment) -> None:
+    two_workers.publish(state_of(blue, blue=100), 1)
+    for pid in two_workers.workers():
         os.kill(pid, signal.SIGKILL)
-    assert crew.infer([1, 2]).status == 200
+    assert two_workers.infer([1, 2]).status == 200
 
 
-def test_counts_add_up_over_workers_and_survive_them(crew: Server, blue: Deployment) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
+def test_counts_add_up_over_workers_and_survive_them(two_workers: Server, blue: Deployment) -> None:
+    two_workers.publish(state_of(blue, blue=100), 1)
     for _ in range(30):
-        crew.infer([1, 2])
-    for pid in crew.workers():
+        two_workers.infer([1, 2])
+    for pid in two_workers.workers():
         os.kill(pid, signal.SIGKILL)
     for _ in range(10):
-        crew.infer([1, 2])
+        two_workers.infer([1, 2])
     labels = 'endpoint="state",deployment="blue",version="1",variant="fp32"'
-    text = crew.call("GET", "/metrics").body.decode()
+    text = two_workers.call("GET", "/metrics").body.decode()
     counts = [line for line in text.splitlines() if line.startswith("onnx_ops_requests_total")]
     assert counts == [f'onnx_ops_requests_total{{{labels},status="200"}} 40']
     assert f"onnx_ops_request_duration_seconds_count{{{labels}}} 40\n" in text
@@ -70,15 +70,15 @@ def test_counts_add_up_over_workers_and_survive_them(crew: Server, blue: Deploym
 
 
 def test_publishing_to_several_workers_under_load_is_never_stale(
-    crew: Server, blue: Deployment, green: Deployment
+    two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
+    two_workers.publish(state_of(blue, blue=100), 1)
     published = 1
     stale: list[str] = []
 
     def one() -> None:
         before = published
-        connection = http.client.HTTPConnection("127.0.0.1", crew.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", two_workers.port, timeout=30)
         for _ in range(10):
             before = published
             connection.request("POST", INFER, BODY)
@@ -93,9 +93,9 @@ def test_publishing_to_several_workers_under_load_is_never_stale(
 
     with Clients(one, 3) as clients:
         for number in range(2, 42):
-            base = blue if number % 2 else green  # every second one is a way back, whose model is resident
+            base = blue if number % 2 else green  # every second one is a way back, whose model is loaded
             deployment = replace(base, name=f"g{number}")
-            assert crew.publish(state_of(deployment, **{deployment.name: 100}), number).status == 200
+            assert two_workers.publish(state_of(deployment, **{deployment.name: 100}), number).status == 200
             published = number
     assert clients.errors == []
     assert stale == []
@@ -105,10 +105,10 @@ POISON = """
 import os
 from onnx_ops.serving.workers import worker
 load = worker._Worker._load
-def poisoned(self, deployment, row, twin):
+def poisoned(self, deployment, row, replica):
     if deployment.name == "poison":
         os.kill(os.getpid(), 9)
-    return load(self, deployment, row, twin)
+    return load(self, deployment, row, replica)
 worker._Worker._load = poisoned
 """
 
@@ -219,17 +219,17 @@ def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: 
     assert all(line["duration_ms"] >= line["waited_ms"] >= 0 for line in lines)
 
 
-def test_a_thousand_connections_and_the_next_good_request_is_answered(crew: Server, blue: Deployment) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    clients = [socket.create_connection(("127.0.0.1", crew.port), timeout=30) for _ in range(1000)]
+def test_a_thousand_connections_and_the_next_good_request_is_answered(two_workers: Server, blue: Deployment) -> None:
+    two_workers.publish(state_of(blue, blue=100), 1)
+    clients = [socket.create_connection(("127.0.0.1", two_workers.port), timeout=30) for _ in range(1000)]
     try:
         for number, client in enumerate(clients):
             client.sendall((b"", b"POST ", b"garbage\r\n\r\n", b"POST /invocations HTTP/1.1\r\n")[number % 4])
-        assert crew.infer([1, 2]).status == 200
+        assert two_workers.infer([1, 2]).status == 200
     finally:
         for client in clients:
             client.close()
-    assert crew.infer([1, 2]).status == 200
+    assert two_workers.infer([1, 2]).status == 200
 
 
 @pytest.mark.parametrize("flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"])

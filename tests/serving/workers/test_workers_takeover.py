@@ -58,111 +58,113 @@ class Steady:
 
 
 def test_workers_go_on_when_their_supervisor_is_killed_and_the_next_one_takes_over(
-    crew: Server, blue: Deployment, green: Deployment
+    two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
-    crew.publish(state_of(blue, green, blue=100, green=0), 1)
-    steady = Steady(crew)
+    two_workers.publish(state_of(blue, green, blue=100, green=0), 1)
+    steady = Steady(two_workers)
     with Clients(steady, 3) as clients:
-        port, orphans = crew.port, set(crew.workers())
+        port, orphans = two_workers.port, set(two_workers.workers())
         for number in (2, 3):
-            crew.end(signal.SIGKILL)
+            two_workers.end(signal.SIGKILL)
             count = steady.answers.total()
             wait_until(lambda count=count: steady.answers.total() > count + 50)  # type: ignore[misc]
-            crew.start()
-            assert crew.port == port
+            two_workers.start()
+            assert two_workers.port == port
             weights = {"blue": 0, "green": 100} if number == 2 else {"blue": 100, "green": 0}
-            assert crew.publish(state_of(blue, green, **weights), number).status == 200
-            assert orphans.isdisjoint(crew.workers())  # they had to be gone before anything was published
-            assert crew.who_answers() == ("green" if number == 2 else "blue")
-            orphans = set(crew.workers())
+            assert two_workers.publish(state_of(blue, green, **weights), number).status == 200
+            assert orphans.isdisjoint(two_workers.workers())  # they had to be gone before anything was published
+            assert two_workers.who_answers() == ("green" if number == 2 else "blue")
+            orphans = set(two_workers.workers())
     assert clients.errors == []
     assert steady.failures == []
-    assert crew.end() == 0
-    assert crew.workers() == ()
+    assert two_workers.end() == 0
+    assert two_workers.workers() == ()
 
 
 @pytest.mark.nightly
-def test_orphans_and_a_supervisor_killed_while_it_takes_over(crew: Server, blue: Deployment) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    crew.end(signal.SIGKILL)
-    for _ in range(3):  # each one dies while its workers are on their way or the orphans are being retired
-        crew.process = subprocess.Popen(crew.command(f"--port={crew.port}"), stderr=subprocess.DEVNULL)
-        before = set(crew.workers())
-        wait_until(lambda before=before: set(crew.workers()) != before)  # type: ignore[misc]
-        crew.end(signal.SIGKILL)
-        assert crew.infer([1, 2]).status == 200
-    crew.start()
-    assert crew.publish(state_of(blue, blue=100), 2).status == 200
-    assert len(crew.workers()) == 2
-    assert crew.infer([1, 2]).status == 200
+def test_orphans_and_a_supervisor_killed_while_it_takes_over(two_workers: Server, blue: Deployment) -> None:
+    two_workers.publish(state_of(blue, blue=100), 1)
+    two_workers.end(signal.SIGKILL)
+    for _ in range(3):  # each dies while its workers start, or while the orphans drain
+        two_workers.process = subprocess.Popen(
+            two_workers.command(f"--port={two_workers.port}"), stderr=subprocess.DEVNULL
+        )
+        before = set(two_workers.workers())
+        wait_until(lambda before=before: set(two_workers.workers()) != before)  # type: ignore[misc]
+        two_workers.end(signal.SIGKILL)
+        assert two_workers.infer([1, 2]).status == 200
+    two_workers.start()
+    assert two_workers.publish(state_of(blue, blue=100), 2).status == 200
+    assert len(two_workers.workers()) == 2
+    assert two_workers.infer([1, 2]).status == 200
 
 
 def test_a_port_that_a_stranger_has_taken_is_refused_although_a_handover_file_is_left(
-    crew: Server, blue: Deployment
+    two_workers: Server, blue: Deployment
 ) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    crew.kill_all()
-    assert (crew.folder / HANDOVER_SOCKET).exists()
+    two_workers.publish(state_of(blue, blue=100), 1)
+    two_workers.kill_all()
+    assert (two_workers.folder / HANDOVER_SOCKET).exists()
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        stranger.bind(("127.0.0.1", crew.port))
+        stranger.bind(("127.0.0.1", two_workers.port))
         stranger.listen()
         found = subprocess.run(
-            crew.command(f"--port={crew.port}"), capture_output=True, text=True, timeout=60, check=False
+            two_workers.command(f"--port={two_workers.port}"), capture_output=True, text=True, timeout=60, check=False
         )
     assert found.returncode == 4
     assert "port cannot be used" in found.stderr
-    crew.start()
-    assert crew.infer([1, 2]).status == 200
+    two_workers.start()
+    assert two_workers.infer([1, 2]).status == 200
 
 
 def test_a_full_disk_refuses_a_publication_and_changes_nothing(
-    crew: Server, blue: Deployment, green: Deployment
+    two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
     """The system refuses the supervisor every write from some byte on, as a full disk does."""
-    crew.publish(state_of(blue, blue=100), 1)
-    assert crew.process is not None
-    size = (crew.folder / AUDIT_FILE).stat().st_size
-    table = (crew.folder / CURRENT_FILE).read_bytes()
-    hard = resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE)[1]
+    two_workers.publish(state_of(blue, blue=100), 1)
+    assert two_workers.process is not None
+    size = (two_workers.folder / AUDIT_FILE).stat().st_size
+    table = (two_workers.folder / CURRENT_FILE).read_bytes()
+    hard = resource.prlimit(two_workers.process.pid, resource.RLIMIT_FSIZE)[1]
     for room in (size + 5, size + 400):  # the audit line does not fit; it does, but the table does not
-        resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE, (room, hard))
-        answer = crew.publish(state_of(blue, green, blue=50, green=50), 2)
+        resource.prlimit(two_workers.process.pid, resource.RLIMIT_FSIZE, (room, hard))
+        answer = two_workers.publish(state_of(blue, green, blue=50, green=50), 2)
         assert answer.status == 503, answer.body
         assert "written" in answer.body.decode()
-        assert (crew.folder / CURRENT_FILE).read_bytes() == table
-        assert crew.infer([1, 2]).status == 200
-        assert crew.generation() == 1
-    resource.prlimit(crew.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    assert crew.publish(state_of(green, green=100), 2).status == 200
-    assert crew.who_answers() == "green"
-    assert not [path for path in crew.folder.iterdir() if path.name.startswith(".tmp-")]
-    for line in (crew.folder / AUDIT_FILE).read_bytes().splitlines():
+        assert (two_workers.folder / CURRENT_FILE).read_bytes() == table
+        assert two_workers.infer([1, 2]).status == 200
+        assert two_workers.generation() == 1
+    resource.prlimit(two_workers.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    assert two_workers.publish(state_of(green, green=100), 2).status == 200
+    assert two_workers.who_answers() == "green"
+    assert not [path for path in two_workers.folder.iterdir() if path.name.startswith(".tmp-")]
+    for line in (two_workers.folder / AUDIT_FILE).read_bytes().splitlines():
         assert line
 
 
 def test_a_table_that_is_cut_at_any_byte_gives_way_to_the_previous_one(
-    crew: Server, blue: Deployment, green: Deployment
+    two_workers: Server, blue: Deployment, green: Deployment
 ) -> None:
-    crew.publish(state_of(blue, blue=100), 1)
-    crew.publish(state_of(green, green=100), 2)
-    crew.kill_all()
-    audited = [json.loads(line) for line in (crew.folder / AUDIT_FILE).read_bytes().splitlines()]
+    two_workers.publish(state_of(blue, blue=100), 1)
+    two_workers.publish(state_of(green, green=100), 2)
+    two_workers.kill_all()
+    audited = [json.loads(line) for line in (two_workers.folder / AUDIT_FILE).read_bytes().splitlines()]
     assert [(line["what"], line["generation"]) for line in audited[-4:]] == [
         *(("publish", 1), ("published", 1)),
         *(("publish", 2), ("published", 2)),
     ]
-    whole = (crew.folder / CURRENT_FILE).read_bytes()
-    tables = TableFile(crew.folder)
+    whole = (two_workers.folder / CURRENT_FILE).read_bytes()
+    tables = TableFile(two_workers.folder)
     for end in range(len(whole)):
-        (crew.folder / CURRENT_FILE).write_bytes(whole[:end])
+        (two_workers.folder / CURRENT_FILE).write_bytes(whole[:end])
         found = tables.read()
         assert found is not None
         assert found.state.generation == 1
-    crew.start()
-    assert crew.who_answers() == "blue"
-    (crew.folder / CURRENT_FILE).write_bytes(whole)
-    (crew.folder / PREVIOUS_FILE).write_bytes(b"")
+    two_workers.start()
+    assert two_workers.who_answers() == "blue"
+    (two_workers.folder / CURRENT_FILE).write_bytes(whole)
+    (two_workers.folder / PREVIOUS_FILE).write_bytes(b"")
     assert tables.read() is not None
 
 
