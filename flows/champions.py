@@ -1,4 +1,4 @@
-"""Measure the champions again, night after night: whether an upgrade or a new machine has changed what they are."""
+"""Benchmark the champions again, to detect drift after an upgrade or on a new machine."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from onnx_ops.orchestration.flows import actor, ends_as_failed
 @flow(name="champions", persist_result=False)
 @ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
-    """Do each champion's benchmark again and judge it by its own gates; the run fails as `Drifted` if one is worse.
+    """Repeat each champion's benchmark and evaluate its gates; the run fails as `Drifted` if one is worse.
 
     Args:
-        pipelines: Names of pipelines or models; all that have a champion by default.
-        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+        pipelines: Names of pipelines or models; by default all with a champion.
+        blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
         performer = StageExecutor(settings=project.settings, ports=project.ports)

@@ -1,4 +1,4 @@
-"""Measure for others: a benchmark whose target names this worker's pool, on this machine."""
+"""Run a benchmark on this machine, for a target that names this worker's pool."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from onnx_ops.orchestration.tasks import failed
 @flow(name="measure", persist_result=False)
 @ends_as_failed
 def measure(request: dict[str, Any]) -> State[Any]:
-    """Do one benchmark here, one at a time on this machine, and leave its evidence in the store that both share.
+    """Run one benchmark, one at a time on this machine; write its evidence to the shared store.
 
     Args:
-        request: What onnx-ops asks; not written by hand.
+        request: The request of onnx-ops; not written by hand.
     """
     with project_of(()) as project:
         performer = StageExecutor(settings=project.settings, ports=project.ports)

@@ -1,4 +1,4 @@
-"""What a commit means for models: the pipelines that it touches are run."""
+"""Run the pipelines that a commit affects."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from onnx_ops.orchestration.flows import ends_as_failed, run_affected
 @flow(name="model_commit", persist_result=False)
 @ends_as_failed
 def model_commit(since: str = "HEAD~1", until: StageKind | None = None, blocks: tuple[str, ...] = ()) -> State[Any]:
-    """Run every pipeline that the change since a commit touches: its files, data, targets, or the code that it reaches.
+    """Run every pipeline that a change affects: by its files, data, targets, or the code that it imports.
 
     Args:
         since: The commit, tag or branch before the change.
-        until: Stop after this kind of stage; `gate` for what is not merged yet.
-        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+        until: Stop after this kind of stage; use `gate` before the change is merged.
+        blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
         return run_affected(project, since, until)

@@ -1,4 +1,4 @@
-"""Lead a model through its pipeline: what `onnx-ops run` does, with every stage a task run of its own."""
+"""Run a pipeline as `onnx-ops run` does, with a task run for each stage."""
 
 from typing import Any
 
@@ -19,15 +19,15 @@ def pipeline(
     abandon: str = "",
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Train, export, validate, quantize, benchmark, gate, register and deploy; what is known already is not done again.
+    """Train, export, validate, quantize, benchmark, gate, register and deploy; unchanged stages are cached.
 
     Args:
         file: Pipeline file, relative to the project's root, such as configs/pipelines/digits-mlp.yaml.
         overrides: Values to override, such as train.with.seed=3.
         until: Stop after this kind of stage.
-        fresh: Kinds of stages to do again, whatever is known.
-        abandon: Why endpoints may stay behind that the file names no longer, or elsewhere.
-        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+        fresh: Kinds of stages to run again, cached or not.
+        abandon: Why endpoints that the file no longer names may be abandoned.
+        blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
         return run_pipeline(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon)

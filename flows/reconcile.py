@@ -1,4 +1,4 @@
-"""Move endpoints toward what the registry wants: the safety net under webhooks, and what finishes a killed driver."""
+"""Move endpoints to the desired state of the registry, where a webhook was lost or a process was killed."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from onnx_ops.release.reconcile import DryRun, read_registry
 @flow(name="reconcile", persist_result=False)
 @ends_as_failed
 def reconcile(endpoints: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
-    """Settle every endpoint, each on its own; the run fails if one of them could not be settled.
+    """Reconcile every endpoint separately; the run fails if one of them fails.
 
     Args:
         endpoints: Names of endpoints; all by default.
-        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+        blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
         ports = project.ports

@@ -1,4 +1,4 @@
-"""Move all traffic of endpoints back, now: what `onnx-ops rollback` does, for those who work in Prefect."""
+"""Roll endpoints back as `onnx-ops rollback` does."""
 
 from typing import Any
 
@@ -16,22 +16,22 @@ def rollback(
     to: str | None = None,
     reason: str = "",
     force: bool = False,
-    all: bool = False,  # noqa: A002 (it is what the command calls it)
+    all: bool = False,  # noqa: A002 (the option's name)
     model: str = "",
     target: str = "",
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Back to the previous version, or to `to`. Needs no MLflow; the aliases follow when the registry answers.
+    """Roll back to the previous version, or to `to`. Needs no MLflow: aliases follow when the registry answers.
 
     Args:
         endpoints: Names of endpoints.
         to: Version to go back to; the previous one by default.
         reason: Why; recorded in the ledger.
-        force: Even onto a version that was rolled back itself.
-        all: Instead of names: every endpoint of the model, and of the target if given.
+        force: Allow a version that was itself rolled back.
+        all: Roll back every endpoint of the model, and of the target if given, instead of named ones.
         model: With all: a registered model.
         target: With all: a target.
-        blocks: Blocks of Prefect's that say where services are, such as onnx-ops-registry/prod.
+        blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
         ports = project.ports
