@@ -131,10 +131,10 @@ def check(
         file,
         root=project.settings.root,
         plugins=known,
-        settings=lambda provider, settings: project.ports.provider(provider).check(settings),
+        settings=lambda provider, settings: project.ports.provider(provider).validate_settings(settings),
         metrics=_check_source,
         capabilities=lambda entry: abilities(project, entry),
-        unservable=lambda entry, target: project.ports.provider(entry.provider).unservable(target),
+        unservable=lambda entry, target: project.ports.provider(entry.provider).explain_unservable(target),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
         overrides=tuple(overrides),
@@ -190,7 +190,7 @@ def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
         return
     config, _ = binding(stage)
     for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
-        if isinstance(part, PrerequisiteChecker) and (error := part.lacking(config)):
+        if isinstance(part, PrerequisiteChecker) and (error := part.find_missing_requirement(config)):
             yield error
 
 

@@ -135,7 +135,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if not target_name:
             raise UserError("a new deployment needs a target", remedy="Add -C target=NAME, a file in configs/targets/.")
         settings = _settings(given)
-        self._ports.provider(provider).check(settings)
+        self._ports.provider(provider).validate_settings(settings)
         bound = EndpointConfig(
             endpoint=name,
             provider=provider,

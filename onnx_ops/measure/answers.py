@@ -1,4 +1,4 @@
-"""Answers of a model to rows and groups of inputs, in batches that it takes and that fit into memory."""
+"""Answers of a model to rows and groups of inputs, in batches."""
 
 from __future__ import annotations
 

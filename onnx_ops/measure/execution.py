@@ -1,4 +1,4 @@
-"""How a target executes a model: its hardware, and what it runs in integer arithmetic."""
+"""How a target executes a model: hardware and integer operators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
-    """What the rewritten graph shows; empty for a float variant or a runtime that does not show it."""
+    """What the rewritten graph shows; empty where it is not shown."""
 
     coverage: Int8Coverage | None = None
     advice: tuple[Advice, ...] = ()
@@ -49,7 +49,7 @@ class ExecutionReport:
 def inspect_execution(
     runtime: Runtime, source: Path, variant: Path, target: Target, excluded: Iterable[str] = ()
 ) -> ExecutionReport:
-    """Report which operators a target runs in integer arithmetic, and what slows it down.
+    """Report which operators run in integers, and what slows a variant down.
 
     Args:
         runtime: runs the variant.

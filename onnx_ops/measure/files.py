@@ -1,4 +1,4 @@
-"""Stage results: arrays, data sets, folders and documents between the store and local folders."""
+"""Stage results: arrays, data sets, folders and documents in the store."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def put_dataset(store: Store, dataset: Dataset) -> Manifest:
 
 
 def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None) -> Dataset:
-    """Return a stored data set; for an export, with whole numbers as float32 where the model expects that.
+    """Return a stored data set, for an export in the types of its model.
 
     Raises:
         UserError: a column has missing cells, and the model expects whole numbers.
@@ -87,7 +87,7 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
 
 
 def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
-    """Convert inputs to the types of a model: whole numbers of a table to float32 where it expects that.
+    """Convert whole numbers to float32 where the model expects that.
 
     Raises:
         UserError: a column has missing cells, and the model expects whole numbers.

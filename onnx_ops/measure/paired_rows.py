@@ -1,4 +1,4 @@
-"""Answers of a model row by row, stored beside its evidence, and compared with those of another run.
+"""Answers of a model row by row, stored beside its evidence.
 
 No label is stored: right or wrong for metrics that count rows, the error for metrics of numbers. Other metrics need
 labels, and have two separate intervals only.
@@ -26,7 +26,7 @@ _RIGHT, _ERROR, _GROUP, _ROWS = "right/", "error/", "rows.group", "rows.digest"
 
 
 def extract_rows(definition: MetricDefinition, label: Array | None, answers: Array) -> dict[str, Array]:
-    """Return what is stored of the candidate's answers for one metric; empty if it cannot be compared by it."""
+    """Return what is stored of the candidate's answers for one metric."""
     if definition.name in ("accuracy", "top_k"):
         return {f"{_RIGHT}{definition.label}": answers.astype(np.bool_)}
     if definition.name in ("mae", "rmse") and label is not None:
@@ -46,7 +46,7 @@ def digest_rows(dataset: Dataset) -> dict[str, Array]:
 
 
 def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[PairedCounts | ScoreComparison, ...]:
-    """Compare each metric of two runs that scored the same rows; empty if the rows differ.
+    """Compare each metric of two runs, if they scored the same rows.
 
     Args:
         store: holds the stored answers.
@@ -82,7 +82,7 @@ def _load_rows(store: Store, raw: Digest | None) -> Mapping[str, Array]:
 def count_pairs(
     metric: str, against: str, baseline: Array, candidate: Array, group: Array | None = None
 ) -> PairedCounts:
-    """Count rows right in both, in one, in neither. Both arrays are boolean of shape (rows,)."""
+    """Count rows right in both, in one, in neither, from boolean arrays."""
     effects: dict[str, Any] = {}
     if group is not None:
         effects = {

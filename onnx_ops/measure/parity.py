@@ -54,7 +54,7 @@ REFERENCE_TARGET = Target(name="reference", description="One CPU thread, where e
 def measure_parity(
     runtime: Runtime, model: Path, target: Target, groups: list[ReferenceGroup]
 ) -> tuple[ParityMeasurement, ...]:
-    """Measure each output on each group; inputs that only the model refuses are a mismatch.
+    """Measure each output on each group of inputs.
 
     Raises:
         MeasurementError: the runtime could not run the model.
@@ -127,7 +127,7 @@ def _describe_row(group: ReferenceGroup, row: int) -> str:
 def measure_invariance(
     runtime: Runtime, model: Path, target: Target, samples: Tensors, reference: list[ReferenceGroup]
 ) -> tuple[BatchInvariance, ...]:
-    """Measure the batch invariance of each output, in units of the source's noise on real samples.
+    """Measure the batch invariance of each output, in units of its noise.
 
     Empty for a model with a fixed batch, for fewer than two rows, and for one that rejects a single row.
     """
@@ -156,7 +156,7 @@ class FailedExport:
 
 
 def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | None:
-    """Return the worst measurement beyond the default limit, of inputs that callers can send.
+    """Return the worst divergent measurement of inputs that callers can send.
 
     Measurements with rows come before those without.
     """
@@ -247,7 +247,7 @@ def find_hardware_divergence(
     reference: list[ReferenceGroup],
     measured: Sequence[ParityMeasurement],
 ) -> Divergence | None:
-    """Return where a float model first differs between the target and the reference CPU, or None.
+    """Return where a target first differs from the reference CPU, or None.
 
     Both run the same file on the same inputs, with intermediate values exposed.
 

@@ -1,4 +1,4 @@
-"""Model outputs and labels in the terms of a task metric: classes, scores, numbers, embeddings, tokens."""
+"""Model outputs and labels in the terms of a task metric."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
 
 
 def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | None:
-    """Return the label as the metric needs it; None where it compares models with each other.
+    """Return the label as the metric needs it; None if it needs none.
 
     Raises:
         UserError: it is not of the kind that the metric needs.
@@ -287,7 +287,7 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
 
 
 def read_positive_scores(label: Array, positive: str | int, prediction: Prediction, where: str) -> Array:
-    """Return the scores of the positive label, one a row; negated where only the other one's are given.
+    """Return the scores of the positive label, one a row.
 
     Raises:
         UserError: no column stands for it.

@@ -1,4 +1,4 @@
-"""Reference outputs: the source model's answers to every group of inputs that its export takes."""
+"""Reference outputs: the source's answers to every group of inputs."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def collect_reference_outputs(
     *,
     seconds: float = SOURCE_TIME_S,
 ) -> ReferenceOutputs:
-    """Collect the source's answers to every group of inputs; note the groups that it rejects.
+    """Collect the source's answers, and note the groups that it rejects.
 
     Args:
         exporter: of the model's framework.
@@ -289,7 +289,7 @@ def _describe_difference(name: str, first: Array, again: Array, tolerance: float
 def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
-    """Build the groups of inputs that the export accepts, real samples first; a fixed batch is kept whole."""
+    """Build the groups of inputs that the export accepts, real rows first."""
     fixed = read_model_info(path).fixed_batch
     try:
         domains = learn_domains(samples, declared, read_index_bounds(path))

@@ -1,4 +1,4 @@
-"""Task metrics of a variant: its answers to the scored rows, alone and beside those of other models."""
+"""Task metrics of a variant, alone and beside other models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Answers:
 
 
 def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
-    """Measure every metric that the data set allows; without labels only those that need none.
+    """Measure every metric that the data set allows.
 
     A metric that cannot be read or is not defined on these rows has an entry with the reason.
 
@@ -125,7 +125,7 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
 
 
 def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
-    """Return why a metric cannot be computed with these labels and outputs; empty if it can.
+    """Return why a metric cannot be computed; empty if it can.
 
     Args:
         definition: of the metric.

@@ -81,9 +81,10 @@ class SearchResult:
 
 
 def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchResult:
-    """Try recipes until nothing is left to try or the budget is spent; resume from the journal if there is one.
+    """Try recipes until nothing is left or the budget is spent.
 
-    A complete journal belongs to a result that is being recomputed, and is cleared.
+    It resumes from the journal if there is one. A complete journal belongs to a result that is being recomputed, and is
+    cleared.
 
     Raises:
         StageError: a library gives another file for the same recipe.
@@ -250,7 +251,7 @@ class TrialRunner:
         return replace(trial, seconds=context.ports.clock.monotonic() - started)
 
     def make(self, trial: Trial) -> tuple[Path, tuple[str, ...]]:
-        """Build the model of a trial in its own folder; the same recipe always gives the same file."""
+        """Build the model of a trial; the same recipe gives the same file."""
         context, recipe = self._context, self._context.recipes[trial.recipe]
         folder = context.folder / f"trial-{len(list(context.folder.iterdir()))}"
         folder.mkdir()

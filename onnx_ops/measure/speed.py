@@ -81,7 +81,7 @@ def measure_throughput(
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Compare windows of the baseline, again the baseline, and the candidate, look by look.
+    """Compare windows of baseline and candidate in turns, look by look.
 
     Raises:
         MeasurementError: one of the models does not run there.
@@ -151,7 +151,7 @@ def measure_starts(
 
 
 def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare fresh processes of the baseline, again the baseline, and the candidate, look by look.
+    """Compare fresh processes of baseline and candidate, look by look.
 
     Memory has no entry where the system does not report it.
 
@@ -201,7 +201,7 @@ def _name_samples(where: str, samples: Sequence[StartSamples]) -> RawSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSpec:
-    """A variant on one target, and the models it is compared with by name; the last one is its baseline."""
+    """A variant on one target, and its baselines; the last one decides."""
 
     runtime: Runtime
     target: Target
@@ -237,7 +237,7 @@ class SpeedMeasurements:
 
 
 def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMeasurements:
-    """Measure the variant alone, its latency against every model, and the rest against its baseline.
+    """Measure the variant alone, and against its baselines.
 
     A champion may have other inputs, which these rows do not fit: what cannot be measured against it is left out, and
     its gate reports it.

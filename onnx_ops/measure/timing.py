@@ -1,4 +1,4 @@
-"""Timing: the latency of one model, and of two models side by side until the limits are decided."""
+"""Timing of one model, and of two side by side until limits are decided."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class PairedBenchmark:
 
     @property
     def models(self) -> tuple[Path, Path, Path]:
-        """Return the models of a round: the baseline twice, which shows the machine's noise, and the candidate."""
+        """Return the models of a round: twice the baseline, and the candidate."""
         return self.baseline, self.baseline, self.candidate
 
 
 def build_feed(model: Path, inputs: Tensors, batch: int) -> Tensors:
-    """Return one request of `batch` real rows, or of the model's fixed batch; rows repeat if there are fewer."""
+    """Return one request of `batch` real rows, or of the fixed batch."""
     rows = np.arange(read_model_info(model).fixed_batch or batch) % len(next(iter(inputs.values())))
     return {name: array[rows] for name, array in inputs.items()}
 
@@ -115,7 +115,7 @@ def measure_latency(
 
 
 def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
-    """Compare fresh sessions of the baseline, again the baseline, and the candidate, look by look.
+    """Compare fresh sessions of baseline and candidate, look by look.
 
     Raises:
         MeasurementError: one of the models does not run there.
@@ -149,7 +149,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
 
 
 def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
-    """Plan rounds of about `HEAT_S`: fewer blocks for slow models, shorter ones for very slow models.
+    """Plan rounds of about `HEAT_S`, with fewer blocks for slow models.
 
     Long runs vary less, and only more rounds average the noise between sessions.
     """
@@ -177,7 +177,7 @@ def measure_until_decided(
     figures: Callable[[Sequence[S]], Sequence[RatioSamples]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
-    """Measure up to each look, until every quantity is decided or the next look would end too late.
+    """Measure up to each look, until all is decided or time runs out.
 
     Args:
         pair: the two models.
@@ -204,7 +204,7 @@ def measure_until_decided(
 
 
 def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
-    """Return log ratios of the candidate, and of the repeated baseline, to the baseline.
+    """Return log ratios of candidate and repeated baseline to the baseline.
 
     One session of the baseline is compared with one of each, not the mean of both with the candidate: skewed noise,
     like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise.

@@ -1,4 +1,7 @@
-"""Load and call functions of the project by reference. Isolated environments import this module too."""
+"""Functions of the project: loading and calling them by reference.
+
+Isolated environments import this module too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from onnx_ops.plugins import imported, missing_package
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:
-    """Let the project's modules be imported, to call them and to read what training pickled."""
+    """Let the project's modules be imported, to call and to unpickle."""
     text = str(root)
     added = text not in sys.path
     if added:
@@ -31,7 +34,7 @@ def importable(root: Path) -> Iterator[None]:
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names. Importing its module runs that module.
+    """Return the function that `package.module:function` names.
 
     Raises:
         MissingPackageError: a package that it imports is not installed.

@@ -1,4 +1,4 @@
-"""Run a plan: each stage as soon as its inputs are there, unless its result is cached."""
+"""Run a plan: each stage when its inputs exist, unless it is cached."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DaemonThreadPool(Generic[R]):
 
 
 def ordered_map(jobs: int, task: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the results of `task` for every item, in the order of the items, with at most `jobs` at once.
+    """Yield the results of `task` for every item, in the order of the items.
 
     Results that were yielded are not kept in memory.
     """
@@ -84,7 +84,7 @@ class Handler(Protocol):
     """What the engine needs to know about the stages it runs."""
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        """Return the stage's result if it is cached and intact; for a release stage, if it is already applied."""
+        """Return the stage's result if it is cached and intact, or applied."""
         ...
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
@@ -92,7 +92,7 @@ class Handler(Protocol):
         ...
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        """Hold a lock on the same work of other runs; they find its result when they get the lock."""
+        """Hold a lock on the same work of other runs."""
         ...
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -139,7 +139,7 @@ class SilentObserver:
 
 
 class InlineExecutor:
-    """Run stages in this process, and retry after environment failures as often as the stage allows."""
+    """Run stages in this process, with retries after environment failures."""
 
     def run(self, stage: Stage, work: Work, decide: Callable[[Manifest], Decision | None]) -> Manifest:
         """Run the work of a stage."""
@@ -213,7 +213,7 @@ def _run_in_parallel(plan: Plan, step: Step, jobs: int) -> Iterator[tuple[Stage,
 
 
 def preview(plan: Plan, *, handler: Handler, fresh: Collection[StageKind] = ()) -> Mapping[str, StageOutcome | None]:
-    """Return the outcome of each stage that needs no work, and None for each that would run.
+    """Return the outcome of each stage without work; None for the others.
 
     A stage that depends on one that would run counts as one that would.
     """

@@ -53,7 +53,7 @@ class Probe(Protocol):
         ...
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
-        """Return the versions of the distributions that shape a plugin's result, or its requirements.
+        """Return the distributions that shape a plugin's result, with versions.
 
         Args:
             kind: of plugin.
@@ -112,7 +112,7 @@ def gate_id(variant: str, target: str) -> str:
 def make_stage(
     kind: StageKind, stage_id: str, section: Attempts | None, settings: Mapping[str, Json], **rest: object
 ) -> Stage:
-    """Make a stage with its attempts, which do not shape the result and stay out of the settings."""
+    """Make a stage; its attempts stay out of the settings and the key."""
     return codec.from_json(
         {
             "id": stage_id,
@@ -128,20 +128,20 @@ def make_stage(
 
 
 def write_section(section: Attempts) -> dict[str, Json]:
-    """Return a section without its attempts and its environment (see `write_environment`)."""
+    """Return a section without its attempts and its environment."""
     document = codec.to_json(section)
     return {key: value for key, value in document.items() if key not in ("retries", "timeout", "memory", "env")}
 
 
 def write_environment(env: Environment | None) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return settings and hints of a stage in an isolated environment; empty where the exporter decides."""
+    """Return settings and hints of a stage in an isolated environment."""
     if env is None:
         return {}, {}
     return {"env": env.content()}, {"env": codec.to_json(env)}
 
 
 def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return settings and hints of stages that add operator libraries to a model; empty without libraries."""
+    """Return settings and hints of stages that add operator libraries."""
     libraries_by_target = {
         name: targets[name].custom_ops for name in pipeline.benchmark.targets if targets[name].custom_ops
     }
@@ -186,5 +186,5 @@ def read_operators(stage: Stage) -> Mapping[str, tuple[CustomOps, ...]]:
 
 
 def read_reference_operators(stage: Stage) -> tuple[CustomOps, ...]:
-    """Return the libraries for comparing an export with its source: those of the first target with any."""
+    """Return the libraries of the first target with any."""
     return next(iter(read_operators(stage).values()), ())

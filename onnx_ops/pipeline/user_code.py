@@ -1,4 +1,4 @@
-"""A project's own code: loading, calling, and digests of everything that it imports."""
+"""Digests of a project's own code and of everything that it imports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _DECOMPRESSORS: Mapping[bytes, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """What modules depend on: source files by path with digests, installed packages with versions."""
+    """Source files with digests and packages with versions, of some modules."""
 
     files: Mapping[str, Digest]
     packages: Mapping[str, str]
@@ -59,7 +59,7 @@ class UserCode:
 
 
 def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str, ...] = ()) -> UserCode:
-    """Collect all that `package.module:function`, or a module, can import, and `depends`.
+    """Collect all that some modules can import, and `depends`.
 
     Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
     installed package counts with its version, and so does what shapes the results of this product: the revisions of its
@@ -92,7 +92,7 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
 
 
 def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
-    """Find the modules that a trained model's files name, as pickles and JSON documents name classes.
+    """Find the modules that a trained model's files name.
 
     Of an installed package only its first name is returned. The file is not loaded: that would need its framework, and
     run its code. A name that occurs for another reason does no harm.
@@ -223,7 +223,7 @@ def _find_development_folder(package: str) -> Path | None:
 
 
 def find_distributions(package: str) -> Mapping[str, str]:
-    """Return the distributions of an importable package, with their versions; none for the project's own."""
+    """Return the distributions of an importable package, with versions."""
     if package in (_OURS, _JOBLIB) or package in sys.stdlib_module_names:
         return {}
     return plugins.bringing(package)

@@ -144,7 +144,7 @@ class EndpointProvider(Protocol):
         what its own source of metrics can tell."""
         ...
 
-    def check(self, settings: Mapping[str, Json]) -> None:
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Look at an endpoint's settings without touching anything.
 
         Raises:
@@ -152,7 +152,7 @@ class EndpointProvider(Protocol):
         """
         ...
 
-    def unservable(self, target: Target) -> str:
+    def explain_unservable(self, target: Target) -> str:
         """Why no endpoint here can run models as they were measured on the target; empty if one can."""
         ...
 
@@ -160,7 +160,7 @@ class EndpointProvider(Protocol):
         """Where the endpoint stands, for people. Two configs of one place are the same endpoint; nobody is asked."""
         ...
 
-    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Look at a change of an endpoint's settings that exists, and stays where it is.
 
         Raises:
@@ -205,7 +205,7 @@ class EndpointProvider(Protocol):
         """Where this provider's endpoints are counted if nothing else is said."""
         ...
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """What stands at the provider for this endpoint and is used neither by what it serves, nor by a deployment
         whose manifest is `needed`.
 
@@ -214,7 +214,7 @@ class EndpointProvider(Protocol):
         """
         ...
 
-    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Remove a leftover. No error if it is gone.
 
         Raises:
@@ -236,7 +236,7 @@ class EndpointProvider(Protocol):
 class DetachedServing(Protocol):
     """An endpoint provider whose endpoints may outlive what manages them."""
 
-    def unsupervised(self, config: EndpointConfig) -> bool:
+    def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Whether clients are answered, by what was published last, although `observe` sees nothing. Applying a state
         brings back what is missing."""
         ...
@@ -256,7 +256,7 @@ class Diagnosable(Protocol):
 class PrerequisiteChecker(Protocol):
     """An endpoint provider, or a source of metrics, that knows what it needs of this machine."""
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """What is missing here to reach or to run the endpoint, as far as that shows without network: credentials, a
         free port. What cannot be told is taken to be there."""
         ...

@@ -81,7 +81,7 @@ def moved_from(ports: Ports, state: ReleaseState, config: EndpointConfig) -> End
     provider = ports.provider(bound.provider)
     if bound.provider != config.provider or provider.place(bound) != provider.place(config):
         return bound
-    provider.check_change(bound, config)
+    provider.validate_change(bound, config)
     return None
 
 

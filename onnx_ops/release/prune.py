@@ -139,7 +139,7 @@ def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
     found, silent = [], []
     for config in _configs(states, endpoints):
         try:
-            left = ports.provider(config.provider).leftovers(config, manifests)
+            left = ports.provider(config.provider).list_orphans(config, manifests)
         except ServiceUnavailableError:
             silent.append(config.endpoint)
         else:
@@ -158,7 +158,7 @@ def delete_orphans(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
     gone = []
     for one in found:
         try:
-            ports.provider(one.provider).discard(configs[one.endpoint], one.leftover)
+            ports.provider(one.provider).delete_orphan(configs[one.endpoint], one.leftover)
         except ConflictError:
             continue
         gone.append(one)

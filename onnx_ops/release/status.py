@@ -107,7 +107,7 @@ def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
         state=journal.state,
         actual=actual,
         address=provider.address(config),
-        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.unsupervised(config),
+        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.is_unsupervised(config),
     )
 
 

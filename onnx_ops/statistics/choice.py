@@ -1,4 +1,7 @@
-"""The choice of a variant for each target. Imports no numbers library: a run with nothing to do needs it too."""
+"""The choice of a variant for each target.
+
+Imports no numbers library, since a run without work needs it too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class _Candidate:
 
 
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
-    """Choose the variant to serve on one target: of those that pass, the best by the objective.
+    """Choose the passing variant to serve on one target, by the objective.
 
     Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with confidence. Variants whose
     intervals overlap that of the best are tied with it; of those the one with the fewest bytes is chosen, then the

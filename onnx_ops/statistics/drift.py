@@ -1,4 +1,4 @@
-"""Drift of a released variant: the same files, measured at the decision and now. Pure."""
+"""Drift of a released variant: the same files, measured then and now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 
 
 def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[GateResult, ...]:
-    """Judge the gates on the present evidence, and how far measurements have moved since the decision.
+    """Judge the present evidence, and how far it moved since the decision.
 
     A gate that the old evidence also fails against the present baseline shows no drift: its result is advisory.
     Measurements may move as far as the gates let a release move them: `max_regression` of latency, `max_drop` and

@@ -1,4 +1,4 @@
-"""Rows that belong together: their design effect, and how to detect them where no array names the groups.
+"""Rows that belong together: their design effect, and their detection.
 
 Rows of one patient, customer or video are right and wrong together. Their errors vary more than those of as many
 independent rows, by a factor that survey statistics calls the design effect (Kish 1965, Survey Sampling, ch. 5).
@@ -66,7 +66,7 @@ def number_groups(array: Array) -> Array | None:
 
 
 def find_group_columns(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the arrays without a key that may name groups, as numbers: their values repeat."""
+    """Return unnamed arrays that may hold groups, as numbers: values repeat."""
     columns: dict[str, Array] = {}
     for name, array in arrays.items():
         numbers = None if array.dtype.kind == "f" and array.size and (array % 1 != 0).any() else number_groups(array)
@@ -82,7 +82,7 @@ def typical_size(group: Array) -> float:
 
 
 def compute_design_effect(values: Array, group: Array) -> float:
-    """Return how many times as many rows the mean of `values` takes as independent ones; at least 1.
+    """Return the factor of rows that dependence costs the mean; at least 1.
 
     Args:
         values: one a row, between -1 and 1.

@@ -1,4 +1,4 @@
-"""Confidence intervals of task metrics: proportions, the paired bootstrap, and ratios of losses.
+"""Confidence intervals: proportions, the paired bootstrap, ratios of losses.
 
 `tango_interval` and `clopper_pearson` are for shares of right rows. The paired bootstrap (`replicate`, `bca_interval`)
 draws rows or groups once for all models, so that what they share cancels out; a statistic is a function of weights (how
@@ -61,7 +61,7 @@ _FAR, _HALVINGS = 128, 20
 
 
 def change_interval(counts: PairedCounts) -> Interval:
-    """Return the change of a share of right rows, candidate minus baseline; groups count as fewer rows.
+    """Return the interval of a change: share of right rows, minus the baseline's.
 
     Raises:
         ValueError: see `tango_interval`.
@@ -72,20 +72,20 @@ def change_interval(counts: PairedCounts) -> Interval:
 
 
 def change_p_value(counts: PairedCounts, bound: float) -> float:
-    """Return the chance of a change at least as good where the true change equals `bound`."""
+    """Return the p-value of "the true change is at most `bound`"."""
     n, lost, won = _count_independent(counts)
     return float(special.ndtr(-_tango_score(n, lost, won, bound)))
 
 
 def value_interval(counts: PairedCounts) -> Interval:
-    """Return the candidate's share of right rows; grouped rows count as fewer independent ones."""
+    """Return the interval of the candidate's share of right rows."""
     right, n = _count_independent_right(counts)
     estimate, low, high = clopper_pearson(right, n)
     return Interval(estimate=estimate, low=low, high=high)
 
 
 def value_p_value(counts: PairedCounts, bound: float) -> float:
-    """Return the chance of a share at least as large where the true share equals `bound`."""
+    """Return the p-value of "the true share is at most `bound`"."""
     right, n = _count_independent_right(counts)
     return float(special.betainc(right, n - right + 1, bound)) if right > 0 else 1.0
 
@@ -153,7 +153,9 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 
 
 def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Return an exact interval for a proportion (Clopper and Pearson 1934, Biometrika 26:404-413).
+    """Return an exact interval for a proportion.
+
+    Clopper and Pearson 1934, Biometrika 26:404-413.
 
     Returns:
         (estimate, low, high).
@@ -232,7 +234,7 @@ def replicate(
 
 
 def bca_interval(replicates: Replicates, confidence: float = CONFIDENCE) -> Interval | None:
-    """Return the bias-corrected and accelerated bootstrap interval; None if too many resamples are undefined.
+    """Return the BCa bootstrap interval; None if too much is undefined.
 
     Efron 1987, Journal of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
     size. The acceleration is that of the jackknife over groups of rows, which has the same expectation as over single
@@ -324,7 +326,7 @@ def _find_least_distance(beyond: Callable[[float], bool], step: float) -> float:
 
 
 def find_heavy_rows(losses: Losses) -> tuple[float, tuple[int, ...]]:
-    """Return the effective number of rows that carry the losses, and the rows that carry half of them."""
+    """Return the effective number of rows, and the rows with half of the loss."""
     total, squares = float(losses.sum()), float(np.square(losses).sum())
     if squares <= 0:
         return float(len(losses)), ()

@@ -172,7 +172,7 @@ def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:
 
 
 def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> RankingMetrics:
-    """Read the metrics that variants are ranked by; those that were not measured are None.
+    """Read the metrics that variants are ranked by; None where not measured.
 
     The task metric is that of the first metric gate, else accuracy.
     """

@@ -1,4 +1,4 @@
-"""Latency: whether a model is slower or faster than another on a noisy machine, and keeps an absolute limit."""
+"""Latency comparisons on a noisy machine, and absolute limits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _TICK_NS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Latency of B over latency of A, with one-sided bounds; 0 and infinity where there is none.
+    """Latency of B over A with one-sided bounds; 0 and infinity for none.
 
     `rest` is the factor by which the unmeasured part of a run may move the bounds: 1 after the last look.
     """
@@ -74,7 +74,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantileComparison:
-    """A quantile against a limit. With `needed` runs it passes if no further run exceeds the limit."""
+    """A quantile against a limit; with `needed` good runs it can pass."""
 
     verdict: Verdict
     quantile: float
@@ -86,7 +86,7 @@ class QuantileComparison:
 
 
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
-    """Return the centre of a symmetric distribution with a distribution-free bound on each side.
+    """Return the Hodges-Lehmann centre with a bound on each side.
 
     Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., §3.2-3.3: the
     median of the Walsh averages, and those of them that the signed-rank test does not reject. The test's
@@ -149,7 +149,7 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
 
 
 def run_interval(log_ratios: Sequence[Sequence[float]], alpha: float = ALPHA) -> tuple[float, float, float]:
-    """Return `session_interval` of one look for consecutive, possibly correlated pairs.
+    """Return `session_interval` of one look for correlated pairs.
 
     With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones: the interval is wider
     by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
@@ -186,7 +186,7 @@ def _compute_widening(values: Sequence[float], alpha: float) -> float:
 
 
 def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
-    """Return the change of the log ratio from the first to the last pair, or None if it is not significant.
+    """Return the significant change of the log ratio over the run, or None.
 
     What slows A and B alike is in no pair. The slope is that of least squares, tested with as many residuals as their
     correlation leaves.
@@ -206,7 +206,7 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
 
 
 def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: float = ALPHA) -> Comparison:
-    """Compare B with A: PASS if B is surely less than `1 + tolerance` times as slow, FAIL if surely more.
+    """Compare B with A: PASS if surely below `1 + tolerance`, FAIL if above.
 
     The bounds are those of `run_interval`. The first pairs of a run do not tell what the rest will bring: before the
     last look a verdict must also hold with each bound moved outwards by `DRIFT` times the missing share of the run.
@@ -229,7 +229,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
 def estimate_pairs_needed(
     log_ratios: Sequence[Sequence[float]], tolerance: float, *, alpha: float = ALPHA
 ) -> int | None:
-    """Return the pairs in one run after which the interval would exclude the limit at the same ratio.
+    """Return the pairs of one run that would decide at the same ratio.
 
     None if a hundred times the longest run would not be enough.
     """
@@ -348,7 +348,7 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
-    """Return the fewest runs that pass quantile `q` with `exceeding` of them above the limit."""
+    """Return the fewest runs that pass with `exceeding` of them too slow."""
     short, enough = exceeding, exceeding + 1
     while special.bdtr(exceeding, enough, 1 - q) > 1 - confidence:
         short, enough = enough, 2 * enough
@@ -372,7 +372,7 @@ def _exp(value: float) -> float:
 def compute_block_logs(
     nanoseconds: npt.ArrayLike, preempted: npt.ArrayLike, probe: npt.ArrayLike | None = None
 ) -> Floats:
-    """Return the log of the median run of each block, up to a constant that all models share.
+    """Return the log of each block's median run, up to a shared constant.
 
     Medians are of the runs that were not preempted; of all runs in a block without one. A single run that kept its core
     is worth more than ten that did not: with runs of 2 ms and three threads a core, pairs varied by 6.7 %, and by 9.4 %

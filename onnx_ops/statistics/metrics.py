@@ -1,6 +1,6 @@
-"""Task metrics as functions of row weights: `statistic(weights)` maps (resamples, rows) to (resamples,).
+"""Task metrics as functions of row weights.
 
-A value is NaN where the weighted rows do not define it.
+`statistic(weights)` maps (resamples, rows) to (resamples,). A value is NaN where the weighted rows do not define it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rmse(errors: Array) -> Statistic:
 
 
 def r2(labels: Array, predictions: Array) -> Statistic:
-    """Return the share of the labels' variance that the predictions explain; undefined for constant labels."""
+    """Return the explained share of the labels' variance."""
     centred = labels - labels.mean()
     residuals = np.square(labels - predictions)
 
@@ -76,7 +76,7 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
 
 
 def f1_step(labels: Array, predictions: Array, classes: int, average: Average, positive: int = 0) -> float:
-    """Return an upper bound of what one more row of a wrong class takes off the F1 of these predictions."""
+    """Return an upper bound of what one more wrong row takes off the F1."""
     hits = np.bincount(labels[labels == predictions], minlength=classes)
     support = np.bincount(labels, minlength=classes)
     total = support + np.bincount(predictions, minlength=classes)
@@ -105,7 +105,7 @@ def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> A
 
 
 def auc(positive: Array, scores: Array) -> Statistic:
-    """Return the area under the ROC curve: the chance that a positive row scores above a negative one.
+    """Return the area under the ROC curve.
 
     Ties count half. Undefined where one of the classes has no rows.
     """
@@ -126,7 +126,7 @@ def auc(positive: Array, scores: Array) -> Statistic:
 
 
 def custom(function: CustomMetric, predictions: Array, labels: Array) -> Statistic:
-    """Return a user's own function on the rows that a resample has; undefined where it raises."""
+    """Return a user's own function on the rows of each resample."""
 
     def value(weights: npt.NDArray[np.float64]) -> float:
         rows = np.repeat(np.arange(len(labels)), weights.astype(np.intp))
@@ -150,14 +150,14 @@ def cosine_rows(one: Array, other: Array) -> Array:
 
 
 def token_rows(one: Array, reference: Array, ignore: int) -> Array:
-    """Return the share of equal tokens in each row of two (rows, length) arrays; NaN for rows to ignore."""
+    """Return the share of equal tokens a row; NaN for rows to ignore."""
     counted = reference != ignore
     with np.errstate(all="ignore"):
         return np.asarray(((one == reference) & counted).sum(axis=1) / counted.sum(axis=1))
 
 
 def top_k_rows(columns: Array, scores: Array, k: int) -> Array:
-    """Return whether the column of each row's label has one of its k highest scores; ties count against it."""
+    """Return whether each row's label is among the k best; ties count against it."""
     own_score = np.take_along_axis(scores, columns[:, None], axis=1)
     return np.asarray((scores >= own_score).sum(axis=1) <= k)
 

@@ -154,14 +154,14 @@ def pool_noise(measurements: Sequence[ParityMeasurement]) -> tuple[ParityMeasure
 
 
 def compute_ratio(error: float, noise: float) -> float:
-    """Return error / noise: 0 without an error, at most `LARGEST`, and `LARGEST` without noise."""
+    """Return error / noise, at most `LARGEST`; 0 without an error."""
     if error == 0:
         return 0.0
     return min(error / noise, LARGEST) if noise > error / LARGEST else LARGEST
 
 
 def compute_epsilon(array: AnyArray) -> float:
-    """Return the relative spacing of the array's floats, never finer than that of float32."""
+    """Return the relative spacing of floats, at least that of float32."""
     single = float(np.finfo(np.float32).eps)
     if array.dtype.name == "bfloat16":
         return _BFLOAT16_EPSILON
@@ -180,7 +180,7 @@ def is_text(array: AnyArray) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergentValue:
-    """The first divergent value and its error / noise; `LARGEST` if shape or NaNs differ."""
+    """The first divergent value; its ratio is `LARGEST` for another shape."""
 
     value: str
     ratio: float
@@ -230,7 +230,7 @@ def pick_evenly(names: Sequence[str], limit: int) -> list[str]:
 
 
 def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
-    """Return at most 32 rows: the worst one, and evenly spaced others as a sample of the noise."""
+    """Return at most 32 rows: the worst one, and evenly spaced others."""
     count = len(reference)
     if count <= MIN_NOISE_ROWS:
         return list(range(count))
@@ -241,7 +241,7 @@ def select_rows(onnx: AnyArray, reference: AnyArray) -> list[int]:
 
 
 def find_worst_row(onnx: AnyArray, reference: AnyArray) -> int:
-    """Return the row with the largest difference; NaN on one side only counts as largest."""
+    """Return the row with the largest difference; one-sided NaN is largest."""
     if {onnx.dtype.kind, reference.dtype.kind} <= set("fiub"):
         a, b = onnx.astype(np.float64), reference.astype(np.float64)
         with np.errstate(all="ignore"):
@@ -283,7 +283,7 @@ def measure_batch_invariance(
 
 
 def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, float]:
-    """Return the source's rounding noise by float output, from its answers in float32 and float64.
+    """Return the source's rounding noise by float output.
 
     Empty if one of the two is missing. The noise is that of parity: max(max |single - double|, 2 eps max |double|).
     """

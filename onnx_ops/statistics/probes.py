@@ -1,4 +1,4 @@
-"""Probes: input groups made from real samples on which a wrong export shows. Deterministic.
+"""Probes: deterministic input groups on which a wrong export shows.
 
 The domain of an input is the set of values that callers can send, learned from real rows, the graph and what the
 pipeline declares. A difference on a group within the domain refuses the export; on other groups (NaN where the data
@@ -167,7 +167,7 @@ class ProbeGroup:
 
 
 def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> Tensors:
-    """Make 96 rows within the domain: its bounds and their mixtures, one place at a bound, and values in between.
+    """Make 96 rows within the domain: bounds, mixtures and values in between.
 
     Places that do not vary independently keep real rows. So do texts and booleans, except that the columns of a table
     of texts are mixed.
@@ -201,7 +201,7 @@ def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
 
 
 def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, empty: bool) -> dict[str, ProbeGroup]:
-    """Make the groups: real rows, rows within the domain, and 32 rows of each kind outside of it.
+    """Make the groups: real rows, and rows within and outside the domain.
 
     `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
     holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
@@ -349,7 +349,7 @@ def _can_hold(array: AnyArray, factor: float) -> bool:
 
 
 def choose_other_sizes(size: int) -> tuple[int, ...]:
-    """Return one, a smaller odd size, the next odd one above, and the double; never the size itself."""
+    """Return 1, a smaller odd size, the next odd size, and the double."""
     smaller, larger = (size // 2) | 1, size + 1 + size % 2
     return tuple(sorted({1, smaller, larger, 2 * size} - {size}))
 

@@ -1,4 +1,4 @@
-"""Quantization error: distances of weights and activations from their originals, in quantization steps."""
+"""Quantization error of weights and activations, in quantization steps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ActivationStatistics:
                 self.compared += int(usable.sum())
 
     def summarize(self) -> ActivationMeasurement:
-        """Return the measurement: noise and departure in units of step / sqrt(12), `LARGEST` if not finite.
+        """Return the measurement, in units of step / sqrt(12).
 
         Clipping is measured against steps of at least 8 bits: what a finer step gains may not be clipped. The stretch
         is that of the tighter end, since a symmetric range of values of one sign fits at one end only.

@@ -1,4 +1,4 @@
-"""Scores of several models by one task metric on the same rows, with intervals for later limits.
+"""Scores of several models by one task metric, with intervals.
 
 The intervals of mae, rmse and r2 are of ratios of losses, those of other metrics come from the paired bootstrap over
 rows; where the data names groups, groups take the place of rows. The bootstrap knows nothing of kinds of rows that it
@@ -54,7 +54,9 @@ def score(
     resamples: int = RESAMPLES,
     group: Array | None = None,
 ) -> tuple[ScoreComparison, ...]:
-    """Score the candidate, and compare it with each other model. The order of rows has no influence.
+    """Score the candidate, and compare it with each other model.
+
+    The order of rows has no influence.
 
     Args:
         definition: any metric but `accuracy` and `top_k`, which are counts of rows.

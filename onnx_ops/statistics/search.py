@@ -1,4 +1,4 @@
-"""The search for variants: its next step, its Pareto front, and what each node kept in float contributed.
+"""The search for variants: next step, Pareto front, node contributions.
 
 The next step depends only on the budget and on earlier trials: an interrupted search resumes from its journal. Imports
 no numbers library.
@@ -47,7 +47,7 @@ class StopSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """A search so far. `export_bytes` is the size of fp32, which every variant is compared with."""
+    """A search so far; `export_bytes` is the size of fp32."""
 
     recipes: tuple[Recipe, ...]
     budget: Budget
@@ -67,7 +67,7 @@ class SearchState:
 
 
 def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
-    """Choose the next step: whole recipes first, then repairs of fast but inaccurate ones, deferred ones last.
+    """Choose the next step: whole recipes, then repairs, then deferred ones.
 
     A step that is expected to exceed the remaining time is skipped for the next one that is not.
     """
@@ -123,7 +123,10 @@ def is_eligible(trial: Trial, budget: Budget) -> bool:
 
 
 def compute_time_ratio(trial: Trial) -> float:
-    """Return the time of a request over that of fp32, as geometric mean over targets; infinite if unmeasured."""
+    """Return the time over that of fp32; infinite if it was not measured.
+
+    It is the geometric mean over the targets.
+    """
     if trial.failure or not trial.ratios:
         return math.inf
     return math.exp(sum(math.log(one.estimate) for one in trial.ratios.values()) / len(trial.ratios))
@@ -172,7 +175,7 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
 
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
-    """Return nodes by the error of quantizing each alone, the largest first; failed ones come first."""
+    """Return nodes by the error of quantizing each alone, the largest first."""
     errors = {s.node: math.inf if s.error is None else s.error for s in state.sensitivities if s.recipe == recipe.name}
     order = {node: place for place, node in enumerate(recipe.nodes)}
     return tuple(sorted((n for n in recipe.nodes if n in errors), key=lambda n: (-errors[n], order[n])))
@@ -236,7 +239,7 @@ def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
 
 
 def list_node_contributions(state: SearchState) -> tuple[NodeContribution, ...]:
-    """Return what each node in float contributed, by comparing two trials that differ in it alone."""
+    """Return what each node in float contributed to metric and time."""
     contributions = []
     for recipe in state.recipes:
         ranked = rank_nodes(state, recipe)
@@ -269,7 +272,7 @@ def _make_contribution(current: Trial, without: Trial, node: str, *, kept: bool)
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the eligible trials that no other beats in metric, size and every time at once.
+    """Return the eligible trials that no other trial beats in everything.
 
     fp32 is one of the others. A gain of the metric counts as no loss, since it is chance.
     """
@@ -295,7 +298,7 @@ def _beats(m: int, other: tuple[float, ...], n: int, point: tuple[float, ...]) -
 def assign_roles(
     state: SearchState, name: str, roles: Sequence[Role], *, unfinished: str = ""
 ) -> tuple[FrontierSlot, ...]:
-    """Assign the trials of the front to roles; a role whose best trial has another role already stays empty.
+    """Assign the trials of the front to roles, each trial to one role.
 
     `unfinished` says why the search ended before everything was tried.
     """

@@ -1,4 +1,4 @@
-"""scipy.special, imported at its first use: that takes 0.15 s, and most commands end without it."""
+"""scipy.special, imported at its first use, which takes 0.15 s."""
 
 from __future__ import annotations
 

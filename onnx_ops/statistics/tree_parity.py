@@ -1,4 +1,4 @@
-"""Parity of tree ensembles: splits and leaves one by one, and answers within the jitter envelope.
+"""Parity of tree ensembles: node by node, and within a jitter envelope.
 
 A correct export of a scaler with trees differs from its source in some rows, because a feature that rounds otherwise
 falls on the other side of a split. Such a row is explained if the answers of the source to jittered copies of it, by a

@@ -278,11 +278,11 @@ class EndpointProviderSuite:
         blue, green = deployments
         provider.apply(config, state_of(blue, green, blue=100, green=0), generation=1)
         provider.apply(config, state_of(blue, blue=100), generation=2)
-        assert not provider.leftovers(config, frozenset({blue.manifest, green.manifest}))
-        for leftover in provider.leftovers(config, frozenset({blue.manifest})):
-            provider.discard(config, leftover)
-            provider.discard(config, leftover)
-        assert not provider.leftovers(config, frozenset())
+        assert not provider.list_orphans(config, frozenset({blue.manifest, green.manifest}))
+        for leftover in provider.list_orphans(config, frozenset({blue.manifest})):
+            provider.delete_orphan(config, leftover)
+            provider.delete_orphan(config, leftover)
+        assert not provider.list_orphans(config, frozenset())
         self.serves(provider, config, blue, 2.0)
         provider.apply(config, state_of(green, green=100), generation=3)
         self.serves(provider, config, green, 3.0)

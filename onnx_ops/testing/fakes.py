@@ -120,10 +120,10 @@ class FakeProvider:
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         return frozenset({"split"})
 
-    def check(self, settings: Mapping[str, Json]) -> None:
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Endpoints in memory have no settings of their own, and take any."""
 
-    def unservable(self, target: Target) -> str:
+    def explain_unservable(self, target: Target) -> str:
         """They run nothing, and so as any target does."""
         del target
         return ""
@@ -132,7 +132,7 @@ class FakeProvider:
         """Their setting `region` says where they stand."""
         return f"{config.endpoint} in {config.settings.get('region', 'memory')}"
 
-    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Everything can be changed but `auth`."""
         if before.settings.get("auth") != after.settings.get("auth"):
             raise UserError("auth cannot be changed", where=after.endpoint)
@@ -177,15 +177,15 @@ class FakeProvider:
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
-    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
-        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != leftover]
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """Replace or lose the endpoint without an entry in the ledger; its generation stays."""

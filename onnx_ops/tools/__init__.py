@@ -1,1 +1,1 @@
-"""Inspect, compare, benchmark, quantize and judge single files, without a pipeline."""
+"""Tools for single files: inspect, compare, benchmark, quantize, judge."""

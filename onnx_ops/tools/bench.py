@@ -57,7 +57,7 @@ REGRESSIONS = {"latency": 0.05, "throughput": 0.05, "cold_start": 0.2, "memory":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkFigure:
-    """A value in `unit` with 95 % bounds (0 and None where there are none), and its number of samples."""
+    """A value with 95 % bounds and its number of samples."""
 
     value: float
     unit: str
@@ -129,7 +129,7 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """Return what really runs the model there; raise the user's or the machine's error if nothing does."""
+    """Return what really runs the model there, or raise the error."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         remedy = "Export it for this target's opset and IR version, or give the target its operators: custom_ops."
@@ -155,7 +155,7 @@ def _make_quantile(nanoseconds: Sequence[int], q: float) -> BenchmarkFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """B against A. `medians` are those of A and B by quantity, latency first, in the unit of `UNITS`."""
+    """B against A; `medians` are those of both, in the unit of `UNITS`."""
 
     batch: int
     decision: Decision
@@ -169,7 +169,7 @@ class ComparisonResult:
 
 
 def build_pair_gates(max_regression: float | None, *, concurrency: int | None, cold: bool) -> tuple[Gate, ...]:
-    """Build the gates for B, with one limit for all of them or the defaults of `REGRESSIONS`."""
+    """Build the gates for B, with one limit or the defaults."""
 
     def limit(kind: str) -> float:
         return REGRESSIONS[kind] if max_regression is None else max_regression
@@ -197,7 +197,7 @@ def benchmark_pair(
     seed: int = 0,
     tell: Tell = lambda _: None,
 ) -> ComparisonResult:
-    """Time B against A look by look, and A against itself, and judge the result by gates.
+    """Time B against A and A against itself, and judge the result.
 
     Args:
         runtime: runs both.
@@ -249,7 +249,7 @@ def benchmark_pair(
 
 
 def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
-    """Make evidence about B for the judge; without a release, the file's digest takes its place."""
+    """Make evidence about B; its digest takes the place of a release."""
     digest = digest_file(model)
     return Evidence(
         pipeline="",

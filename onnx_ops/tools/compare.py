@@ -1,4 +1,4 @@
-"""Compare two ONNX files: whether one computes what the other does. Without a pipeline, from the files alone.
+"""Compare two ONNX files: whether one computes what the other does.
 
 There is no source in float64, so rounding noise cannot be measured. A's answers without graph optimizations are the
 reference, and fixed tolerances take the place of the noise.

@@ -1,4 +1,4 @@
-"""Judge: whether one ONNX file may replace another. One verdict on two files, without a pipeline.
+"""Judge whether one ONNX file may replace another, without a pipeline.
 
 A float candidate must compute what its baseline computes. A rounded one is judged by the parts of rounding: each weight
 and activation, the function without rounding, and the effect of rounding on the task.
@@ -130,7 +130,7 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetJudgement:
-    """The results on one target. `paired` holds the timings, in the order of the sweep.
+    """The results on one target; `paired` is in the order of the sweep.
 
     `remedy` says what to do where something could not be measured.
     """
@@ -159,7 +159,7 @@ class Judgement:
 
 
 def judge_candidate(request: JudgeRequest) -> Judgement:
-    """Measure what the kind of the candidate requires, and judge it by the rules of a pipeline's gates.
+    """Measure what the candidate's kind requires, and judge it by gates.
 
     Raises:
         UserError: a file is not valid, the two have different inputs, or a metric does not fit them.
@@ -502,7 +502,7 @@ def _judge_agreement(request: JudgeRequest, runtime: Runtime, target: Target, ro
 
 
 def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
-    """Build the limit on a metric: a drop in percentage points, or the relative growth of an error."""
+    """Build the limit on a metric: an absolute drop, or a relative growth."""
     if name is not None and ":" in name:
         gate = MetricGate(use=name, higher_is_better=not lower_is_better)
         return replace(gate, max_increase=max_drop) if lower_is_better else replace(gate, max_drop=max_drop)

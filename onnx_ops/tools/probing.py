@@ -1,4 +1,4 @@
-"""Inputs for a model file without a pipeline: generated from its shapes, or supplied by the user, in groups."""
+"""Inputs for a model file: generated from its shapes, or supplied."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class SampleRows:
         return {**{name: array[rows] for name, array in self.rows.items()}, **self.fixed}
 
     def feed(self, size: int) -> Tensors:
-        """Return one run of `size` rows, or of the model's fixed batch; rows repeat if there are fewer."""
+        """Return one run of `size` rows, or of the model's fixed batch."""
         return self.select(np.arange(self.batch or size) % max(1, len(self)))
 
 
 def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
-    """Return a model's inputs, or those of two models: a dimension that one of them fixes is fixed.
+    """Return the inputs of a model, or those that two models share.
 
     Raises:
         NotFoundError, RefusedError: as for reading the files.
@@ -120,7 +120,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
 
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
-    """Return the sizes that B fixes of dimensions that A leaves free, by their names in A."""
+    """Return the sizes that B fixes of dimensions that A leaves free."""
     second = {spec.name: spec for spec in read_model_info(b).inputs}
     return {
         str(size): int(other)
@@ -164,10 +164,11 @@ def generate_samples(
     seed: int = 0,
     bounds: Mapping[str, InputBounds] | None = None,
 ) -> SampleRows:
-    """Generate random rows: floats standard normal, booleans 0 or 1, texts known to the model, `a` or `b`.
+    """Generate random rows from the types and shapes of the inputs.
 
-    Integers that are indices reach every entry; others are most often masks, and are 0 or 1. Inputs that begin with
-    different fixed sizes have no axis for rows: each is drawn once, as a whole.
+    Floats are standard normal, booleans 0 or 1, texts known to the model, `a` or `b`. Integers that are indices reach
+    every entry; others are most often masks, and are 0 or 1. Inputs that begin with different fixed sizes have no axis
+    for rows: each is drawn once, as a whole.
 
     Args:
         inputs: of the model.
@@ -219,7 +220,7 @@ def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, wh
 
 
 def find_input_problems(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield why a model cannot take these arrays as its inputs, each with the input's name, if any.
+    """Yield why a model cannot take these arrays, by input.
 
     Unlike in `check_samples`, nothing is converted: a pipeline passes on what its data set holds.
     """
@@ -261,7 +262,7 @@ def build_groups(
     bounds: Mapping[str, InputBounds] | None = None,
     splits: Tensors | None = None,
 ) -> tuple[InputGroup, ...]:
-    """Build the groups: the rows, rows derived from them, and batches of several sizes if the model accepts any.
+    """Build the groups: the rows, rows derived from them, and batches.
 
     Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
     come in all magnitudes and with both signs: a model that rejects these has no answer to compare.

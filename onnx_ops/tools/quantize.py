@@ -1,4 +1,4 @@
-"""Quantize one ONNX file for its targets, by a recipe or by search, without a pipeline."""
+"""Quantize one ONNX file, by a recipe or by search."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from onnx_ops.tools.probing import generate_samples, shared_inputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
-    """Time of a variant over that of its source, with 95 % bounds; `why` instead if it is unknown."""
+    """Time over that of the source with 95 % bounds, or why it is unknown."""
 
     ratio: float = math.nan
     low: float = math.nan
@@ -65,7 +65,7 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFile:
-    """How a variant was made: sizes in bytes before and after, and how each target executes it.
+    """How a variant was made, and how each target executes it.
 
     `effects` are estimates for float variants, whose only purpose is speed.
     """
@@ -85,7 +85,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: Tensors | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, which must not exist; it appears completely or not at all.
+    """Write the variant to `path`, completely or not at all.
 
     Args:
         ports: optimizers and runtimes.
@@ -123,7 +123,7 @@ def quantize_file(
 
 
 def check_paths(source: Path, path: Path) -> None:
-    """Raise UserError if the source is not a valid model, or the variant cannot be written to its path."""
+    """Raise UserError if the source is invalid or the path is taken."""
     check_model(source)
     refuse_ort(source)
     for place in (path, _weights_path(path)):
@@ -148,7 +148,7 @@ def deliver(
     recipe: tuple[str, ...],
     excluded: tuple[str, ...],
 ) -> QuantizedFile:
-    """Put a variant to its path, with weights too large for one file beside it, and inspect its execution."""
+    """Put a variant and its weights to its path, and inspect its execution."""
     examined = {t.name: inspect_execution(ports.runtime(t.runtime), source, made, t, excluded) for t in targets}
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
@@ -201,9 +201,10 @@ class VariantSearch:
 
 
 def search_variant(ports: Ports, request: VariantSearch, *, tell: Tell) -> QuantizedFile:
-    """Search, and write the variant of the wanted role; the same search resumes where it was interrupted.
+    """Search, and write the variant of the wanted role.
 
-    Everything that was tried is written beside it, to `PATH.search.json`, whatever the result.
+    The same search resumes where it was interrupted. Everything that was tried is written beside it, to
+    `PATH.search.json`, whatever the result.
 
     Raises:
         UserError: a file is not valid or exists already, or nothing keeps the budget.

@@ -180,7 +180,7 @@ def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: Worl
     with pytest.raises(InfrastructureError, match="has crashed"):
         world.provider.apply(world.config, state, generation=2)
     assert world.scale() == 2.0
-    left = world.provider.leftovers(world.config, frozenset({world.blue.manifest}))
+    left = world.provider.list_orphans(world.config, frozenset({world.blue.manifest}))
     assert {(one.kind, one.name) for one in left} == {("deployment", name)}
     world.cloud.conditions.broken.clear()
     world.provider.apply(world.config, state, generation=2)
@@ -316,8 +316,8 @@ def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(wo
     assert drift(world, changed) == []
     assert world.cloud.routes("scaling")[-2:] == [{name: 100}, {world.name(world.blue, **changes): 100}]
     assert list(world.cloud.control.nodes) == [("scaling", world.name(world.blue, **changes))]
-    assert world.provider.leftovers(changed, frozenset({world.blue.manifest})) == ()
-    assert world.provider.leftovers(changed, frozenset()) == ()
+    assert world.provider.list_orphans(changed, frozenset({world.blue.manifest})) == ()
+    assert world.provider.list_orphans(changed, frozenset()) == ()
 
 
 def test_a_rollback_takes_the_deployment_that_runs_whatever_the_settings_say_now(world: World) -> None:
@@ -384,15 +384,15 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
     provider, config = world.provider, world.config
     provider.apply(config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
     provider.apply(config, state_of(world.green, green=100), generation=2)
-    assert [one.kind for one in provider.leftovers(config, frozenset({world.blue.manifest}))] == []
-    left = provider.leftovers(config, frozenset())
+    assert [one.kind for one in provider.list_orphans(config, frozenset({world.blue.manifest}))] == []
+    left = provider.list_orphans(config, frozenset())
     assert [(one.kind, one.name, one.paid) for one in left] == [("model", azure_name(world.blue), True)]
     for one in (*left, *left):
-        provider.discard(config, one)
-    assert provider.leftovers(config, frozenset()) == ()
+        provider.delete_orphan(config, one)
+    assert provider.list_orphans(config, frozenset()) == ()
     used = replace(left[0], kind="deployment", name=world.name(world.green))
     with pytest.raises(ConflictError, match="traffic"):
-        provider.discard(config, used)
+        provider.delete_orphan(config, used)
     assert world.scale() == 3.0
     provider.apply(config, state_of(world.blue, world.green, blue=100, green=0), generation=3)
     assert world.scale() == 2.0
@@ -427,7 +427,7 @@ def test_what_is_missing_is_said(world: World) -> None:
     ],
 )
 def test_wrong_settings_are_refused(world: World, settings: dict[str, str | int], said: str) -> None:
-    world.provider.check({**world.cloud.settings, "name": "good-name", "workers": 2})
+    world.provider.validate_settings({**world.cloud.settings, "name": "good-name", "workers": 2})
     with pytest.raises(UserError, match=said):
-        world.provider.check({**world.cloud.settings, **settings})
+        world.provider.validate_settings({**world.cloud.settings, **settings})
     assert world.cloud.calls == []

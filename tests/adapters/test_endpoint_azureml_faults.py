@@ -113,11 +113,11 @@ def finished(world: World, stage: int) -> None:
     assert {name for _, name in world.cloud.control.nodes} == names
     holds(world, 1)
     needed = frozenset(d.manifest for d in state.deployments)
-    left = world.provider.leftovers(world.config, needed)
+    left = world.provider.list_orphans(world.config, needed)
     assert all(one.kind == "model" for one in left)
     for one in left:
-        world.provider.discard(world.config, one)
-    assert world.provider.leftovers(world.config, needed) == ()
+        world.provider.delete_orphan(world.config, one)
+    assert world.provider.list_orphans(world.config, needed) == ()
 
 
 @pytest.mark.nightly
@@ -184,7 +184,7 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
         observed = other.provider.observe(other.config)
         assert observed is not None
         assert observed.is_equivalent(back)
-        left = other.provider.leftovers(other.config, frozenset({world.blue.manifest}))
+        left = other.provider.list_orphans(other.config, frozenset({world.blue.manifest}))
         assert {one.kind for one in left} == {"deployment"}
 
 

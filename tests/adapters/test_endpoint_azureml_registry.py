@@ -97,7 +97,7 @@ def test_a_registry_that_is_not_there_is_said(world: World) -> None:
         world.provider.apply(nowhere, first(world), generation=1)
     assert "AzureML Registry User" in told.value.remedy
     with pytest.raises(UserError, match="registry"):
-        world.provider.check(config_of(world.cloud, registry="no name!").settings)
+        world.provider.validate_settings(config_of(world.cloud, registry="no name!").settings)
 
 
 @pytest.mark.nightly

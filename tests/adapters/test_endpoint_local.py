@@ -314,14 +314,14 @@ def test_a_port_must_be_one(provider: LocalEndpoints, blue: Deployment, port: in
 def test_settings_of_the_server_reach_it_and_others_are_refused(
     provider: LocalEndpoints, folder: Path, blue: Deployment
 ) -> None:
-    provider.check({"port": 8080, "workers": 2})
+    provider.validate_settings({"port": 8080, "workers": 2})
     for settings, message in (
         ({"worker": 2}, "unknown key .worker."),
         ({"workers": 0}, "at least 1"),
         ({"port": 0}, "port: "),
     ):
         with pytest.raises(UserError, match=message):
-            provider.check(settings)
+            provider.validate_settings(settings)
     state = state_of(blue, blue=100)
     provider.apply(CONFIG, state, generation=1)
     first = record_of(folder)
@@ -340,33 +340,33 @@ def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_ov
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
     address, orphans = str(provider.address(CONFIG)), server_process.list_workers(folder)
     os.kill(record_of(folder).pid, signal.SIGKILL)
-    assert not provider.unsupervised(replace(CONFIG, endpoint="other"))
+    assert not provider.is_unsupervised(replace(CONFIG, endpoint="other"))
     for _ in range(400):  # the system takes a moment to end a process, and to give back what it held
-        if provider.observe(CONFIG) is None and provider.unsupervised(CONFIG):
+        if provider.observe(CONFIG) is None and provider.is_unsupervised(CONFIG):
             break
         time.sleep(0.05)
-    assert provider.unsupervised(CONFIG)
+    assert provider.is_unsupervised(CONFIG)
     assert EndpointProviderSuite().scale(address) == 2.0
     green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
     provider.apply(CONFIG, state_of(green, green=100), generation=2)
     assert provider.address(CONFIG) == address
     assert EndpointProviderSuite().scale(address) == 3.0
     assert set(orphans).isdisjoint(server_process.list_workers(folder))
-    assert not provider.unsupervised(CONFIG)
+    assert not provider.is_unsupervised(CONFIG)
 
 
 def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(
     provider: LocalEndpoints, folder: Path, blue: Deployment
 ) -> None:
-    assert not provider.unsupervised(CONFIG)
+    assert not provider.is_unsupervised(CONFIG)
     provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    assert not provider.unsupervised(CONFIG)
+    assert not provider.is_unsupervised(CONFIG)
     workers = server_process.list_workers(folder)
     for pid in (record_of(folder).pid, *workers):  # workers cannot come back without their supervisor
         os.kill(pid, signal.SIGKILL)
     while server_process.list_workers(folder):
         pass
-    assert not provider.unsupervised(CONFIG)
+    assert not provider.is_unsupervised(CONFIG)
     assert provider.observe(CONFIG) is None
 
 

@@ -224,7 +224,7 @@ def test_a_large_archive_goes_in_parts(
     provider.apply(config_of("large"), state_of(deployment, large=100), generation=1)
     assert sum("partNumber=" in call for call in fake.calls()) == 2
     assert invoke(fake, "large")[1] == 4.0
-    assert provider.leftovers(config_of("large"), frozenset()) == ()
+    assert provider.list_orphans(config_of("large"), frozenset()) == ()
 
 
 def test_files_that_were_changed_go_nowhere(provider: SageMakerEndpoints, tmp_path: Path, fake: FakeSageMaker) -> None:
@@ -394,19 +394,19 @@ def test_leftovers_are_told_and_removed_and_what_is_in_use_stays(
     s3 = client(fake, "s3")
     s3.create_multipart_upload(Bucket=BUCKET, Key="onnx-ops/leaves/archives/broken/model.tar.gz")
     both = frozenset({blue.manifest, green.manifest})
-    assert [one.kind for one in provider.leftovers(config, both)] == ["upload"]
-    found = provider.leftovers(config, frozenset({green.manifest}))
+    assert [one.kind for one in provider.list_orphans(config, both)] == ["upload"]
+    found = provider.list_orphans(config, frozenset({green.manifest}))
     assert sorted((one.kind, one.paid) for one in found) == [
         ("archive", True), ("endpoint-config", False), ("model", False), ("upload", True),
     ]  # fmt: skip
     for one in [*found, *found]:
-        provider.discard(config, one)
-    assert provider.leftovers(config, frozenset()) == ()
+        provider.delete_orphan(config, one)
+    assert provider.list_orphans(config, frozenset()) == ()
     assert invoke(fake, "leaves")[1] == 3.0
     provider.apply(config, state_of(blue, blue=100), generation=3)
     (model,) = [one for one in found if one.kind == "model"]
     with pytest.raises(ConflictError, match="in use"):
-        provider.discard(config, model)
+        provider.delete_orphan(config, model)
     provider.remove(config)
     left = s3.list_objects_v2(Bucket=BUCKET, Prefix="onnx-ops/leaves/").get("Contents", [])
     assert left == []

@@ -96,10 +96,10 @@ class Endpoint:
         assert invoke(self.fake, self.name, "green") == ("green", 3.0)
         self.apply(self.before)
         assert invoke(self.fake, self.name) == ("blue", 2.0)
-        left = self.provider.leftovers(config, frozenset({blue.manifest}))
+        left = self.provider.list_orphans(config, frozenset({blue.manifest}))
         for one in left:
-            self.provider.discard(config, one)
-        assert self.provider.leftovers(config, frozenset({blue.manifest})) == ()
+            self.provider.delete_orphan(config, one)
+        assert self.provider.list_orphans(config, frozenset({blue.manifest})) == ()
         stands = all_that_stands(self.fake, self.name)
         assert sorted(kind for kind, _ in stands) == ["archive", "endpoint-config", "model"], (left, stands)
         assert invoke(self.fake, self.name) == ("blue", 2.0)

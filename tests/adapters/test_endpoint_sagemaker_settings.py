@@ -74,15 +74,15 @@ def deployment(name: str) -> Deployment:
 )
 def test_wrong_settings_are_refused_at_check(wrong: dict[str, Json], said: str) -> None:
     with pytest.raises(UserError) as told:
-        SageMakerEndpoints().check({**SETTINGS, **wrong})
+        SageMakerEndpoints().validate_settings({**SETTINGS, **wrong})
     assert said in str(told.value)
 
 
 def test_right_settings_pass() -> None:
     provider = SageMakerEndpoints()
-    provider.check(SETTINGS)
-    provider.check({**SETTINGS, "min_instances": 1, "max_instances": 3, "invocations_per_instance": 500})
-    provider.check({**SETTINGS, "strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20})
+    provider.validate_settings(SETTINGS)
+    provider.validate_settings({**SETTINGS, "min_instances": 1, "max_instances": 3, "invocations_per_instance": 500})
+    provider.validate_settings({**SETTINGS, "strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20})
 
 
 def test_capabilities_follow_the_strategy() -> None:

@@ -53,8 +53,8 @@ def test_explain_unservable_accepts_threads_and_available_providers() -> None:
 @pytest.mark.parametrize("kind", PROVIDERS)
 def test_unservable_of_every_provider_rejects_missing_execution_providers(kind: type, tmp_path: object) -> None:
     provider = kind(tmp_path)
-    assert provider.unservable(Target(name="cpu-1t")) == ""
-    assert CUDA.name in provider.unservable(ON_CUDA)
+    assert provider.explain_unservable(Target(name="cpu-1t")) == ""
+    assert CUDA.name in provider.explain_unservable(ON_CUDA)
 
 
 def sleeper() -> subprocess.Popen[bytes]:

@@ -25,7 +25,7 @@ from tests.support.golden import Golden
 class Outlived(FakeProvider):
     """Its endpoints answer although nothing manages them."""
 
-    def unsupervised(self, config: EndpointConfig) -> bool:
+    def is_unsupervised(self, config: EndpointConfig) -> bool:
         return config.endpoint in self._states
 
 

@@ -59,7 +59,7 @@ class AzureEndpoints(CloudEndpoints):
         """Return `split` and what Azure Monitor counts: Azure compares no mirrored answers and pins no users."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
-    def check(self, settings: Mapping[str, Json]) -> None:
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
         read_azure_settings(settings)
 
@@ -69,7 +69,7 @@ class AzureEndpoints(CloudEndpoints):
         name = endpoint_name(config.endpoint, config.settings)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
-    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Refuse a change of the authentication or identity, which Azure fixes when an endpoint is made."""
         old, new = (read_azure_settings(config.settings, where=config.endpoint) for config in (before, after))
         for name in ("auth", "identity"):
@@ -85,7 +85,7 @@ class AzureEndpoints(CloudEndpoints):
         """Check packages, credentials, workspace, role, image and quota."""
         return diagnose(tuple(endpoints.values()))
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without asking Azure."""
         return missing_credentials(where=config.endpoint)
 
@@ -134,7 +134,7 @@ class AzureEndpoints(CloudEndpoints):
         """Delete the endpoint, its deployments and the files of their models."""
         self._connect(config).remove()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
+    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
         """List deployments without traffic that no state lists, and uploaded models that nothing needs.
 
         Raises:
@@ -162,12 +162,12 @@ class AzureEndpoints(CloudEndpoints):
                 orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
         return tuple(orphans)
 
-    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raises Conflict if it is a deployment that has traffic by now."""
-        if leftover.kind == "deployment":
-            self._connect(config).deployments.delete(leftover.name)
+        if orphan.kind == "deployment":
+            self._connect(config).deployments.delete(orphan.name)
         else:
-            self._models(config).delete(leftover.name)
+            self._models(config).delete(orphan.name)
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return what the endpoint does, and the names in Azure of its deployments by theirs in onnx-ops."""

@@ -246,7 +246,7 @@ class AzureEndpoint:
             raise
 
     def _delete_unneeded(self, plan: TrafficPlan, before: dict[str, ManagedOnlineDeployment]) -> None:
-        """Delete what this state does not need; a failure is logged, and `leftovers` lists what stays.
+        """Delete what this state does not need; a failure is logged, and `list_orphans` lists what stays.
 
         Only deployments from before the change: a client with a later generation may be making others now.
         """

@@ -34,7 +34,7 @@ class CloudEndpoints:
         source: MetricsSource = plugins.load("metrics", self.metrics_plugin, {})
         return source
 
-    def unservable(self, target: Target) -> str:
+    def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models as they were measured on the target; empty if it can."""
         return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
 

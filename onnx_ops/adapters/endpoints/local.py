@@ -118,11 +118,11 @@ class LocalEndpoints:
             raise error_from_bytes(answer)
         return read_message(answer, Counts)
 
-    def check(self, settings: Mapping[str, Json]) -> None:
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
         _read_settings(settings)
 
-    def unservable(self, target: Target) -> str:
+    def explain_unservable(self, target: Target) -> str:
         """Return why this machine cannot serve models as they were measured on the target; empty if it can."""
         if [provider.name for provider in target.providers] == [CPU]:
             return explain_unservable(target, [CPU])
@@ -130,7 +130,7 @@ class LocalEndpoints:
 
         return explain_unservable(target, onnxruntime.get_available_providers())
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of a port that another program uses."""
         server, port = self._server(config), _read_settings(config.settings, config.endpoint).port
         record = server.record()
@@ -141,7 +141,7 @@ class LocalEndpoints:
         """Return where the endpoint runs."""
         return f"the server of {config.endpoint} on this machine"
 
-    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Accept every change of settings."""
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
@@ -159,7 +159,7 @@ class LocalEndpoints:
             return None
         return replace(answer.state, drift=tuple(self._drift(config, record)))
 
-    def unsupervised(self, config: EndpointConfig) -> bool:
+    def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Return whether workers answer whose supervisor died."""
         server = self._server(config)
         port = self._known_port(server, config)
@@ -239,11 +239,11 @@ class LocalEndpoints:
                 elif path.name not in _KEPT_FILES:
                     path.unlink()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
+    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """Return nothing: a server holds only what its state names."""
         return ()
 
-    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Do nothing: there are no orphans."""
 
     @staticmethod

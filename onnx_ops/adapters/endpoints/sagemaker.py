@@ -71,7 +71,7 @@ class SageMakerEndpoints(CloudEndpoints):
         guarded = (settings or {}).get("strategy") == "guarded"
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
-    def check(self, settings: Mapping[str, Json]) -> None:
+    def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Validate settings; raises UserError."""
         read_sagemaker_settings(settings)
 
@@ -83,10 +83,10 @@ class SageMakerEndpoints(CloudEndpoints):
         stored = f"s3://{client.settings.bucket}/{client.folder}"
         return f"SageMaker's endpoint {config.endpoint} in {region}{profile}, with {stored}"
 
-    def check_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
+    def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Accept every change: an update of the endpoint applies all settings."""
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without asking AWS."""
         return missing_credentials(access_in(config.settings), where=config.endpoint)
 
@@ -197,13 +197,13 @@ class SageMakerEndpoints(CloudEndpoints):
             resources.delete_orphan(orphan)
         GenerationFence(client).delete()
 
-    def leftovers(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
+    def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
         """List configs, models, archives and broken uploads of this endpoint that nothing needs."""
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
-    def discard(self, config: EndpointConfig, leftover: OrphanedResource) -> None:
+    def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raises ConflictError if the endpoint uses it by now."""
-        EndpointResources(self._connect(config)).delete_orphan(leftover)
+        EndpointResources(self._connect(config)).delete_orphan(orphan)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
         """Check package, credentials and region, role and its trust, bucket, image, alarms and quota."""

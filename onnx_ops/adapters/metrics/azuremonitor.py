@@ -54,7 +54,7 @@ class AzureMonitorMetrics:
             raise UserError(f"azuremonitor has no setting {sorted(settings)[0]!r}", remedy="It takes none.")
         self._clock = clock or SystemClock()
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials."""
         return missing_credentials(where=config.endpoint)
 

@@ -56,7 +56,7 @@ class CloudWatchMetrics:
         self._settings = settings
         self._connected: dict[AwsAccess, Clients] = {}
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials."""
         return missing_credentials(access_in(config.settings, self._settings), where=config.endpoint)
 

@@ -69,7 +69,7 @@ class SeveralServers(ServerMetrics):
             raise ServiceUnavailableError("a server restarted its counts", where=config.endpoint)
         return counts_by_user
 
-    def lacking(self, config: EndpointConfig) -> OnnxOpsError | None:
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of a missing token."""
         return None if os.environ.get(VARIABLE, "").strip() else _no_token(config.endpoint)
 

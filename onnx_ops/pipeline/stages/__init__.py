@@ -1,4 +1,4 @@
-"""The stages of a pipeline: one module each, with `execute(stage, key, inputs, ports) -> Manifest`."""
+"""The stages of a pipeline: one module each, with `execute`."""
 
 from __future__ import annotations
 

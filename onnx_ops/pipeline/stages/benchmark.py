@@ -47,7 +47,7 @@ from onnx_ops.statistics.scores import CANDIDATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkContext:
-    """The files and the runtime of one benchmark; `baselines` by name, the last one being decisive."""
+    """The files and the runtime of one benchmark; the last baseline decides."""
 
     runtime: Runtime
     target: Target

@@ -1,4 +1,4 @@
-"""The champion of a target: the version that a release is compared with, fetched and verified."""
+"""The champion of a target, which a release is compared with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Champion:
 
 
 def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
-    """Find the champion of a target; None if there is none, or the pipeline registers nothing.
+    """Find the champion of a target, or None.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.

@@ -61,7 +61,7 @@ def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -
 def find_data_problems(
     arrays: Mapping[str, Any], section: DataSection, where: str
 ) -> Iterator[tuple[tuple[str | int, ...], UserError]]:
-    """Yield why the arrays do not fit the section, each with its location in the section.
+    """Yield why the arrays do not fit the section, with the location.
 
     The arrays may be the first rows of a larger set.
     """

@@ -1,4 +1,4 @@
-"""Export: the trained model as ONNX at a pinned opset and IR version, with the source's reference outputs."""
+"""Export: the trained model as ONNX, with the source's outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Export the model. The stage's key is the release: the digest of data, training and export."""
+    """Export the model; the key of the stage is the release."""
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Export, where=stage.id)
     exporter = get_exporter(stage, ports, section.framework)

@@ -1,4 +1,4 @@
-"""Gate: judge evidence by the pipeline's gates, and sign the decision if there is a key."""
+"""Gate: judge evidence, and sign the decision if there is a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnx_ops.statistics.rules.parity import METRIC as BATCH_INVARIANCE
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Judge the evidence. The gates are stored too, so that the decision can be judged again from its digests."""
+    """Judge the evidence, and store the gates for judging it again."""
     del key
     settings: Mapping[str, Any] = stage.settings
     source = inputs[f"benchmark/{stage.variant}@{stage.target}"]["evidence.json"]

@@ -1,4 +1,4 @@
-"""Quantize: derive a variant from the export, and measure the error of each weight and activation."""
+"""Quantize: derive a variant, and measure its quantization error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Derive a variant, or take the one that the search found, and measure its quantization error."""
+    """Derive a variant, or take the one that the search found."""
     del key
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], Quantize, where=stage.id)

@@ -1,4 +1,4 @@
-"""Register: one version per variant, with its evidence, and the choice of each target."""
+"""Register: publish the variants, and choose one for each target."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _make_variant_record(
 
 
 def build_request_example(export: Manifest, store: Store) -> bytes:
-    """Return an example request: JSON `{"inputs": {name: rows}}` with one row, or a fixed batch.
+    """Return an example request as JSON: one row, or a fixed batch.
 
     Empty where no row can be written as JSON (NaN, bytes), or a request is larger than 1 MiB.
     """

@@ -19,7 +19,7 @@ from onnx_ops.scratch import Scratch
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Store the models of the filled roles, under `<role>/`, and the record of the search."""
+    """Store the models of the filled roles and the record of the search."""
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     section = codec.from_json(settings["section"], Quantize, where=stage.id)

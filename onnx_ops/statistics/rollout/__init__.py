@@ -1,4 +1,4 @@
-"""Judge a rollout: is the candidate worse than the stable version? Valid at any time, on counts of requests only.
+"""Judge a rollout from counts of requests, at any time.
 
 `judge` evaluates observations under a policy, `decide` derives the next action.
 """

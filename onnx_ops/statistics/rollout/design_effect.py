@@ -36,7 +36,7 @@ def compute_design_effect(
     events_squared: npt.ArrayLike,
     products: npt.ArrayLike,
 ) -> Array:
-    """Return the design effect of events among requests, at least 1. The arguments broadcast; see `UnitSums`.
+    """Return the design effect of events among requests; at least 1.
 
     With x = e - R n for each unit and the pooled rate R, it is the sum of x squared over its expectation if each
     request is a unit.
@@ -49,7 +49,7 @@ def compute_design_effect(
 
 
 def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
-    """Return the design effect of events that were counted by user anew in each epoch; 1 without events.
+    """Return the design effect of events counted by user in each epoch.
 
     The identity of users across epochs is unknown. The root of the sum of squares of a user's total is at most the sum
     of the roots (Minkowski), so the bound holds even if all users came back.
@@ -67,13 +67,13 @@ def bound_design_effect(epochs: Sequence[UnitSums]) -> float:
 
 
 def compute_request_effect(epochs: Sequence[UnitSums]) -> float:
-    """Return the design effect of the requests themselves: how many of a user's requests move together."""
+    """Return the design effect of the requests themselves."""
     n = sum(epoch.requests for epoch in epochs)
     return float(max(1.0, sum(epoch.requests_squared**0.5 for epoch in epochs) ** 2 / n)) if n else 1.0
 
 
 def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, crowded: npt.ArrayLike) -> Array:
-    """Return the design effect of errors for a service level, also with few or no errors so far.
+    """Return the design effect of errors for a service level.
 
     It is the mean size of the bunch that an error comes in. A few errors are added in bunches as large as a user's
     requests, since unseen errors may be as bad.
@@ -89,7 +89,7 @@ def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, c
 
 
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
-    """Estimate the design effect of counts without units from their variation over intervals; at least 1.
+    """Estimate the design effect of counts without users; at least 1.
 
     The candidate's events of each interval are compared with the odds ratio of all other intervals, since one alone
     fits itself. Bunches and retries show here; users who differ for the whole rollout do not.
@@ -127,7 +127,7 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
 
 
 def estimate_burstiness(table: npt.ArrayLike) -> Array:
-    """Estimate the index of dispersion of both versions' events over intervals; at least 1.
+    """Estimate the index of dispersion of events over intervals; at least 1.
 
     The argument is that of `estimate_dispersion`.
     """

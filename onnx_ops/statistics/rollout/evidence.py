@@ -1,4 +1,4 @@
-"""Evidence that one version has more events than the other, valid after every interval.
+"""Evidence that one version has more events, valid after every interval.
 
 Of the n requests of an interval the candidate answered c, and x of all n were events (errors, slow requests). Given
 these margins, the number k of events on the candidate has Fisher's noncentral hypergeometric law, whose only parameter
@@ -58,7 +58,7 @@ _LEAST = 1e-12
 
 
 def compute_log_likelihood(table: npt.ArrayLike, odds_ratios: npt.ArrayLike) -> Array:
-    """Return the log probability of the events under each odds ratio, up to a constant.
+    """Return the log probability of the events under each odds ratio.
 
     The log probabilities of independent intervals add.
 
@@ -116,7 +116,10 @@ def _log_sum(values: Array) -> Array:
 
 
 def compute_evidence_limit(guardrails: int) -> float:
-    """Return log10 of the evidence at which one of so many guardrails fires: 60:1 for three (union bound)."""
+    """Return log10 of the evidence at which one of the guardrails fires.
+
+    A union bound: 60:1 for three guardrails.
+    """
     return math.log10(max(1, guardrails) / RISK)
 
 
@@ -126,7 +129,7 @@ def make_alternatives(tolerated: float, grid: Array = GRID) -> Array:
 
 
 def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
-    """Return log10 of the evidence against "the odds ratio is at most the tolerated one".
+    """Return log10 evidence against "at most the tolerated odds ratio".
 
     Args:
         summed: (..., 25) log likelihoods at `make_alternatives`, added over intervals.
@@ -148,7 +151,7 @@ def average_evidence(evidences: npt.ArrayLike) -> Array:
 
 
 def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
-    """Return log10 of the evidence of all intervals, each a row as for `compute_log_likelihood`."""
+    """Return log10 of the evidence of all intervals."""
     return float(compute_log10_evidence(_summed(table, make_alternatives(tolerated)) / effect))
 
 
@@ -161,7 +164,7 @@ def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) 
 
 
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
-    """Return bounds of the odds ratio that hold at all times together with a chance of 95 %.
+    """Return 95 % bounds of the odds ratio that hold at all times together.
 
     The set of odds ratios that a mixture over all of them does not exclude by 20:1, widened to the next points of the
     grid. Bounds of 0.01 and 100 mean "and beyond".
@@ -223,7 +226,7 @@ def _log_mean(logs: Array) -> Array:
 def compute_evidence_below(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: npt.ArrayLike, effect: npt.ArrayLike = 1.0
 ) -> Array:
-    """Return log evidence against "the share of errors is `rate` or more"; the arguments broadcast."""
+    """Return log evidence against "the share of errors is `rate` or more"."""
     bad = np.asarray(errors, dtype=np.float64)[..., None]
     good = np.asarray(requests, dtype=np.float64)[..., None] - bad
     against = np.asarray(rate, dtype=np.float64)[..., None]
@@ -249,12 +252,12 @@ def log_mean_exp(logs: Array) -> float:
 def is_rate_certified(
     errors: npt.ArrayLike, requests: npt.ArrayLike, rate: float, effect: npt.ArrayLike = 1.0
 ) -> npt.NDArray[np.bool_]:
-    """Return whether the share of errors is shown to be below `rate`, with a 5 % chance of ever being wrong."""
+    """Return whether the share of errors is shown to be below `rate`."""
     return np.asarray(compute_evidence_below(errors, requests, rate, effect) >= math.log(1 / RISK))
 
 
 def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
-    """Return the upper end of the confidence sequence of the share of errors; 1 without requests."""
+    """Return the upper bound of the share of errors; 1 without requests."""
 
     def short(rate: float) -> float:
         return float(compute_evidence_below(errors, requests, rate, effect)) - math.log(1 / RISK)
@@ -271,7 +274,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
 
 
 def compute_clean_requests(rate: float) -> int:
-    """Return the fewest requests without an error that show a share of errors below `rate`.
+    """Return the fewest clean requests that show a rate below `rate`.
 
     Raises:
         ValueError: `rate` is not between 0 and 1.

@@ -1,4 +1,4 @@
-"""Guardrails: latency thresholds, cold starts, slower intervals, traffic mismatch, and the circuit breaker."""
+"""Guardrails: thresholds, cold starts, traffic mismatch, circuit breaker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REFUSED_SHARE = 0.1
 def fix_thresholds(
     bounds_s: Sequence[float], counts: Sequence[int], slower: Mapping[str, float]
 ) -> tuple[LatencyThresholds, LatencyThresholds] | tuple[None, None]:
-    """Choose latency thresholds from a histogram of the stable version; they stay until the rollout ends.
+    """Choose latency thresholds from a histogram of the stable version.
 
     They are the bounds closest to the percentiles of `LATENCY_QUANTILES` and `LATENCY_PLACES`, and bounds higher by the
     allowed slow-down. A candidate that is slower by less than that exceeds the second ones no more often than the
@@ -149,7 +149,7 @@ def _range(loads_s: Sequence[float]) -> str:
 
 
 def count_slower_intervals(intervals: Sequence[ObservationInterval], name: GuardrailName) -> tuple[int, int]:
-    """Return the intervals in which the candidate was slower, and those that could be compared.
+    """Return the intervals in which the candidate was slower, and their total.
 
     The weaker latency rule, for sources that report percentiles of each interval but count no exceedances. An interval
     in which the candidate's percentile is more than a tenth above the stable version's is a sign against it. For a
@@ -173,7 +173,7 @@ def count_slower_intervals(intervals: Sequence[ObservationInterval], name: Guard
 
 
 def compute_sign_evidence(slower: int, compared: int) -> float:
-    """Return log10 evidence that signs are likelier than heads: a mixture over their chance."""
+    """Return log10 evidence that signs are likelier than heads."""
     logs = slower * np.log(2 * _CHANCES) + (compared - slower) * np.log(2 * (1 - _CHANCES))
     return log_mean_exp(logs) / math.log(10)
 
@@ -185,12 +185,12 @@ def _get_percentile(latency: LatencyQuantiles, name: GuardrailName) -> float:
 def compute_mismatch_evidence(
     canary: npt.ArrayLike, requests: npt.ArrayLike, percent: npt.ArrayLike, effect: npt.ArrayLike = 1.0
 ) -> Array:
-    """Return log10 evidence that the candidate's share of requests is not within a tenth of its weight.
+    """Return log10 evidence that the candidate's share of requests is wrong.
 
-    Beta-binomial mixture over the binomial that fits best within the tolerance; dividing by the best fit keeps the
-    evidence valid for each split in it (universal inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS
-    117:16880-16890). The arguments broadcast; percent lies strictly between 0 and 100; effect is that of the requests
-    (`design_effect.compute_request_effect`).
+    It is wrong if it is not within a tenth of the candidate's weight. Beta-binomial mixture over the binomial that fits
+    best within the tolerance; dividing by the best fit keeps the evidence valid for each split in it (universal
+    inference: Wasserman, Ramdas and Balakrishnan 2020, PNAS 117:16880-16890). The arguments broadcast; percent lies
+    strictly between 0 and 100; effect is that of the requests (`design_effect.compute_request_effect`).
     """
     k = np.asarray(canary, dtype=np.float64)
     n = np.asarray(requests, dtype=np.float64)
@@ -204,7 +204,7 @@ def compute_mismatch_evidence(
 
 
 def is_grossly_failing(canary: tuple[int, int], stable: tuple[int, int], effect: float = 1.0) -> bool:
-    """Return whether so many of the candidate's requests failed that no test is needed.
+    """Return whether the candidate fails so much that no test is needed.
 
     Each side: errors, requests. Where the stable version fails too, the candidate is not to blame.
     """

@@ -30,7 +30,7 @@ Row = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidencePath:
-    """One guardrail for a plot: log10 evidence by requests to the candidate, and the limit."""
+    """One guardrail for a plot: log10 evidence by requests, and the limit."""
 
     name: str
     requests: tuple[int, ...]
@@ -49,7 +49,7 @@ def decide(
     command: OperatorCommand | None,
     now: float,
 ) -> Action | Wait:
-    """Return the next action for a rollout; the other arguments are those of `choose_next_action`.
+    """Return the next action, as `choose_next_action` does, from observations.
 
     Observations of another candidate or step than that of `roles` are ignored.
     """
@@ -154,7 +154,7 @@ def evaluate_guardrail(
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
-    """Return events and requests of either version, for each interval in which the source reports them.
+    """Return events and requests of both versions, interval by interval.
 
     Args:
         place: kind of event: the name of a guardrail, or one of its places.

@@ -1,4 +1,4 @@
-"""Common parts of the rules: the baseline, results without a measurement, and formatting."""
+"""Common parts of the rules: baseline, empty results, and formatting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx_ops.domain.pipeline import EXPORT
 
 
 def get_baseline(evidence: Evidence) -> str:
-    """Return what the variant is compared with; empty for the export at its first release."""
+    """Return the name of the baseline; empty for a first export."""
     return evidence.baseline or ("" if evidence.variant == EXPORT else EXPORT)
 
 

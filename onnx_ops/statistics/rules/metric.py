@@ -88,7 +88,7 @@ class MetricLimit:
         return as_percent(value) if self.unit else f"{value:.4g}"
 
     def verdict(self, low: float, high: float) -> Verdict:
-        """Return PASS where the whole interval keeps the limit, FAIL where it lies beyond it."""
+        """Return PASS if the whole interval keeps the limit, FAIL if none of it."""
         match self.kind:
             case "max_drop":
                 keeps, broken = low > self.bound, high < self.bound
@@ -138,14 +138,14 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def explain_unscored(metrics: Collection[str], scores: Sequence[ScoreComparison]) -> Mapping[str, str]:
-    """Return why the candidate has no value of some of these metrics: labels or answers are of another kind."""
+    """Return why the candidate has no value of some of these metrics."""
     return {
         score.metric: score.failed for score in scores if score.failed and not score.against and score.metric in metrics
     }
 
 
 def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[GateResult]:
-    """Advise to name groups where rows that metric gates take as independent seem to belong together."""
+    """Advise to name groups where rows seem to belong together."""
     if evidence.grouped and any(isinstance(gate, MetricGate) for gate in gates):
         yield GateResult(
             gate="metric",

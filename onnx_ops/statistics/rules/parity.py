@@ -1,4 +1,4 @@
-"""Parity gates: outputs, weights, trees, activations, int8 coverage, NaN, and batch invariance."""
+"""Parity gates: outputs, weights, trees, activations, coverage, batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METRIC = "batch invariance"
 
 
 def judge_parity(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge a float variant by its outputs; a quantized one by those of its export and by its weights."""
+    """Judge a float variant by outputs, a quantized one by export and weights."""
     if not evidence.quantized:
         yield from _judge_outputs("outputs", gate, evidence.parity, evidence.divergence)
     else:
@@ -166,7 +166,7 @@ def _describe_compensation(weight: WeightMeasurement, gate: ParityGate) -> str:
 
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the trees; yield nothing for a model without trees, or whose source cannot show them."""
+    """Judge the trees, if the model has any and the source shows them."""
     trees = evidence.trees
     if trees is None:
         return
@@ -190,7 +190,7 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the activations; yield nothing where none has a fixed range, as in dynamic quantization."""
+    """Judge the activations with a fixed range, if there are any."""
     measured = [a for a in evidence.activations if a.values > 0]
     values = sum(a.values for a in measured)
     if measured:
@@ -256,7 +256,7 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
 
 
 def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield one advisory line where the runtime shows its graph and there are nodes to cover."""
+    """Yield one advisory line where the runtime shows its graph."""
     coverage = evidence.coverage
     if coverage is None or not (coverage.int8 or coverage.floats):
         return
@@ -288,7 +288,7 @@ def _describe_float_nodes(coverage: Int8Coverage) -> str:
 
 
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield advisory lines where the source refuses NaN, and where it was too slow for all rows."""
+    """Yield advisory lines on a source that refuses NaN or is slow."""
     source = evidence.source
     if source is not None and source.nan == "refused":  # which no ONNX file does by itself
         reason = "the source refuses NaN, so that there is no answer to compare with: an endpoint must refuse it too"

@@ -1,4 +1,4 @@
-"""Gates of performance: latency, throughput, cold start, memory, size, and the execution provider."""
+"""Performance gates: latency, throughput, starts, memory, size, provider."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RatioMeasurement:
 
 
 def judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
-    """Judge a ratio with `statistics.latency.compare`, unless the host is too biased for a verdict."""
+    """Judge a ratio, unless the host is too biased for a verdict."""
     comparison = compare(ratio.log_ratios, tolerance=max_regression)
     noisy = explain_withheld_verdict(ratio.log_ratios, ratio.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
@@ -146,7 +146,7 @@ def judge_figure(
 
 
 def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the ratio to the baseline, the speed-up over another model, and absolute quantiles."""
+    """Judge the ratio to the baseline, the speed-up, and absolute quantiles."""
     baseline = get_baseline(evidence)
     if gate.max_regression is not None and baseline:
         against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
@@ -235,7 +235,7 @@ def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> 
 
 
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge throughput as time per request under load, so that more is worse, as everywhere else."""
+    """Judge throughput as time per request, so that more is worse."""
     figure = throughput_metric_name(gate.concurrency)
     of = f"the time per request at {figure}"
     yield from judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
@@ -292,7 +292,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge peak memory. It is enforced everywhere: other load of the machine changes no process's memory."""
+    """Judge peak memory, which other load of the machine does not change."""
     yield from judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
@@ -350,7 +350,7 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
-    """Yield why the measurements are not those of the requested provider; nothing if they are."""
+    """Yield why another provider than the requested one was measured."""
     facts = evidence.runtime
     if facts is None or not facts.asked:
         yield _make_provider_result(Verdict.INCONCLUSIVE, "which provider ran was not recorded")
