@@ -1,4 +1,4 @@
-"""Access to AWS: boto3's clients, their errors as errors of onnx-ops, and names of variants."""
+"""Access to AWS: boto3's clients, their errors, and names of variants."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _QUOTA_USED_UP = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
 class AwsAccess:
-    """Settings that choose account and region. boto3 finds a region or profile that is empty."""
+    """Settings that choose account and region; boto3 finds empty ones."""
 
     region: str = ""
     profile: str = ""
@@ -136,7 +136,7 @@ _IDENTITY_SETTINGS = (
 
 
 def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials or region; None if there may be some. Sends no request.
+    """Return the error of missing credentials, without a request; None if unknown.
 
     A machine in AWS may have a role, which only a request would show.
     """
@@ -206,12 +206,12 @@ def message_of(error: Any) -> str:
 
 
 def says(error: Any, *texts: str) -> bool:
-    """Return whether the message of a `ClientError` contains one of the texts, in any case."""
+    """Return whether a `ClientError`'s message contains a text, in any case."""
     return any(text.lower() in message_of(error).lower() for text in texts)
 
 
 def variant_of(deployment: str) -> str:
-    """Return the name of a deployment's variant: its own where the service allows that."""
+    """Return the name of a deployment's variant: its own where that is allowed."""
     if _NAME.fullmatch(deployment):
         return deployment
     plain = re.sub(r"[^a-zA-Z0-9]+", "-", deployment).strip("-")[:40].strip("-")

@@ -1,4 +1,4 @@
-"""Access to Azure: the workspace, the cloud, credentials, and requests to Azure Resource Manager.
+"""Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
 The cloud and the credentials come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
 `ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity looks for.
@@ -104,13 +104,13 @@ def management_url() -> str:
 
 
 def timeouts(api_timeout_s: float) -> dict[str, float]:
-    """Return options for clients of the SDK, which by default wait five minutes to connect, and for an answer."""
+    """Return timeouts for clients of the SDK, whose defaults are five minutes."""
     return {"connection_timeout": min(_CONNECT_S, api_timeout_s), "read_timeout": api_timeout_s}
 
 
 @functools.cache
 def credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Return the credential, which caches its tokens. A token is requested three times at most.
+    """Return the credential, which caches tokens and requests one three times.
 
     Args:
         api_timeout_s: how long the answer to such a request may take.
@@ -131,7 +131,7 @@ _IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cac
 
 
 def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
-    """Return the error of missing credentials; None if there may be some. Sends no request.
+    """Return the error of missing credentials, without a request; None if unknown.
 
     A machine in Azure may have a managed identity, which only a request would show.
     """

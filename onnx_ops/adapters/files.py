@@ -1,4 +1,4 @@
-"""Files of this machine: written durably, created once, locked, private, and appended to."""
+"""Files of this machine: durable, created once, private, locked, appended to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fsync_folder(folder: Path) -> None:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
-    """Give a temporary file, readable by its owner only, that takes its name when the block ends well."""
+    """Give a private temporary file that takes its name when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     os.close(handle)
@@ -48,7 +48,7 @@ def durable_file(path: Path) -> Iterator[Path]:
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Write a file, readable by its owner only, if its name is free; return whether it was.
+    """Write a private file if its name is free; return whether it was.
 
     An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
     """
@@ -70,7 +70,7 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
-    """Return the text of a file that only its owner may read, without white space around it.
+    """Return the stripped text of a file that only its owner may read.
 
     Args:
         path: the file.
@@ -95,7 +95,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
 
 @contextmanager
 def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None]:
-    """Hold the lock (flock) on a file of an endpoint; the system releases it when the process dies.
+    """Hold the lock (flock) on a file, which ends with the process.
 
     Raises:
         ConflictError: another process holds it for longer than `timeout_s`.
@@ -108,7 +108,7 @@ def exclusive_lock(path: Path, timeout_s: float, *, where: str) -> Iterator[None
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Lock a file (LOCK_SH or LOCK_EX) without waiting; return whether it is locked now."""
+    """Lock a file (LOCK_SH or LOCK_EX) without waiting; return whether that worked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -117,7 +117,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 class FileJournal:
-    """A journal in one file: a line for each JSON document, after its digest. It has one writer at a time."""
+    """A journal of one writer: a line with digest and JSON for each document."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -19,7 +19,7 @@ _PAGES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GitHubRepository:
-    """One repository, `owner/repository`. GITHUB_API_URL holds the API's address, as in GitHub's runners."""
+    """One repository, `owner/repository`, at GITHUB_API_URL."""
 
     name: str
     token: Callable[[], str]

@@ -25,14 +25,14 @@ class SystemClock:
 
 
 def machine_vendor() -> str:
-    """Return the vendor of this machine by its firmware, which clouds set; empty if unknown."""
+    """Return the vendor of this machine, which clouds set; empty if unknown."""
     with suppress(OSError):
         return Path("/sys/class/dmi/id/sys_vendor").read_text(encoding="utf-8").strip()
     return ""
 
 
 class LocalHost:
-    """This process as the holder of leases: host, process id and start, as process ids are reused."""
+    """This process as the holder of leases: host, process id and start time."""
 
     def holder(self) -> str:
         """Return this process's name in leases."""

@@ -1,4 +1,4 @@
-"""Requests to JSON services: answered within seconds, without redirects, and with no secret in any error or log."""
+"""Requests to JSON services, with a deadline and no secret in errors and logs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_https(url: str, what: str) -> str:
 def request_json(
     method: str, url: str, document: object = None, *, host: str, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Send JSON; return the JSON of the answer, or its text where it is none. Errors name `host` only.
+    """Send JSON; return the answer's JSON, or its text. Errors name `host` only.
 
     Raises:
         ServiceUnavailableError: there is no answer in time, or one that asks to try again later.

@@ -1,4 +1,4 @@
-"""Named objects under one root: a local folder, or any file system that fsspec knows.
+"""Named objects in a local folder, or in a file system that fsspec knows.
 
 Two promises carry the store and the ledger: `write` is atomic (a reader sees the old content or the new), and
 `create` succeeds for exactly one of several writers.
@@ -29,7 +29,7 @@ _TIME_KEYS = ("LastModified", "last_modified", "mtime", "created")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedObject:
-    """An object as its storage lists it; written `at` seconds after the epoch, by the clock of the storage."""
+    """An object in a listing; written `at` seconds after the epoch."""
 
     name: str
     size_bytes: int
@@ -59,7 +59,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str) -> list[ListedObject]:
-        """Return all objects below a prefix, sorted by name; locally with files that killed writers left."""
+        """Return all objects below a prefix by name, unfinished local ones, too."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -75,7 +75,7 @@ class ObjectStore(ABC):
 
 
 def open_objects(url: str) -> ObjectStore:
-    """Return the objects under a local path or a URL (`s3://bucket/prefix`, `abfs://…`)."""
+    """Return the objects under a local path or a URL such as `s3://bucket/prefix`."""
     if "://" not in url or url.startswith("file://"):
         return LocalObjects(Path(urlsplit(url).path if url.startswith("file://") else url))
     return FsspecObjects(url)
@@ -158,7 +158,7 @@ class LocalObjects(ObjectStore):
 
 
 class FsspecObjects(ObjectStore):
-    """Objects on a remote file system. `create` is `If-None-Match: *` on S3 and Azure Blob."""
+    """Objects on a remote file system; `create` sends `If-None-Match: *`."""
 
     def __init__(self, url: str) -> None:
         import fsspec

@@ -1,4 +1,4 @@
-"""Repeating what fails or is not done yet: requests, convergence to a goal, waiting."""
+"""Repetition of what fails or is not done yet: retry, wait, converge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAUSE_S = 0.02
 
 
 def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], attempts: int) -> T:
-    """Return what a call returns, repeating it after transient errors; the last attempt's error is raised."""
+    """Return what a call returns, repeating it after transient errors."""
     for _ in range(attempts - 1):
         try:
             return call()
@@ -58,7 +58,7 @@ def converge(
     *,
     retried: tuple[type[OnnxOpsError], ...] = (),
 ) -> T:
-    """Repeat a step until it returns something: observe, compare with the goal, make the one call that is due.
+    """Repeat a step until it returns something: observe, diff, make one call.
 
     Args:
         step: returns None as long as the goal is not reached.

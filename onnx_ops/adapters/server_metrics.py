@@ -38,7 +38,7 @@ class ServerMetrics:
         return frozenset({"exceedances", "shadow", "outcomes", "cold_starts"})
 
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of service times, without the time in the queue, since the server started."""
+        """Return the histogram of service times, without the time in the queue."""
         counts = self._counts(config, None)
         histograms = [each.deployments[deployment].service for each in counts if deployment in each.deployments]
         return (counts[0].bounds_s, _add(histograms)) if histograms else None
@@ -82,7 +82,7 @@ def _tally(
     service = _add([one.service for one in counted])
 
     def over(latency_s: float) -> int | None:
-        """Return the requests slower than a bound of the histogram; None for any other latency."""
+        """Return the requests slower than a bound; None for any other latency."""
         at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
         return None if at is None else sum(service[at + 1 :])
 

@@ -14,7 +14,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a model's graph; give its URL and a function that waits until the server ends.
+    """Serve a model's graph; give its URL and a function that waits for the end.
 
     Args:
         path: an ONNX file.

@@ -7,15 +7,12 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops import plugins
 from onnx_ops.adapters.external_model import RegisteredModels, UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
-from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
-from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, IsolatedOptimizer
-from onnx_ops.adapters.isolation.process import ProcessLimits
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
 from onnx_ops.adapters.store.content import ContentStore
@@ -24,24 +21,24 @@ from onnx_ops.attestation import TrustedKeys
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.execution import Environment
-from onnx_ops.errors import UserError
+from onnx_ops.errors import InfrastructureError, UserError
 from onnx_ops.ports import (
     DataSource,
     EndpointProvider,
     EnvironmentRuntime,
     EnvironmentSource,
     Exporter,
-    Exporters,
     MetricsSource,
     Notifier,
     Optimizer,
-    Optimizers,
     Ports,
     Registry,
     Runtime,
     Signer,
-    Verifier,
 )
+
+if TYPE_CHECKING:
+    from onnx_ops.adapters.isolation.process import ProcessLimits
 
 T = TypeVar("T")
 
@@ -62,33 +59,19 @@ def build_ports(settings: Settings) -> Ports:
         clock=SystemClock(),
         host=LocalHost(),
         registry=_once(lambda: _registry(settings)),
-        verifier=_once(lambda: _verifier(settings)),
+        verifier=_once(lambda: TrustedKeys(settings.trusted_keys)),
         signer=_once(lambda: _signer(settings)),
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
-        exporter=lambda name, env=None: _exporters(settings)(name, env),
-        optimizer=lambda name, env=None: _optimizers(settings)(name, env),
+        exporter=lambda name, env=None: load_exporter(settings, name, env),
+        optimizer=lambda name, env=None: load_optimizer(settings, name, env),
         runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
-        git_sha=_once(lambda: git_sha(settings.root)),
+        git_sha=_once(lambda: read_git_sha(settings.root)),
         conditions=_conditions,
         journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
-
-
-@functools.cache
-def _exporters(settings: Settings) -> Exporters:
-    from onnx_ops.app.context import exporters
-
-    return exporters(settings)
-
-
-@functools.cache
-def _optimizers(settings: Settings) -> Optimizers:
-    from onnx_ops.app.context import optimizers
-
-    return optimizers(settings)
 
 
 def _runtime(settings: Settings, name: str) -> Runtime:
@@ -101,26 +84,41 @@ def _source(settings: Settings, name: str) -> DataSource:
     return source.housed(settings.environments, settings.state) if isinstance(source, EnvironmentSource) else source
 
 
-def git_sha(root: Path) -> str:
-    """Commit of the project's checkout; empty outside a repository."""
+def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
+    """Return what git prints; with `may_fail` nothing where it fails, or is not installed.
+
+    Raises:
+        UserError: Git failed.
+        InfrastructureError: Git is not installed.
+    """
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False, timeout=30
+        process = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    except OSError as error:
+        if may_fail:
+            return ""
+        raise InfrastructureError("git is not installed", where=str(root)) from error
+    if process.returncode and not may_fail:
+        lines = process.stderr.strip().splitlines()
+        raise UserError("git failed", where=str(root), why=lines[-1] if lines else "it printed nothing")
+    return process.stdout if process.returncode == 0 else ""
+
+
+def read_git_sha(root: Path) -> str:
+    """Return the commit of the project's checkout; empty outside a repository."""
+    return ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """Made when it is first asked for, and once, whichever threads ask."""
-    made, making = functools.cache(make), threading.RLock()
+    """Return a function that makes a value at its first call, once for all threads."""
+    cached, lock = functools.cache(make), threading.RLock()
 
-    def told() -> T:
-        with making:
-            return made()
+    def get() -> T:
+        with lock:
+            return cached()
 
-    return told
+    return get
 
 
 def _metrics(config: EndpointConfig, provider: Callable[[str], EndpointProvider]) -> MetricsSource:
@@ -162,10 +160,6 @@ def _signer(settings: Settings) -> Signer | None:
     return EcdsaSigner(settings.signing_key)
 
 
-def _verifier(settings: Settings) -> Verifier:
-    return TrustedKeys(settings.trusted_keys)
-
-
 def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     """By what the settings call them: `github:owner/repository`."""
     named = {name: name.partition(":") for name in settings.notifiers}
@@ -183,50 +177,44 @@ def _conditions() -> Mapping[str, str]:
     return read_conditions()
 
 
-def exporters(settings: Settings) -> Exporters:
-    """Return the exporters by name. One with `requirements` runs isolated with those, unless `env` overrides it."""
+@functools.cache
+def load_exporter(settings: Settings, name: str, env: Environment | None = None) -> Exporter:
+    """Return an exporter. One with `requirements` runs isolated with those, unless `env` overrides it."""
+    plugin: Exporter = plugins.load("exporters", name)
+    wanted = select_environment(plugin, env)
+    if wanted is None:
+        return plugin
+    from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 
-    @functools.cache
-    def exporter(name: str, env: Environment | None = None, /) -> Exporter:
-        plugin: Exporter = plugins.load("exporters", name)
-        wanted = environment(plugin, env)
-        if wanted is None:
-            return plugin
-        return IsolatedExporter(
-            exporter=plugins.find("exporters", name).value,
-            python=_maker(settings, wanted),
-            root=settings.root,
-            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
-        )
-
-    return exporter
+    python, limits = _isolate(settings, wanted)
+    entry_point = plugins.find("exporters", name).value
+    return IsolatedExporter(exporter=entry_point, python=python, root=settings.root, limits=limits)
 
 
-def optimizers(settings: Settings) -> Optimizers:
-    """Return the optimizers by name, isolated like the exporters."""
+@functools.cache
+def load_optimizer(settings: Settings, name: str, env: Environment | None = None) -> Optimizer:
+    """Return an optimizer, isolated like an exporter."""
+    plugin: Optimizer = plugins.load("optimizers", name)
+    wanted = select_environment(plugin, env)
+    if wanted is None:
+        return plugin
+    from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
 
-    @functools.cache
-    def optimizer(name: str, env: Environment | None = None, /) -> Optimizer:
-        plugin: Optimizer = plugins.load("optimizers", name)
-        wanted = environment(plugin, env)
-        if wanted is None:
-            return plugin
-        return IsolatedOptimizer(
-            here=plugin,
-            place=plugins.find("optimizers", name).value,
-            python=_maker(settings, wanted),
-            limits=ProcessLimits(memory=wanted.memory, timeout=wanted.timeout),
-        )
-
-    return optimizer
+    python, limits = _isolate(settings, wanted)
+    return IsolatedOptimizer(here=plugin, place=plugins.find("optimizers", name).value, python=python, limits=limits)
 
 
-def _maker(settings: Settings, wanted: Environment) -> Callable[[], Path]:
+def _isolate(settings: Settings, wanted: Environment) -> tuple[Callable[[], Path], ProcessLimits]:
+    """Return how to get the interpreter of an environment, and the limits of its processes."""
+    from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
+    from onnx_ops.adapters.isolation.process import ProcessLimits
+
     environments = PythonEnvironments(folder=settings.environments, uv=find_uv())
-    return lambda: environments.python(wanted)
+    limits = ProcessLimits(memory=wanted.memory, timeout=wanted.timeout)
+    return (lambda: environments.python(wanted)), limits
 
 
-def environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
+def select_environment(plugin: Exporter | Optimizer, env: Environment | None) -> Environment | None:
     """Return the environment to run an exporter or optimizer in; None for this installation.
 
     Raises:

@@ -146,10 +146,10 @@ class Preflight:
                 yield Issue(loc, message)
 
     def _isolated(self, framework: str, env: Any) -> bool:
-        from onnx_ops.app.context import environment
+        from onnx_ops.app.context import select_environment
 
         try:
-            return environment(plugins.load("exporters", framework), env) is not None
+            return select_environment(plugins.load("exporters", framework), env) is not None
         except OnnxOpsError:  # a problem of its own
             return True
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_ops import plugins
-from onnx_ops.app.context import environment
+from onnx_ops.app.context import select_environment
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, Quantize
@@ -52,7 +52,7 @@ class ProjectProbe:
         if kind == "runtimes":
             # One in an environment of its own has its build in its target's digest.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
-        if kind != "data" and (wanted := environment(plugin, env)) is not None:
+        if kind != "data" and (wanted := select_environment(plugin, env)) is not None:
             return versions | {
                 "python": wanted.python or versions["python"],
                 REQUIREMENTS: ", ".join(wanted.requirements),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import datetime
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
+from onnx_ops.app.context import ask_git
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import EXPORT, Pipeline, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
-from onnx_ops.errors import InfrastructureError, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
 from onnx_ops.ports import Ports, Store
 from onnx_ops.statistics.choice import choose
@@ -256,27 +256,6 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
         return BaseRelease(branch=name, why=str(error))
     why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
     return BaseRelease(branch=name, why=why)
-
-
-def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return what git prints; with `may_fail` nothing where it fails, or is not installed.
-
-    Raises:
-        UserError: git failed.
-        InfrastructureError: git is not installed.
-    """
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
-        )
-    except OSError as error:
-        if may_fail:
-            return ""
-        raise InfrastructureError("git is not installed", where=str(root)) from error
-    if done.returncode and not may_fail:
-        lines = done.stderr.strip().splitlines()
-        raise UserError("git does not answer", where=str(root), why=lines[-1] if lines else "it said nothing")
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _read(store: Store, name: str, commit: str, recorded: Manifest) -> BaseRelease:

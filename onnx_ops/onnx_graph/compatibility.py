@@ -71,7 +71,7 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
     """Why a target does not accept a model's versions; empty if it does."""
     opset = info.opsets.get("", 0)
     wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
-    settings = [f"export.{name}: {most}" for name, (found, most) in wanted.items() if found > most]
+    settings = [f"export.{name}: {most}" for name, (version, most) in wanted.items() if version > most]
     if not settings:
         return ""
     return (
@@ -86,12 +86,12 @@ def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
     A node without a name is told by its first output.
     """
     own = {(function.domain, function.name) for function in model.functions}
-    found: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
     for node in iterate_nodes(model):
         if node.domain not in RUNTIME_DOMAINS and (node.domain, node.op_type) not in own:
             named = node.name or next(iter(node.output), "?")
-            found.setdefault(f"{node.domain}::{node.op_type}", []).append(named)
-    return {name: tuple(sorted(names)) for name, names in sorted(found.items())}
+            operators.setdefault(f"{node.domain}::{node.op_type}", []).append(named)
+    return {name: tuple(sorted(names)) for name, names in sorted(operators.items())}
 
 
 def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
@@ -127,11 +127,11 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
         path = Path(library.path)
         if not path.is_file():
             raise NotFoundError("no such library of custom operators", where=f"{where}: {path}")
-        if (found := digest_file(path)) != library.digest:
+        if (digest := digest_file(path)) != library.digest:
             raise DigestMismatchError(
                 f"the library of custom operators is not the one of {where}; it was not loaded",
                 where=str(path),
-                why=f"its digest is {found}, the target says {library.digest}",
+                why=f"its digest is {digest}, the target says {library.digest}",
                 remedy="Find out who changed it. If it was you, write its digest into the target's file.",
             )
 
@@ -172,22 +172,22 @@ DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
 """Metadata: outputs that were sequences of maps before onnx-ops made them tensors."""
 
 
-def explain_newer_version(found: ModelInfo, section: Export) -> str:
+def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
     """Why a file is not taken as it is: it is newer than asked for; empty if it is not."""
-    opset = found.opsets.get("", 0)
-    if opset <= section.opset and found.ir_version <= section.ir_version:
+    opset = model_info.opsets.get("", 0)
+    if opset <= section.opset and model_info.ir_version <= section.ir_version:
         return ""
     return (
-        f"the file has opset {opset} and IR version {found.ir_version}, "
+        f"the file has opset {opset} and IR version {model_info.ir_version}, "
         f"the pipeline asks for opset {section.opset} and IR version {section.ir_version}"
     )
 
 
-def suggest_versions(found: ModelInfo) -> str:
+def suggest_versions(model_info: ModelInfo) -> str:
     """Return the settings that accept a file that is too new."""
-    opset = found.opsets.get("", 0)
+    opset = model_info.opsets.get("", 0)
     return (
-        f"Set export.opset: {opset} and export.ir_version: {found.ir_version}, "
+        f"Set export.opset: {opset} and export.ir_version: {model_info.ir_version}, "
         f"or have it converted: export.options: {{{CONVERT}: true}}."
     )
 
@@ -200,20 +200,20 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
     """
     from onnx import TensorProto, helper
 
-    found = _zipmaps(model)
-    for node in found.values():
-        kept = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
-        node.CopyFrom(kept)
+    zipmaps = _zipmaps(model)
+    for node in zipmaps.values():
+        identity = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
+        node.CopyFrom(identity)
     for value in model.graph.output:
-        if value.name in found:
+        if value.name in zipmaps:
             value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
-    if found and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
+    if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
         model.opset_import.add(version=_OLDEST)  # converters of trees import nothing but ai.onnx.ml
-    if found:
+    if zipmaps:
         helper.set_model_props(
-            model, {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(found)}
+            model, {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(zipmaps)}
         )
-    return tuple(found)
+    return tuple(zipmaps)
 
 
 def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
@@ -228,12 +228,12 @@ def explain_non_tensors(path: Path) -> str:
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
     kinds = {value.name: value.type.WhichOneof("value") for value in values}
-    found = sorted(name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None))
-    if not found:
+    names = sorted(name for name, kind in kinds.items() if kind not in ("tensor_type", "optional_type", None))
+    if not names:
         return ""
-    what = str(kinds[found[0]]).removesuffix("_type")
+    what = str(kinds[names[0]]).removesuffix("_type")
     return (
-        f"{', '.join(found)} is no tensor but a {what}: an endpoint can neither take nor give it. "
+        f"{', '.join(names)} is no tensor but a {what}: an endpoint can neither take nor give it. "
         "Export the model with tensors."
     )
 
@@ -253,13 +253,13 @@ def list_user_model_notes(place: Path) -> list[str]:
 def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
     """Why the file cannot be brought, or what a target refuses of it."""
     path = find_model_file(place)
-    found = read_model_info(path)
+    model_info = read_model_info(path)
     operators = find_custom_operators(read_structure(path))
     converted = section.options.get(CONVERT) is True
-    too_new = "" if converted else explain_newer_version(found, section)
-    problems = [f"{too_new}. {suggest_versions(found)}"] if too_new else []
+    too_new = "" if converted else explain_newer_version(model_info, section)
+    problems = [f"{too_new}. {suggest_versions(model_info)}"] if too_new else []
     problems += [why for why in (explain_non_tensors(path),) if why]
     for target in targets:
-        reason = "" if converted or too_new else explain_version_limits(found, target)
-        problems += [one for one in (reason, explain_missing_operators(operators, target)) if one]
+        reason = "" if converted or too_new else explain_version_limits(model_info, target)
+        problems += [problem for problem in (reason, explain_missing_operators(operators, target)) if problem]
     return problems

@@ -113,7 +113,7 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
     after = {node.input[0]: node for node in graph.node if node.op_type in _CUTTING and node.input}
     before = {node.output[0]: node for node in graph.node if node.op_type in _CUTTING}
     cut, makers = find_folded_values(source), {name: node.op_type for node in model.graph.node for name in node.output}
-    found = {}
+    folded = {}
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in tensors:
             continue
@@ -122,8 +122,8 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
         if (levels := read_levels(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
-            found[node.output[0]] = _with_constants(cutting, stored, tensors)
-    return found
+            folded[node.output[0]] = _with_constants(cutting, stored, tensors)
+    return folded
 
 
 def _with_constants(

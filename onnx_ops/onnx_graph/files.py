@@ -61,12 +61,12 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the constant tensors of the main graph by name: initializers and values of Constant nodes."""
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         for attribute in node.attribute:
             if node.op_type == "Constant" and attribute.name == "value":
-                found[node.output[0]] = attribute.t
-    return found
+                tensors[node.output[0]] = attribute.t
+    return tensors
 
 
 def find_model_file(path: Path) -> Path:
@@ -77,14 +77,14 @@ def find_model_file(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    found = sorted(path.glob("*.onnx")) if path.is_dir() else []
-    if len(found) != 1:
-        what = f"{len(found) or 'no'} .onnx files there" if path.is_dir() else "no such file"
+    files = sorted(path.glob("*.onnx")) if path.is_dir() else []
+    if len(files) != 1:
+        what = f"{len(files) or 'no'} .onnx files there" if path.is_dir() else "no such file"
         beside = [file.stem for file in path.parent.glob("*.onnx")]
         close = difflib.get_close_matches(path.stem, beside, n=1, cutoff=0.7)
         remedy = f"Did you mean '{close[0]}.onnx'?" if close else "Name an .onnx file, or a folder with exactly one."
         raise NotFoundError(what, where=str(path), remedy=remedy)
-    return found[0]
+    return files[0]
 
 
 def list_external_names(path: Path) -> tuple[str, ...]:
@@ -262,8 +262,8 @@ def _attributes(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
 
 
 def _inner(attribute: onnx.AttributeProto) -> list[onnx.NodeProto]:
-    held = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-    return [node for graph in held for node in graph.node]
+    subgraphs = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
+    return [node for graph in subgraphs for node in graph.node]
 
 
 _LARGEST = (1 << 63) - 1
@@ -289,17 +289,17 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
             without being the same.
         NotFoundError: a file is missing.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     places: list[TensorLocation] = []
     for tensor in tensors:
         if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
             continue
         entries = _entries(tensor)
         path = _inside_of(folder, entries["location"], tensor.name)
-        found[path] = None
+        files[path] = None
         places.append(_place(tensor, entries, path))
     _check_apart(places)
-    return tuple(found)
+    return tuple(files)
 
 
 def get_element_bits(data_type: int) -> int | None:
@@ -324,12 +324,14 @@ def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
 def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:
     """Where a tensor stands in its file, which may end in the middle of nothing."""
     where = _of(tensor.name)
-    start, told = _number(entries, "offset", where), _number(entries, "length", where)
+    start, stated = _number(entries, "offset", where), _number(entries, "length", where)
     size, wanted = os.path.getsize(path), _bytes_of(tensor)
-    if told is not None and wanted is not None and told != wanted:
-        raise RefusedError(f"its external data has {told} bytes, its shape needs {wanted}", where=where, remedy=_AGAIN)
+    if stated is not None and wanted is not None and stated != wanted:
+        raise RefusedError(
+            f"its external data has {stated} bytes, its shape needs {wanted}", where=where, remedy=_AGAIN
+        )
     begin = start or 0
-    length = told if told is not None else wanted if wanted is not None else max(0, size - begin)
+    length = stated if stated is not None else wanted if wanted is not None else max(0, size - begin)
     if begin + length > size:
         raise RefusedError(
             f"its external data lies beyond the end of {entries['location']!r}",

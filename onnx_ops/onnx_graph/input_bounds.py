@@ -67,7 +67,7 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     for node in model.graph.node:
         for place, name in enumerate(node.input):
             users[name].append((node, place))
-    found = {}
+    bounds = {}
     for value in model.graph.input:
         readers = list(_reached(value.name, users, copies=True))
         sizes = [size for node, place in readers if (size := _entries(node, place, stored)) is not None and size > 0]
@@ -78,29 +78,29 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
             if a.name in _TEXTS
             for text in a.strings
         }
-        found[value.name] = InputBounds(
+        bounds[value.name] = InputBounds(
             index=(0, min(sizes) - 1) if sizes else None,
             texts=tuple(sorted(texts)),
             missing=any(_takes_nan(node) for node, _ in readers),
             size=any(place in _SIZES.get(node.op_type, ()) for node, place in _reached(value.name, users)),
         )
-    return found
+    return bounds
 
 
 def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest valid index of each index input; raises as `read_input_bounds` does."""
-    return {name: found.index for name, found in read_input_bounds(path).items() if found.index is not None}
+    return {name: bounds.index for name, bounds in read_input_bounds(path).items() if bounds.index is not None}
 
 
 def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes that read a value or anything made of it, with the input place; `copies`: same values only."""
-    waiting, seen = [start], {start}
+    waiting, visited = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):
             yield node, place
             if not copies or (node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")):
-                fresh = [name for name in node.output if name not in seen]
-                seen.update(fresh)
+                fresh = [name for name in node.output if name not in visited]
+                visited.update(fresh)
                 waiting += fresh
 
 

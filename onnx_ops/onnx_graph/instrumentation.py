@@ -76,9 +76,9 @@ def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     computed = {name for node in model.graph.node for name in node.output if name}
     if unknown := sorted(set(names) - computed):
         raise ValueError(f"no node of the main graph computes {unknown[0]!r}")
-    shown = {value.name for value in model.graph.output}
+    outputs = {value.name for value in model.graph.output}
     for name in dict.fromkeys(names):
-        if name not in shown:
+        if name not in outputs:
             model.graph.output.add(name=name)  # the runtime infers its type
     write_model(model, copy)
 

@@ -92,7 +92,7 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         readers=readers,
         types={tensor.name: tensor.data_type for tensor in model.graph.initializer},
     )
-    kept = set(excluded)
+    excluded_names = set(excluded)
     int8: list[str] = []
     floats: list[FloatOperator] = []
     for node in model.graph.node:
@@ -100,10 +100,12 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
         if node.op_type in INT8_OPERATORS:
             int8.append(name)
         elif node.op_type in _FLOAT_OPERATORS | _WITHOUT_KERNEL:
-            reason, setting = ("excluded", "") if name in kept else _reason(node, graph)
+            reason, setting = ("excluded", "") if name in excluded_names else _reason(node, graph)
             kind = _KINDS.get(node.op_type, node.op_type)
             floats.append(FloatOperator(name=name, op_type=kind, reason=reason, setting=setting))
-    return Int8Coverage(int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in kept))
+    return Int8Coverage(
+        int8=tuple(int8), floats=tuple(floats), unheeded=tuple(name for name in int8 if name in excluded_names)
+    )
 
 
 def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
@@ -184,10 +186,10 @@ def advise(
     }:  # those of a float model tell nothing, and may take gigabytes
         model = read_model(variant)
     types = _types(model)
-    found = [*_of_types(types, machine), *_of_sessions(target, machine, kinds), *_of_kinds(kinds, machine)]
+    advice = [*_of_types(types, machine), *_of_sessions(target, machine, kinds), *_of_kinds(kinds, machine)]
     if coverage is not None:
-        found += _of_coverage(coverage)
-    return (*found, *_fragments(run), *_casts(run))
+        advice += _of_coverage(coverage)
+    return (*advice, *_fragments(run), *_casts(run))
 
 
 def _of_types(types: _Types, machine: Arithmetic) -> Iterator[Advice]:
@@ -235,9 +237,9 @@ def _of_kinds(kinds: set[str], machine: Arithmetic) -> Iterator[Advice]:
 def _of_coverage(coverage: Int8Coverage) -> Iterator[Advice]:
     """Operators left in float, those that share reason and remedy together."""
     shared: dict[tuple[str, str], list[str]] = {}
-    for one in coverage.floats:
-        if one.setting:
-            shared.setdefault((one.reason, one.setting), []).append(one.name)
+    for operator in coverage.floats:
+        if operator.setting:
+            shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
     for (reason, setting), names in shared.items():
         yield Advice(finding=f"{len(names)} left in float: {reason}", setting=setting, nodes=tuple(names))
     if coverage.unheeded:
@@ -256,7 +258,7 @@ def _fragments(run: onnx.ModelProto) -> Iterator[Advice]:
         if node.op_type == "QuantizeLinear":
             maker = makers.get(node.input[0])
             sources = [makers[name] for name in maker.input if name in makers] if maker is not None else []
-            if maker and any(one.op_type in ("DequantizeLinear", *_DYNAMIC) for one in sources):
+            if maker and any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
                 between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
     for kind, names in sorted(between.items()):
         yield Advice(

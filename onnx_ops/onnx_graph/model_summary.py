@@ -210,15 +210,15 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
 
 def _values(model: onnx.ModelProto) -> dict[str, tuple[Shape | None, int]]:
     """Shape, if it is known, and bits of an element of each value of the main graph."""
-    found: dict[str, tuple[Shape | None, int]] = {}
+    values: dict[str, tuple[Shape | None, int]] = {}
     for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
         kind = value.type.tensor_type
         sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
         known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
-        found[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
+        values[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
     for tensor in model.graph.initializer:
-        found[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
-    return found
+        values[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
+    return values
 
 
 def _macs(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:

@@ -71,12 +71,12 @@ class _Rewriting:
 
     def fresh(self, name: str) -> str:
         """Return the name, with a number appended if it is taken."""
-        found, number = name, 0
-        while found in self.names:
+        candidate, number = name, 0
+        while candidate in self.names:
             number += 1
-            found = f"{name}.{number}"
-        self.names.add(found)
-        return found
+            candidate = f"{name}.{number}"
+        self.names.add(candidate)
+        return candidate
 
     def read(self, value: str, scale: tuple[str, ...], axis: int) -> str:
         """Dequantize an integer value and return the name of the result."""
@@ -124,16 +124,16 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
             where=where,
             remedy=f"Export at {_AXIS_OPSET} or later.",
         )
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
+    expanded = onnx.ModelProto()
+    expanded.CopyFrom(model)
     work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
     for node in model.graph.node:
         _rewrite(work, node, where)
-    del found.graph.node[:]
-    found.graph.node.extend(work.nodes)
-    found.graph.initializer.extend(work.added)
-    return found
+    del expanded.graph.node[:]
+    expanded.graph.node.extend(work.nodes)
+    expanded.graph.initializer.extend(work.added)
+    return expanded
 
 
 def _is_integer(node: onnx.NodeProto) -> bool:
@@ -253,14 +253,14 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear":
             readers.setdefault(node.input[0], []).append(node.output[0])
-    found = []
+    activations = []
     for node in model.graph.node:
         if node.op_type != "QuantizeLinear" or node.input[0] in stored:
             continue
         if (levels := read_levels(node, stored)) is None:
             continue
         step, low, high = levels
-        found += [
+        activations += [
             QuantizedActivation(
                 name=node.input[0],
                 origin=node.input[0].removesuffix(WRITTEN_SUFFIX),
@@ -271,7 +271,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
             )
             for read in readers.get(node.output[0], ())
         ]
-    return tuple(found)
+    return tuple(activations)
 
 
 def find_folded_values(path: Path) -> dict[str, str]:
@@ -281,11 +281,11 @@ def find_folded_values(path: Path) -> dict[str, str]:
     for node in graph.node:
         for name in node.input:
             users.setdefault(name, []).append(node)
-    shown = {value.name for value in graph.output}
+    outputs = {value.name for value in graph.output}
     return {
         name: nodes[0].output[0]
         for name, nodes in users.items()
-        if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in shown
+        if len(nodes) == 1 and nodes[0].op_type in _FOLDED and nodes[0].input[0] == name and name not in outputs
     }
 
 

@@ -73,14 +73,14 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     before, after = read_model(source), expand_integer_operators(read_model(derived), derived.name)
     originals, tensors = collect_constants(before), collect_constants(after)
     turned = _turned(before)
-    found = {stored.weight: stored for stored in _stored(after, tensors)}
-    if unread := sorted(name for name in tensors if name.endswith(QUANTIZED_SUFFIX) and name not in found):
+    by_name = {stored.weight: stored for stored in _stored(after, tensors)}
+    if unread := sorted(name for name in tensors if name.endswith(QUANTIZED_SUFFIX) and name not in by_name):
         raise MeasurementError(
             f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
         )
-    pairs = [_pair(found[name], originals, tensors, turned, derived.name) for name in found if tensors[name].dims]
+    pairs = [_pair(by_name[name], originals, tensors, turned, derived.name) for name in by_name if tensors[name].dims]
     narrow = (*iterate_fp16_weights(originals, tensors), *iterate_block_weights(after, tensors))
-    pairs += [_narrow_pair(one, originals, turned, derived.name) for one in narrow]
+    pairs += [_narrow_pair(weight, originals, turned, derived.name) for weight in narrow]
     return tuple(sorted(pairs, key=lambda pair: pair.name))
 
 
@@ -181,34 +181,34 @@ def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> flo
     ):
         reach = np.abs(end - centre)
         ends.append((reach / np.maximum(used, 1e-9))[used > 0])
-    found = np.concatenate(ends)
-    return float(found.min()) if found.size else None
+    stretches = np.concatenate(ends)
+    return float(stretches.min()) if stretches.size else None
 
 
 def _narrow_pair(
-    one: NarrowWeight, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
+    weight: NarrowWeight, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
 ) -> QuantizedWeight:
     from onnx import numpy_helper
 
-    if one.name not in originals:
-        raise MeasurementError(f"narrowed weight {one.name} has no original to compare with", where=where)
-    original = numpy_helper.to_array(originals[one.name]).astype(np.float64)
-    if one.transposable and one.name in turned:
+    if weight.name not in originals:
+        raise MeasurementError(f"narrowed weight {weight.name} has no original to compare with", where=where)
+    original = numpy_helper.to_array(originals[weight.name]).astype(np.float64)
+    if weight.transposable and weight.name in turned:
         original = original.T
-    if original.size != one.values.size:
+    if original.size != weight.values.size:
         raise MeasurementError(
-            f"narrowed weight {one.name} has shape {one.values.shape}, its original {original.shape}", where=where
+            f"narrowed weight {weight.name} has shape {weight.values.shape}, its original {original.shape}", where=where
         )
-    original = original.reshape(one.values.shape)
+    original = original.reshape(weight.values.shape)
     spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
     return QuantizedWeight(
-        name=one.name,
+        name=weight.name,
         original=original,
-        dequantized=one.values,
-        scale=np.maximum(one.step, spacing),
-        origin=one.name,
-        transposed=one.transposable and one.name in turned,
-        spacing=one.spacing,
+        dequantized=weight.values,
+        scale=np.maximum(weight.step, spacing),
+        origin=weight.name,
+        transposed=weight.transposable and weight.name in turned,
+        spacing=weight.spacing,
     )
 
 
@@ -229,12 +229,14 @@ def _kept(
         original = numpy_helper.to_array(before).astype(np.float64)
         if name in multiplied & turned:
             original = original.T
-        found = numpy_helper.to_array(after).astype(np.float64)
-        if original.size != found.size or not found.size:
+        dequantized = numpy_helper.to_array(after).astype(np.float64)
+        if original.size != dequantized.size or not dequantized.size:
             continue
         largest = np.float32(np.abs(original).max())
         step = np.asarray(_KEPT_SPACINGS * np.spacing(largest), dtype=np.float64)
-        yield QuantizedWeight(name=name, original=original.reshape(found.shape), dequantized=found, scale=step)
+        yield QuantizedWeight(
+            name=name, original=original.reshape(dequantized.shape), dequantized=dequantized, scale=step
+        )
 
 
 def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
@@ -345,7 +347,7 @@ def write_with_layer_errors(
     model = read_model(source)
     dims = {name: tuple(tensor.dims) for name, tensor in collect_constants(model).items()}
     del model.graph.output[:]
-    shown: dict[str, tuple[ErrorSumNames, ...]] = {}
+    sum_names: dict[str, tuple[ErrorSumNames, ...]] = {}
     for weight in weights:
         spacing = weight.scale if weight.spacing is None else weight.spacing
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -363,6 +365,6 @@ def write_with_layer_errors(
                 layer.input[:], layer.output[:] = [node.input[0], f"{name}.weight"], [f"{name}.answer"]
                 model.graph.node.append(helper.make_node("ReduceSumSquare", [f"{name}.answer"], [name], keepdims=0))
                 model.graph.output.add(name=name)
-            shown[weight.name] = (*shown.get(weight.name, ()), pair)
+            sum_names[weight.name] = (*sum_names.get(weight.name, ()), pair)
     write_model(model, copy)
-    return shown
+    return sum_names

@@ -32,14 +32,14 @@ def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     used |= {node.domain for function in model.functions for node in function.node}
     used |= {entry.domain for entry in source.opset_import} | set(DEFAULT_DOMAINS)
     declared = {entry.domain: entry.version for entry in source.opset_import}
-    kept = {
+    imports = {
         entry.domain: entry.version if entry.domain in DEFAULT_DOMAINS else declared.get(entry.domain, entry.version)
         for entry in model.opset_import
         if entry.domain in used
     }
     del model.opset_import[:]
-    for domain in sorted(kept):
-        model.opset_import.add(domain=domain, version=kept[domain])
+    for domain in sorted(imports):
+        model.opset_import.add(domain=domain, version=imports[domain])
 
 
 def flatten_biases(model: onnx.ModelProto) -> None:
@@ -98,7 +98,7 @@ PRODUCT = "_product"
 """Suffix of what the MatMul of a Gemm with a bias computes."""
 
 
-def split_gemms(model: onnx.ModelProto, kept: Collection[str] = ()) -> None:
+def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     """Make each plain Gemm a MatMul of its name, and an Add if it has a bias.
 
     A plain one multiplies by a constant matrix that nobody else reads, scales by 1 and does not transpose its input.
@@ -106,7 +106,7 @@ def split_gemms(model: onnx.ModelProto, kept: Collection[str] = ()) -> None:
 
     Args:
         model: changed in place.
-        kept: names of nodes that are left alone.
+        excluded: names of nodes that are left alone.
     """
     from onnx import helper, numpy_helper
 
@@ -117,7 +117,7 @@ def split_gemms(model: onnx.ModelProto, kept: Collection[str] = ()) -> None:
         flags = {a.name: a.f if a.name in ("alpha", "beta") else a.i for a in node.attribute}
         plain = (
             node.op_type == "Gemm"
-            and node.name not in kept
+            and node.name not in excluded
             and node.input[1] in matrices
             and readers[node.input[1]] == 1
             and flags.get("alpha", 1.0) == flags.get("beta", 1.0) == 1.0
@@ -210,9 +210,9 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
     nodes = [*before, *graph.node, *after]
     del graph.node[:]
     graph.node.extend(nodes)
-    kept = [value for value in graph.value_info if value.name not in wanted]
+    value_infos = [value for value in graph.value_info if value.name not in wanted]
     del graph.value_info[:]
-    graph.value_info.extend(kept)
+    graph.value_info.extend(value_infos)
     if not any(entry.domain in ("", "ai.onnx") for entry in model.opset_import):
         model.opset_import.add(version=_CAST_OPSET)
 
@@ -236,15 +236,15 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
             remedy=REMEDY,
         )
     matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
-    found = {name: _heirs(known[name], matrices, prepared) for name in wanted}
-    if lost := sorted(name for name, heirs in found.items() if not heirs):
+    traced = {name: _heirs(known[name], matrices, prepared) for name in wanted}
+    if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
             f"nothing is left to exclude of {', '.join(lost)}",
             where="quantize.exclude",
             why="preparation folded it into a constant or into another node",
             remedy="Leave it out of `quantize.exclude`.",
         )
-    return found
+    return traced
 
 
 def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:

@@ -49,10 +49,10 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
         UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
         NotFoundError, RefusedError: as for reading the file.
     """
-    found = [
+    trees = [
         tree for node in read_model(path).graph.node if node.op_type in ENSEMBLES for tree in _ensemble(node, path.name)
     ]
-    return tuple(found)
+    return tuple(trees)
 
 
 def order_nodes(
@@ -232,23 +232,26 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
     below = {split.low for split in tree.values()} | {split.high for split in tree.values()}
     roots = [node for node in tree if node not in below]
     waiting = [(root, rows[index % len(rows)]) for index, root in enumerate(roots)]
-    seen = set(roots)  # a file may hold a circle
+    visited = set(roots)  # a file may hold a circle
     reached: dict[int, Floats] = dict.fromkeys(roots, rows)
     while waiting:
         node, spare = waiting.pop()
         split = tree[node]
-        here = reached.pop(node, rows[:0])
-        row = here[0] if len(here) else spare
+        local_rows = reached.pop(node, rows[:0])
+        row = local_rows[0] if len(local_rows) else spare
         sides = np.stack([row, row])
         factor_f, shift_f = factor[split.feature], shift[split.feature]
         middle = (split.threshold - shift_f) / factor_f
         aside = _ASIDE * max(abs(middle), abs(shift_f / factor_f), 1e-6)
         sides[:, split.feature] = (middle - aside, middle + aside) if factor_f > 0 else (middle + aside, middle - aside)
         yield sides
-        is_low = here[:, split.feature] * factor_f + shift_f <= split.threshold
-        for child, part, side in ((split.low, here[is_low], sides[0]), (split.high, here[~is_low], sides[1])):
-            if child in tree and child not in seen:
-                seen.add(child)
+        is_low = local_rows[:, split.feature] * factor_f + shift_f <= split.threshold
+        for child, part, side in (
+            (split.low, local_rows[is_low], sides[0]),
+            (split.high, local_rows[~is_low], sides[1]),
+        ):
+            if child in tree and child not in visited:
+                visited.add(child)
                 reached[child] = part
                 waiting.append((child, side))
 

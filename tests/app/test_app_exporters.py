@@ -9,7 +9,7 @@ import pytest
 from onnx_ops.adapters.exporters.paddle import PaddleExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
-from onnx_ops.app.context import environment, exporters
+from onnx_ops.app.context import load_exporter, select_environment
 from onnx_ops.app.project import open_project, prepare
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.execution import Environment
@@ -27,12 +27,12 @@ benchmark: {targets: [cpu-1t]}
 
 def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() -> None:
     own = Environment(requirements=PaddleExporter.requirements)
-    assert environment(SklearnExporter(), None) is None
-    assert environment(PaddleExporter(), None) == own
-    assert environment(PaddleExporter(), Environment(isolated=False)) is None
+    assert select_environment(SklearnExporter(), None) is None
+    assert select_environment(PaddleExporter(), None) == own
+    assert select_environment(PaddleExporter(), Environment(isolated=False)) is None
     asked = Environment(requirements=("scikit-learn==1.6",), python="3.12", memory=10, timeout=3.0)
-    assert environment(SklearnExporter(), asked) == asked
-    assert environment(PaddleExporter(), Environment(memory=10)) == Environment(
+    assert select_environment(SklearnExporter(), asked) == asked
+    assert select_environment(PaddleExporter(), Environment(memory=10)) == Environment(
         requirements=own.requirements, memory=10
     )
 
@@ -47,17 +47,17 @@ def test_an_exporter_runs_where_it_brings_requirements_or_the_pipeline_says() ->
 )
 def test_an_environment_that_says_nothing_or_two_things_is_refused(env: Environment, told: str) -> None:
     with pytest.raises(UserError, match=told) as refused:
-        environment(SklearnExporter(), env)
+        select_environment(SklearnExporter(), env)
     assert refused.value.remedy
 
 
 def test_an_isolated_exporter_trains_and_shows_nothing_of_its_inside(tmp_path: Path) -> None:
-    make = exporters(load_settings(tmp_path, {}))
-    found = make("tensorflow")
+    settings = load_settings(tmp_path, {})
+    found = load_exporter(settings, "tensorflow")
     assert isinstance(found, IsolatedExporter)
     assert isinstance(found, TrainingExporter)
     assert not isinstance(found, TracingExporter | TreeExporter)
-    assert isinstance(make("sklearn"), SklearnExporter)
+    assert isinstance(load_exporter(settings, "sklearn"), SklearnExporter)
     assert not (tmp_path / ".onnx-ops").exists()  # nothing is made before it is needed
 
 

@@ -211,15 +211,15 @@ class DvcSource:
         with suppress(OSError, ValueError, OnnxOpsError):
             return codec.from_json(json.loads(stored.read_text(encoding="utf-8")), DvcPointer)
         place = str(folder.resolve())
-        found = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
-        if not found:
+        answers = self._ask(settings, (), "find", repo=place, rev=commit, path=path, remote=settings.remote)
+        if not answers:
             raise NotFoundError(
                 f"DVC knows no {path}",
                 where=f"commit {commit[:12]}",
                 why="no .dvc file and no dvc.lock of that commit names it",
                 remedy="Was the .dvc file committed, and before this revision? `path` is relative to `repo`.",
             )
-        pointer = codec.from_json(found[0], DvcPointer)
+        pointer = codec.from_json(answers[0], DvcPointer)
         _check_pointer(pointer, path)
         stored.parent.mkdir(parents=True, exist_ok=True)
         with durable_file(stored) as temporary:
@@ -233,9 +233,9 @@ class DvcSource:
         if not (top / file).is_file() or not _git(top, "diff", "--quiet", tracked.commit, "--", file).returncode:
             return
         place = str(tracked.folder.resolve())
-        found = self._ask(tracked.settings, (), "find", repo=place, rev="", path=path, remote="")
-        changed = [codec.from_json(one, DvcPointer) for one in found]
-        if [(one.md5, one.size) for one in changed] != [(tracked.pointer.md5, tracked.pointer.size)]:
+        answers = self._ask(tracked.settings, (), "find", repo=place, rev="", path=path, remote="")
+        changed = [codec.from_json(pointer, DvcPointer) for pointer in answers]
+        if [(pointer.md5, pointer.size) for pointer in changed] != [(tracked.pointer.md5, tracked.pointer.size)]:
             stated = f"{changed[0].md5} ({changed[0].size} bytes)" if changed else f"nothing of {tracked.pointer.out}"
             raise DigestMismatchError(
                 f"the DVC pointer of {tracked.pointer.out} was changed and not committed",
@@ -417,13 +417,13 @@ def _copy_cached(source: Path, copy: Path) -> bool:
     return True
 
 
-def _find_commit(folder: Path, rev: str, shown: str) -> str:
+def _find_commit(folder: Path, rev: str, place: str) -> str:
     """Return the commit that a tag, branch or hash names; an empty one is what is checked out."""
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
         raise NotFoundError(
             "this is no git repository",
-            where=shown,
+            where=place,
             why=_last_error(repository),
             remedy="`repo` is a folder of a checkout, relative to the project's root, or a URL.",
         )
@@ -431,7 +431,7 @@ def _find_commit(folder: Path, rev: str, shown: str) -> str:
     if done.returncode:
         raise NotFoundError(
             f"there is no revision {rev!r}" if rev else "nothing was committed yet",
-            where=shown,
+            where=place,
             why="git knows no tag, branch or commit of that name",
             remedy="List them with `git tag` and `git branch`. A shallow clone lacks them: `git fetch --tags "
             "--unshallow`, in GitHub's checkout `fetch-depth: 0`.",

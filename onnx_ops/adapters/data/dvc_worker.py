@@ -88,14 +88,14 @@ class DvcWorker:
                 )
             store = place.legacy_odb if legacy else place.odb
             source = store.oid_to_path(md5)
-            shown = _without_credentials(store.fs.unstrip_protocol(source))
+            url = _without_credentials(store.fs.unstrip_protocol(source))
             try:
                 store.fs.get_file(source, copy)
             except FileNotFoundError:
-                return {"place": shown, "found": False}
+                return {"place": url, "found": False}
             except Exception as error:
-                raise _unreachable(shown, error) from error
-            return {"place": shown, "found": True}
+                raise _unreachable(url, error) from error
+            return {"place": url, "found": True}
 
     @contextmanager
     def _opened(self, repo: str, rev: str) -> Iterator[Any]:

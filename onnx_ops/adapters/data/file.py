@@ -229,7 +229,7 @@ def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
 
     def read(texts: list[str]) -> Any:
         call = csv.read_csv if most_bytes is None else csv.open_csv
-        found = call(
+        result = call(
             path,
             read_options=csv.ReadOptions(
                 block_size=max(min(size + 1, most_bytes or size + 1), 1 << 16), use_threads=False
@@ -240,9 +240,9 @@ def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
             ),
         )
         if most_bytes is None:
-            return found
-        with found:
-            return arrow.Table.from_batches([found.read_next_batch()])
+            return result
+        with result:
+            return arrow.Table.from_batches([result.read_next_batch()])
 
     table = read([])
     dates = [f.name for f in table.schema if arrow.types.is_temporal(f.type)]

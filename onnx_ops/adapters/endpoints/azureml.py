@@ -39,7 +39,9 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 
 
 class AzureEndpoints(CloudEndpoints):
-    """Endpoints of an Azure ML workspace. `folder/<endpoint>/` holds a lock and the last generation sent.
+    """Endpoints of an Azure ML workspace.
+
+    `folder/<endpoint>/` holds a lock and the last generation sent.
 
     Args:
         folder: for the state of this machine.
@@ -56,7 +58,7 @@ class AzureEndpoints(CloudEndpoints):
         self._policy = policy or RetryPolicy()
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `split` and what Azure Monitor counts: Azure compares no mirrored answers and pins no users."""
+        """Return `split` and what Azure Monitor counts."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
@@ -64,13 +66,13 @@ class AzureEndpoints(CloudEndpoints):
         read_azure_settings(settings)
 
     def place(self, config: EndpointConfig) -> str:
-        """Return the endpoint's name and workspace; raises UserError if the settings are wrong."""
+        """Return the endpoint's name and workspace; raise UserError for wrong settings."""
         workspace = read_azure_settings(config.settings, where=config.endpoint).place
         name = endpoint_name(config.endpoint, config.settings)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
-        """Refuse a change of the authentication or identity, which Azure fixes when an endpoint is made."""
+        """Refuse a change of authentication or identity, which Azure does not support."""
         old, new = (read_azure_settings(config.settings, where=config.endpoint) for config in (before, after))
         for name in ("auth", "identity"):
             if (was := getattr(old, name)) != (desired := getattr(new, name)):
@@ -90,14 +92,14 @@ class AzureEndpoints(CloudEndpoints):
         return missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does; None, too, if a deployment is lost or traffic is not that of any state."""
+        """Return what the endpoint does; None, too, if it is in no valid state."""
         try:
             return self._observe(config)[0]
         except ServiceUnavailableError:
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Bring the endpoint to a state; return when Azure routes by it and the rest is deleted.
+        """Bring the endpoint to a state, and delete what the state does not need.
 
         Raises:
             ConflictError: a later generation, or another state of this one, was applied already.
@@ -113,7 +115,7 @@ class AzureEndpoints(CloudEndpoints):
         endpoint.apply(plan_traffic(state, generation=generation, name=name, where=config.endpoint))
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change the traffic once if the endpoint holds the deployment that gets all of it; else as `apply`."""
+        """Change the traffic once if the deployment runs; otherwise do as `apply`."""
         try:
             observed, names = self._observe(config)
         except ServiceUnavailableError:
@@ -126,7 +128,7 @@ class AzureEndpoints(CloudEndpoints):
         self.apply(config, drop_idle_deployments(state), generation=generation)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the scoring address without its route; requests need `authorization`."""
+        """Return the scoring address without its route; requests need a key or token."""
         endpoint = self._connect(config).read()
         return None if endpoint is None else str(endpoint.scoring_uri).removesuffix(SCORING_ROUTE)
 
@@ -135,7 +137,7 @@ class AzureEndpoints(CloudEndpoints):
         self._connect(config).remove()
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
-        """List deployments without traffic that no state lists, and uploaded models that nothing needs.
+        """List unused deployments without traffic, and unused models.
 
         Raises:
             ServiceUnavailableError: Azure does not answer.
@@ -163,7 +165,7 @@ class AzureEndpoints(CloudEndpoints):
         return tuple(orphans)
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphan; raises Conflict if it is a deployment that has traffic by now."""
+        """Delete an orphan; raise ConflictError for a deployment that has traffic by now."""
         if orphan.kind == "deployment":
             self._connect(config).deployments.delete(orphan.name)
         else:

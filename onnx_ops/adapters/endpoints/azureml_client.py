@@ -1,4 +1,4 @@
-"""One Azure ML workspace through the SDK's MLClient: reads are retried, writes are sent once.
+"""Azure ML through the SDK's MLClient: reads are retried, writes are sent once.
 
 The SDK's own retries are off, and its requests time out. It would send a write again after a newer one of another
 client; here a write is repeated only after a read shows that it is still needed.
@@ -73,7 +73,7 @@ class RetryPolicy:
     confirmations: int = 3
 
     def attempts(self, within_s: float) -> Iterator[int]:
-        """Count attempts, with growing pauses, until the time is over; there are at least two."""
+        """Count attempts, at least two, with growing pauses, until the time is over."""
         return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
 
 
@@ -193,7 +193,7 @@ class AzureClient:
         return converge(send, tries, lambda: no_answer(where), retried=(ServiceUnavailableError,))[0]
 
     def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
-        """Repeat a step until it returns something, while Azure is busy or does not answer writes.
+        """Repeat a step until it returns something, while Azure is busy.
 
         Args:
             step: as for `retry.converge`.

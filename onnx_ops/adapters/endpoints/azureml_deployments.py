@@ -1,4 +1,4 @@
-"""The deployments of one endpoint in Azure: made once, scaled in place, deleted when they have no traffic.
+"""The deployments of one endpoint in Azure, and their instance counts.
 
 What a deployment was made with is a part of its name and never changed; only the number of its instances is. So other
 settings make another deployment, and traffic moves there once it runs. A deployment that is scaled automatically has
@@ -67,7 +67,7 @@ class AzureDeployments:
                 yield f"{key} of {resource.name}: {value}, not {desired.get(key)}"
 
     def ensure(self, name: str, deployment: Deployment) -> None:
-        """Make the deployment if it does not exist, and bring its instances to the settings."""
+        """Make the deployment if it does not exist, and apply its instance count."""
         where = f"deployment {name}"
 
         def step() -> bool | None:
@@ -170,7 +170,7 @@ class AzureDeployments:
 
 
 class Autoscaling:
-    """Instance counts of an endpoint's deployments: fixed by the settings, or kept by Azure Monitor."""
+    """Instance counts, fixed by the settings or set by Azure Monitor."""
 
     def __init__(self, client: AzureClient) -> None:
         self._client = client
@@ -185,7 +185,7 @@ class Autoscaling:
         return f"{settings.min_instances} to {settings.max_instances} instances at {settings.cpu_percent}% CPU"
 
     def drift(self, resource: ManagedOnlineDeployment) -> Iterator[str]:
-        """Yield how the instances of a deployment differ from the settings, unless others scale them."""
+        """Yield how instances differ from the settings, unless others scale them."""
         actual = (resource.tags or {}).get(SCALING, NOT_SCALED)
         if actual == self.tag and self._settings.scaled:
             actual = self._monitor_drift(resource.name) or actual
@@ -195,7 +195,7 @@ class Autoscaling:
             yield f"instances of {resource.name}: {resource.instance_count}, not {self._settings.instances}"
 
     def apply(self, resource: ManagedOnlineDeployment) -> bool:
-        """Bring a deployment to the settings; return whether its tag and count already agreed.
+        """Apply the settings to a deployment; return whether nothing was to change.
 
         An autoscale setting is never without its tag, so that others are not asked for theirs.
         """

@@ -1,4 +1,4 @@
-"""Checks of an Azure endpoint's prerequisites: packages, credentials, workspace, role, image and quota."""
+"""Checks of an Azure endpoint's prerequisites."""
 
 from __future__ import annotations
 

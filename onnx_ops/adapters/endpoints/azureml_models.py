@@ -1,4 +1,4 @@
-"""Models where Azure's containers read them: folders of a datastore, assets of the workspace, assets of a registry.
+"""Models where Azure's containers read them: datastore, workspace, registry.
 
 A folder is named by its content and holds `deployment.json` and `model/`. `deployment.json` is written last: a folder
 without it belongs to an upload that was cut off, and is written again. Workspaces of all regions read a registry; the
@@ -41,7 +41,7 @@ class AzureModels:
         self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
-        """Return the resource id of the model of that name, or its path in the registry; upload it if it is missing.
+        """Return the model's resource id or path in the registry; upload it if missing.
 
         Raises:
             NotFoundError: its files are not on this machine, or there is no such registry.
@@ -57,7 +57,7 @@ class AzureModels:
         return registry.path
 
     def stored(self) -> dict[str, str]:
-        """Return the digest of the manifest of each folder of the datastore by name; empty if it was cut off."""
+        """Return manifest digests of the datastore's folders by name; empty if cut off."""
         return dict(self._client.read("the datastore", lambda: list(self._folders())) or ())
 
     def delete(self, name: str) -> None:
@@ -193,7 +193,7 @@ class _RegistryModel:
             ) from error
 
     def exists(self, deployment: Deployment) -> bool:
-        """Return whether the registry has the model; raise RefusedError if another model has its name."""
+        """Return whether the registry has it; raise RefusedError for a foreign model."""
         model = self._read()
         if model is None:
             return False

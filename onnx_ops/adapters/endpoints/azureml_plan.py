@@ -1,4 +1,4 @@
-"""A state in Azure's terms: names, tags and traffic of an endpoint. Pure functions.
+"""A state in Azure's terms: names, tags and traffic of an endpoint.
 
 The endpoint's tags say which state was applied, the deployments' tags what they serve. Tags and traffic are sent in
 the same request, so one is never newer than the other.
@@ -35,7 +35,7 @@ _SLUG_CHARACTERS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """What the endpoint is to be: deployments by their names in Azure, percentages of traffic by name, tags."""
+    """Deployments and percentages of traffic by names in Azure, and tags."""
 
     generation: int
     deployments: Mapping[str, Deployment]
@@ -71,7 +71,7 @@ def plan_traffic(
 
 
 def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
-    """Return a name that follows from the content, which therefore never changes: lower case, at most 32 characters.
+    """Return a name of at most 32 characters that follows from the content.
 
     Args:
         deployment: what it serves. A model is named by that alone.
@@ -87,13 +87,13 @@ def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = No
 
 
 def record_tags(deployment: Deployment) -> dict[str, str]:
-    """Return the tags from which `record_of` reads the deployment back, without its location on this machine."""
+    """Return the tags from which `record_of` reads the deployment back."""
     text = codec.dumps(replace(deployment, location="")).decode()
     return {MANIFEST: deployment.manifest, **split_text(_RECORD, text, _TAG_CHARACTERS)}
 
 
 def record_of(tags: Mapping[str, str]) -> Deployment | None:
-    """Return the deployment that the tags describe; None if they are not those of one of our deployments."""
+    """Return the deployment that the tags describe; None if it is not ours."""
     try:
         return codec.loads(join_text(_RECORD, tags).encode(), Deployment)
     except OnnxOpsError:
@@ -119,7 +119,7 @@ def foreign_tags(tags: Mapping[str, str]) -> dict[str, str]:
 def state_of(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
-    """Return what an endpoint does; None if a deployment is lost, or traffic goes elsewhere or nowhere.
+    """Return what an endpoint does; None if it is in no valid state.
 
     Args:
         tags: the endpoint's.

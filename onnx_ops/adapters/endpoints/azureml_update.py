@@ -1,4 +1,4 @@
-"""Changes of an endpoint in Azure, which may be killed between any two requests and begun again.
+"""Changes of an endpoint in Azure, which survive a kill between any requests.
 
 The order keeps traffic at 100 % throughout: deployments first, then tags and traffic in one request, and only then are
 deployments without traffic deleted. There is no ETag, so every write follows a read that shows no later generation,
@@ -35,7 +35,7 @@ _LOCK_S = 120.0
 
 
 class SentGeneration:
-    """The last generation that this machine sent, and a lock, in the files of one folder.
+    """The last generation that this machine sent, and a lock, in one folder.
 
     Azure's reads may be behind; a read that shows an older generation than this one is repeated.
     """
@@ -62,7 +62,10 @@ class SentGeneration:
         return int(text) if text.isdecimal() else None
 
     def raise_to(self, generation: int) -> None:
-        """Store a generation before it is sent: after a crash, reads that never show it are trusted in the end."""
+        """Store a generation before it is sent.
+
+        After a crash before the request, reads that do not show it for long enough are trusted.
+        """
         self.store(max(generation, self.value or 0))
 
     def store(self, generation: int | None) -> None:
@@ -76,7 +79,7 @@ class SentGeneration:
 
 
 class AzureEndpoint:
-    """One endpoint in Azure: reads that are not stale, and changes under the fence of its generation.
+    """One endpoint in Azure: reads that are not stale, and fenced changes.
 
     Args:
         client: for the endpoint.
@@ -91,7 +94,7 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint, no older than what this machine sent, unless that never arrived.
+        """Return the endpoint, no older than what this machine sent.
 
         Raises:
             RefusedError: an endpoint of that name is not ours.
@@ -118,7 +121,7 @@ class AzureEndpoint:
         return endpoint
 
     def apply(self, plan: TrafficPlan) -> None:
-        """Make deployments, route traffic, and delete the deployments that the plan does not need.
+        """Make deployments, route traffic, and delete unneeded deployments.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this one.
@@ -140,7 +143,7 @@ class AzureEndpoint:
         self._delete_unneeded(plan, converge(step, tries, lambda: still_busy(self._owner)))
 
     def route(self, plan: TrafficPlan) -> None:
-        """Send tags and traffic in one request, and read them back. The deployments must run already.
+        """Send tags and traffic to running deployments in one request; read them back.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this one.

@@ -1,4 +1,4 @@
-"""What the providers of managed clouds share: their base, verified files, pieces of text, diagnosis."""
+"""What the providers of managed clouds share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CloudEndpoints:
         return source
 
     def explain_unservable(self, target: Target) -> str:
-        """Return why the image cannot run models as they were measured on the target; empty if it can."""
+        """Return why the image cannot run models of the target; empty if it can."""
         return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
 
     def _trusted_keys(self) -> str:
@@ -70,13 +70,13 @@ def verified_files(deployment: Deployment) -> dict[str, Path]:
 
 
 def split_text(name: str, text: str, characters: int) -> dict[str, str]:
-    """Cut a text into pieces that fit a tag or variable, called `name` followed by 0, 1, …"""
+    """Cut a text into pieces for tags or variables, called `name` with 0, 1, …"""
     starts = range(0, len(text), characters)
     return {f"{name}{number}": text[start : start + characters] for number, start in enumerate(starts)}
 
 
 def join_text(name: str, pieces: Mapping[str, str]) -> str:
-    """Return the text that `split_text` cut; empty if there are no pieces of that name."""
+    """Return the text that `split_text` cut; empty if there are no pieces."""
     parts: list[str] = []
     while (part := pieces.get(f"{name}{len(parts)}")) is not None:
         parts.append(part)
@@ -84,7 +84,7 @@ def join_text(name: str, pieces: Mapping[str, str]) -> str:
 
 
 def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:
-    """Yield the findings of one check of the doctor; a check that cannot be made is a finding too.
+    """Yield the findings of a check; a check that cannot be made is a finding, too.
 
     Permission to look is not required: a check that is not permitted is no fault.
     """

@@ -1,4 +1,4 @@
-"""Endpoints on this machine: one server process each, which outlives the process that started it."""
+"""Endpoints on this machine, each a detached server process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _APPLY_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings(ContainerOptions):
-    """Settings of one endpoint: its port, which is chosen once if left out, and options of its server.
+    """Settings of one endpoint: its port, and options of its server.
 
     The project, not the pipeline, sets the trusted keys.
     """
@@ -123,7 +123,7 @@ class LocalEndpoints:
         _read_settings(settings)
 
     def explain_unservable(self, target: Target) -> str:
-        """Return why this machine cannot serve models as they were measured on the target; empty if it can."""
+        """Return why this machine cannot serve models of the target; empty if it can."""
         if [provider.name for provider in target.providers] == [CPU]:
             return explain_unservable(target, [CPU])
         import onnxruntime
@@ -145,7 +145,7 @@ class LocalEndpoints:
         """Accept every change of settings."""
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the running server serves; None if none runs, or it lost a deployment. Starts nothing."""
+        """Return what the running server serves; None if a deployment is lost."""
         server = self._server(config)
         record = server.record()
         if record is None:
@@ -166,7 +166,7 @@ class LocalEndpoints:
         return port is not None and server.is_orphaned() and bool(server.is_ready(port, timeout_s=_OBSERVE_S))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Start the server if it does not run, and publish the state; return once requests are answered by it.
+        """Start the server if needed, publish the state, and wait until it is served.
 
         Raises:
             ConflictError: a later generation, or another state of this generation, was applied already.
@@ -190,7 +190,7 @@ class LocalEndpoints:
             raise error_from_bytes(answer)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Publish the rollback. A server that does not answer is started anew with nothing but the goal.
+        """Publish the rollback; restart a server that does not answer, with it alone.
 
         Its workers answer until the new ones are ready.
 
@@ -227,7 +227,7 @@ class LocalEndpoints:
                 server.stop()
 
     def remove(self, config: EndpointConfig) -> None:
-        """Stop the server and delete its files, except the audit log, the server's log and the port."""
+        """Stop the server and delete its files, except its logs and the port."""
         server = self._server(config)
         if not server.folder.is_dir():
             return

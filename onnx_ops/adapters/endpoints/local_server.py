@@ -1,4 +1,4 @@
-"""One endpoint server on this machine, as a detached process: start it, find it, send admin requests, stop it."""
+"""One endpoint server on this machine, as a detached process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_")
 
 
 class LocalServer:
-    """The server of one folder: a supervisor and its workers, which outlive the process that started them.
+    """The server of one folder: a supervisor and its workers.
 
     It runs while its lock is held, which the system releases when it dies: neither a stale record nor a reused process
     id is ever trusted, or sent the token.
@@ -84,7 +84,7 @@ class LocalServer:
         return self._pid() is None and bool(list_workers(self.folder))
 
     def is_ready(self, port: int, *, timeout_s: float) -> bool | None:
-        """Return whether all deployments with traffic are loaded on this port; None if there is no answer."""
+        """Return whether the server on a port is ready; None if it does not answer."""
         connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
         try:
             connection.request("GET", _READY_PATH)
@@ -126,7 +126,7 @@ class LocalServer:
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def kill(self, port: int | None) -> None:
-        """Kill the supervisor, and its workers if the port does not answer. No error if none runs."""
+        """Kill the supervisor, if any, and its workers if the port does not answer."""
         if (pid := self._pid()) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class LocalServer:
             self._signal_workers(signal.SIGKILL, _KILLED_S)
 
     def stop(self) -> None:
-        """Stop the server and its workers by SIGTERM, then by SIGKILL. No error if none runs."""
+        """Stop the server and its workers, if any, by SIGTERM, then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if (pid := self._pid()) is not None:
                 with suppress(ProcessLookupError):

@@ -47,7 +47,7 @@ _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"
 
 
 class SageMakerEndpoints(CloudEndpoints):
-    """Endpoints of an AWS account. Settings: `SageMakerSettings`, and what boto3 takes from the environment.
+    """Endpoints of an AWS account, with `SageMakerSettings`.
 
     Args:
         folder: of endpoints on this machine; unused.
@@ -67,7 +67,7 @@ class SageMakerEndpoints(CloudEndpoints):
         self._clients: dict[AwsAccess, Clients] = {}
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `guarded` or `split`, by the strategy, and the quantiles that CloudWatch has."""
+        """Return `guarded` or `split`, by the strategy, and `quantiles`."""
         guarded = (settings or {}).get("strategy") == "guarded"
         return frozenset({"guarded" if guarded else "split", "quantiles"})
 
@@ -76,7 +76,7 @@ class SageMakerEndpoints(CloudEndpoints):
         read_sagemaker_settings(settings)
 
     def place(self, config: EndpointConfig) -> str:
-        """Return region, profile and bucket; raises UserError if no region is chosen, or the settings are wrong."""
+        """Return region, profile and bucket; raise UserError for wrong settings."""
         client = self._connect(config)
         profile = f" of profile {client.settings.profile}" if client.settings.profile else ""
         region = client.clients("sagemaker").meta.region_name
@@ -91,7 +91,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return missing_credentials(access_in(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does: during an update, what it did before; the generation is the last claimed.
+        """Return what the endpoint does; during an update, what it did before.
 
         Raises:
             UserError: there are no credentials, or the settings are wrong.
@@ -120,7 +120,7 @@ class SageMakerEndpoints(CloudEndpoints):
             return None
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Upload what is missing, make models and config, move the endpoint there, and wait until it is.
+        """Upload archives, create models and config, and update the endpoint to them.
 
         Raises:
             ConflictError: a later generation, or another state of this generation, was begun already.
@@ -149,7 +149,7 @@ class SageMakerEndpoints(CloudEndpoints):
             fence.record_reached(layout.config_name)
 
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        """Change weights once if a variant of the deployment runs; else, and with `guarded`, update as by `apply`."""
+        """Change weights once if the deployment runs as a variant; else do as `apply`."""
         client = self._connect(config)
         fence, state = GenerationFence(client), replace(state, generation=generation)
         claimed = fence.latest()
@@ -163,7 +163,7 @@ class SageMakerEndpoints(CloudEndpoints):
             self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
     def address(self, config: EndpointConfig) -> str | None:
-        """Return the address; `<address>/invocations` takes requests signed with SigV4 for service `sagemaker`."""
+        """Return the address; requests need a signature (SigV4, service `sagemaker`)."""
         client = self._connect(config)
         try:
             description = client.describe()
@@ -177,7 +177,7 @@ class SageMakerEndpoints(CloudEndpoints):
         return f"{base}/endpoints/{config.endpoint}"
 
     def remove(self, config: EndpointConfig) -> None:
-        """Delete the endpoint, then its configs, models, archives and claims. Data that it captured stays."""
+        """Delete the endpoint, its configs, models, archives and claims."""
         client = self._connect(config)
         name_stem(config.endpoint)
 
@@ -198,7 +198,7 @@ class SageMakerEndpoints(CloudEndpoints):
         GenerationFence(client).delete()
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
-        """List configs, models, archives and broken uploads of this endpoint that nothing needs."""
+        """List unused configs, models, archives and unfinished uploads."""
         return tuple(EndpointResources(self._connect(config)).orphans(needed))
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
@@ -206,7 +206,7 @@ class SageMakerEndpoints(CloudEndpoints):
         EndpointResources(self._connect(config)).delete_orphan(orphan)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:
-        """Check package, credentials and region, role and its trust, bucket, image, alarms and quota."""
+        """Check package, credentials, role, bucket, image, alarms and quota."""
         if not endpoints:
             yield from diagnose({})
         for name, settings in endpoints.items():

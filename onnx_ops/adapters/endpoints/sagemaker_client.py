@@ -1,4 +1,4 @@
-"""AWS for one SageMaker endpoint: requests whose errors are ours, and the fence of its generation in S3.
+"""Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
 SageMaker has no conditional update, and its reads are behind; S3's are not. So a generation is claimed there, by an
 object that is created only if absent and holds the whole state, before anything is changed; and before every change
@@ -56,7 +56,7 @@ class SageMakerClient:
         where: str = "",
         **request: Any,
     ) -> Any:
-        """Make one request; return None if it fails with one of the ignored codes or messages."""
+        """Make one request; return None if it fails with an ignored code or message."""
         from botocore.exceptions import ClientError
 
         with translated(where or self.endpoint):
@@ -79,7 +79,7 @@ class SageMakerClient:
         return sorted(item["Key"] for item in objects)
 
     def describe(self) -> dict[str, Any] | None:
-        """Return SageMaker's description of the endpoint, which may be a little old; None if there is none."""
+        """Return SageMaker's description, which may be stale; None if there is none."""
         description: dict[str, Any] | None = self.call(
             "sagemaker", "describe_endpoint", ignored_messages=NOT_FOUND, EndpointName=self.endpoint
         )
@@ -120,7 +120,7 @@ class SageMakerClient:
 
 
 class GenerationFence:
-    """The claims of one endpoint's generations, and the records of its guarded updates.
+    """The claims of an endpoint's generations, and records of guarded updates.
 
     A guarded endpoint has a record of the config that it reached, and for each update that was begun under alarms the
     state that they had before it.
@@ -174,11 +174,11 @@ class GenerationFence:
         return self._read(self._reached) == config_name.encode()
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
-        """Record the alarms' states before a guarded update; those of an update that was begun before stay."""
+        """Record the alarms' states before a guarded update, unless it was begun before."""
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:
-        """Return the alarms' states before the update to a config; None if none is under way."""
+        """Return the alarms' states before an update; None if none is under way."""
         body = self._read(f"{self._updates}{config_name}")
         return None if body is None else dict(json.loads(body))
 

@@ -1,4 +1,4 @@
-"""Checks of a SageMaker endpoint's prerequisites: package, credentials, role, bucket, image, alarms and quota."""
+"""Checks of a SageMaker endpoint's prerequisites."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCh
 
 
 def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
-    """Yield the findings for an endpoint's settings; without any, those of package, credentials and region."""
+    """Yield the findings for an endpoint's settings; the common ones without any."""
     try:
         yield Diagnosis(check="boto3", ok=True, found=version("boto3"))
     except PackageNotFoundError:

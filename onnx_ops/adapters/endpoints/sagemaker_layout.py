@@ -1,4 +1,4 @@
-"""A state of an endpoint as the requests that SageMaker takes, and back; and how a config differs. Pure functions.
+"""A state of an endpoint as requests to SageMaker, and back.
 
 Models and endpoint configs cannot be changed, so they are named by the digest of their content. A config's name has
 two parts: the models and variants of the endpoint, and the weights that it begins with. Weights alone may change later.
@@ -44,7 +44,7 @@ _COMPARED_IN_MODEL = ("ExecutionRoleArn", "VpcConfig", "EnableNetworkIsolation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLayout:
-    """What must exist at SageMaker for a state. `weights` are those of production variants, by variant."""
+    """What must exist at SageMaker for a state; `weights` are by variant."""
 
     models: Mapping[str, Mapping[str, Any]]
     config_name: str
@@ -52,7 +52,7 @@ class EndpointLayout:
     weights: Mapping[str, float]
 
     def has_config(self, config_name: str) -> bool:
-        """Return whether a config has the same models behind the same variants; its weights may differ."""
+        """Return whether a config has the same variants; its weights may differ."""
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 
@@ -62,7 +62,7 @@ def deployment_document(deployment: Deployment) -> bytes:
 
 
 def deployment_variables(deployment: Deployment) -> dict[str, str]:
-    """Return the environment variables from which `read_deployment` reads the deployment back."""
+    """Return the variables from which `read_deployment` reads the deployment back."""
     return split_text(f"{DOCUMENT}_", deployment_document(deployment).decode(), _VALUE_CHARACTERS)
 
 
@@ -76,13 +76,13 @@ def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
 
 
 def archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
-    """Return the key of a deployment's archive in the bucket, which follows from its content."""
+    """Return the key of a deployment's archive, which follows from its content."""
     document = hex_digits(digest_bytes(deployment_document(deployment)))[:16]
     return f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}/model.tar.gz"
 
 
 def name_stem(endpoint: str) -> str:
-    """Return how the names of an endpoint's models and configs begin; different for different endpoints.
+    """Return the unique stem of the names of an endpoint's models and configs.
 
     Raises:
         UserError: SageMaker takes no endpoint of that name.
@@ -217,7 +217,7 @@ def _config_request(settings: SageMakerSettings) -> dict[str, Any]:
 def read_state(
     variants: Mapping[str, Deployment | None], weights: Mapping[str, float], generation: int
 ) -> EndpointState | None:
-    """Return the state that an endpoint is in; None if a variant is not ours or none has traffic.
+    """Return an endpoint's state; None if a variant is not ours or none has traffic.
 
     Args:
         variants: the deployment behind each variant of its config.
@@ -236,7 +236,7 @@ def read_state(
 
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
-    """Return whether an endpoint's traffic is split like that, and is not being changed."""
+    """Return whether traffic is split like that, and is not being changed."""
     return all(_has_shares(description, key, desired) for key in ("CurrentWeight", "DesiredWeight"))
 
 
@@ -253,7 +253,7 @@ def _has_shares(description: Mapping[str, Any], key: str, desired: Mapping[str, 
 def config_drift(
     config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
 ) -> Iterator[str]:
-    """Yield what differs between an endpoint's config and a layout of the same deployments.
+    """Yield how an endpoint's config differs from a layout of its deployments.
 
     Args:
         config: that the endpoint has.
@@ -273,7 +273,7 @@ def config_drift(
 
 
 def variants_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the production variants of a config, and shadow variants that were made by hand."""
+    """Return the production variants and (manual) shadow variants of a config."""
     return [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
 
 

@@ -1,4 +1,4 @@
-"""What an endpoint owns at AWS and never changes: archives in S3, models and endpoint configs; and its orphans.
+"""Archives, models and endpoint configs of an endpoint, and their deletion.
 
 All three are named by their content, so the same version makes the same bytes under the same key. An archive is sent
 with its digest and never overwritten. `apply` deletes none of them; what nothing needs is listed, and deleted on
@@ -39,7 +39,7 @@ _UPLOAD = "#"
 
 
 def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:
-    """Write `deployment.json` and `model/` with the version's files as a reproducible tar.gz."""
+    """Write `deployment.json` and the model files as a reproducible tar.gz."""
     files = verified_files(deployment)
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as packed,
@@ -73,7 +73,7 @@ class EndpointResources:
         self._part_bytes = part_bytes
 
     def ensure_archive(self, deployment: Deployment) -> None:
-        """Upload the deployment's archive unless its key exists; raise as `verified_files` does."""
+        """Upload the deployment's archive unless its key exists."""
         key = archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
         where = f"s3://{self._bucket}/{key}"
         named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
@@ -96,7 +96,7 @@ class EndpointResources:
         self._create("endpoint_config", {"EndpointConfigName": layout.config_name}, layout.config)
 
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
-        """Yield all that neither the live endpoint uses, or will use, nor a deployment that is `needed`."""
+        """Yield what neither the live endpoint nor a `needed` version uses."""
         live = self._live_configs()
         models = {name: self._manifest(name) for name in self._list_own("list_models", "Models", "ModelName")}
         names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")

@@ -1,4 +1,4 @@
-"""Instance counts of variants: fixed by the settings, or following the load (Application Auto Scaling)."""
+"""Instance counts of variants: fixed, or by Application Auto Scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 
 
 def instance_drift(description: Mapping[str, Any], settings: SageMakerSettings) -> Iterator[str]:
-    """Yield the variants of an endpoint that are to have another number of instances than the settings say."""
+    """Yield the variants whose desired instance count is not that of the settings."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
         if count is not None and count != settings.instance_count:
@@ -34,7 +34,7 @@ class VariantScaling:
         self._settings = client.settings
 
     def drift(self, description: Mapping[str, Any]) -> Iterator[str]:
-        """Yield how instance counts and autoscaling differ from the settings, unless others scale them."""
+        """Yield how instance counts and autoscaling differ from the settings."""
         settings, names = self._settings, _variant_names(description)
         targets = {} if settings.serverless else self._targets(names)
         policies = {name: self._policy(name) for name in targets}
@@ -90,7 +90,7 @@ class VariantScaling:
                 self._deregister(name)
 
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
-        """Stop scaling variants that end or get other instances: SageMaker refuses to change scaled ones."""
+        """Stop scaling variants that change, which SageMaker refuses to change scaled."""
         if not self._settings.scaled:
             return
         config = self._client.describe_config(description["EndpointConfigName"])

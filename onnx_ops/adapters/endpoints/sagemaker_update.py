@@ -1,4 +1,4 @@
-"""Moves an endpoint to a layout: observe, make the one change that is due, and observe again.
+"""Updates of an endpoint: observe, make the change that is due, observe again.
 
 SageMaker's own waiter takes an update that was rolled back for a success, as the endpoint is in service again. This one
 requires the desired config and the desired weights, and reads why they were not reached.
@@ -29,7 +29,7 @@ _CONFIRMATIONS = 3
 
 @dataclass(slots=True)
 class _Progress:
-    """What was done so far. `unchanged` counts reads since the last request that showed no sign of it."""
+    """What was done so far; `unchanged` counts reads without a sign of the request."""
 
     request: str = ""
     has_begun: bool = False
@@ -66,7 +66,7 @@ class EndpointUpdate:
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
 
     def move(self, layout: EndpointLayout) -> None:
-        """Return once the endpoint is in service with this layout and these weights; raise as `apply` does."""
+        """Return once the endpoint is in service with this layout and these weights."""
         progress, description = _Progress(), self._client.describe()
         if description is not None and self._sets_counts:
             self._scaling.remove_outdated(description)
@@ -86,7 +86,7 @@ class EndpointUpdate:
         self._client.converge(step, "the endpoint did not reach its new state in time")
 
     def shift(self, variant: str) -> None:
-        """Return once a running variant has all traffic; raise NotFoundError if it does not run."""
+        """Return once a variant has all traffic; raise NotFoundError if it is missing."""
         reads = 0
 
         def step() -> bool | None:

@@ -76,15 +76,17 @@ class OnnxExporter:
             UserError: it cannot be converted.
         """
         source = Path(str(model))
-        found, section = read_model_info(source), request.section
+        model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):
             raise UserError("the file cannot be brought", where=source.name, why=why)
         converts = _is_conversion(section, request.samples)
-        if converts and (found.opsets.get("", 0), found.ir_version) != (section.opset, section.ir_version):
+        if converts and (model_info.opsets.get("", 0), model_info.ir_version) != (section.opset, section.ir_version):
             convert_opset(source, request.path, section)
             return
-        if why := explain_newer_version(found, section):
-            raise UserError("the file is newer than asked for", where="export", why=why, remedy=suggest_versions(found))
+        if why := explain_newer_version(model_info, section):
+            raise UserError(
+                "the file is newer than asked for", where="export", why=why, remedy=suggest_versions(model_info)
+            )
         copy_model(source, request.path)
 
     def reference(
@@ -122,10 +124,10 @@ def _is_conversion(section: Export, samples: Tensors) -> bool:
     others = {name: value for name, value in section.options.items() if name != CONVERT}
     if others:
         check_section(replace(section, options=others), samples)
-    asked = section.options.get(CONVERT, False)
-    if not isinstance(asked, bool):
+    option = section.options.get(CONVERT, False)
+    if not isinstance(option, bool):
         raise UserError(f"{CONVERT} must be true or false", where="export.options")
-    return asked
+    return option
 
 
 def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:

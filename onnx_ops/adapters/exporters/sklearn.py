@@ -281,15 +281,15 @@ def _check_analyzer(part: Any) -> None:
 
 def list_estimators(model: object) -> list[object]:
     """Return the estimator and all steps and estimators within it."""
-    found = [model]
+    estimators = [model]
     for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
         listed = getattr(model, attribute, None)
         for entry in () if listed is None else listed:
             parts = entry if isinstance(entry, tuple | list) else (entry,)
             for part in parts:
                 if hasattr(part, "get_params"):
-                    found += list_estimators(part)
-    return found
+                    estimators += list_estimators(part)
+    return estimators
 
 
 def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
@@ -322,7 +322,7 @@ def _rounded(model: object) -> object:
     return copied
 
 
-def _round_in_place(thing: Any, seen: set[int]) -> Any:
+def _round_in_place(thing: Any, visited: set[int]) -> Any:
     import numpy as np
 
     if isinstance(thing, np.ndarray):
@@ -330,13 +330,13 @@ def _round_in_place(thing: Any, seen: set[int]) -> Any:
     if thing is np.float64:  # the type that an encoder or a vectorizer answers in
         return np.float32
     if isinstance(thing, list | tuple):
-        return type(thing)(_round_in_place(item, seen) for item in thing) if _plain(thing) else thing
+        return type(thing)(_round_in_place(item, visited) for item in thing) if _plain(thing) else thing
     if isinstance(thing, dict):
-        return {key: _round_in_place(value, seen) for key, value in thing.items()}
-    if hasattr(thing, "get_params") and id(thing) not in seen:
-        seen.add(id(thing))
+        return {key: _round_in_place(value, visited) for key, value in thing.items()}
+    if hasattr(thing, "get_params") and id(thing) not in visited:
+        visited.add(id(thing))
         for name, value in vars(thing).items():
-            setattr(thing, name, _round_in_place(value, seen))
+            setattr(thing, name, _round_in_place(value, visited))
     return thing
 
 

@@ -138,22 +138,22 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
     elif layout.split:
         (name,) = samples
         front.append(
-            helper.make_node("Split", [name], [f"{one}{_INNER}" for one in inner], axis=1, num_outputs=len(inner))
+            helper.make_node("Split", [name], [f"{column}{_INNER}" for column in inner], axis=1, num_outputs=len(inner))
         )
-        _rename_inputs(graph, {one: f"{one}{_INNER}" for one in inner})
+        _rename_inputs(graph, {column: f"{column}{_INNER}" for column in inner})
     else:
         renamed = {}
-        for name, (one, kind, _) in zip(order_inputs(samples, layout), layout.types, strict=True):
+        for name, (column, kind, _) in zip(order_inputs(samples, layout), layout.types, strict=True):
             have, want = declared[name].type.tensor_type.elem_type, kinds[kind.replace("f4", "f")]
             if have != want:
-                renamed[one] = _cast(helper, front, name, have, want)
+                renamed[column] = _cast(helper, front, name, have, want)
             elif samples[name].ndim == 1:
                 shape = f"{name}_column_shape"
                 graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
                 front.append(helper.make_node("Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"))
-                renamed[one] = f"{name}{_INNER}"
-            elif one != name:
-                renamed[one] = name
+                renamed[column] = f"{name}{_INNER}"
+            elif column != name:
+                renamed[column] = name
         _rename_inputs(graph, renamed)
     nodes = [*front, *graph.node]
     del graph.node[:], graph.input[:]
@@ -192,10 +192,10 @@ def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
     if names is None:
         return samples
     plain = {name.replace(" ", "_"): name for name in samples}
-    found = [name if name in samples else plain.get(name, "") for name in names]
-    if "" in found or len(found) != len(samples):
+    ordered = [name if name in samples else plain.get(name, "") for name in names]
+    if "" in ordered or len(ordered) != len(samples):
         raise _not_fitted(list(samples), names)
-    return {name: samples[name] for name in found}
+    return {name: samples[name] for name in ordered}
 
 
 def _not_fitted(inputs: list[str], names: list[str]) -> UserError:

@@ -26,10 +26,10 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
     if _is_one_of(last, _BOOSTED):
         classes = last.estimators_.shape[1]
         return tuple(
-            _tree(one, float(last.learning_rate), column=place % classes, width=classes)
-            for place, one in enumerate(grown)
+            _tree(estimator, float(last.learning_rate), column=place % classes, width=classes)
+            for place, estimator in enumerate(grown)
         )
-    return tuple(_tree(one, 1.0 / len(grown)) for one in grown)
+    return tuple(_tree(estimator, 1.0 / len(grown)) for estimator in grown)
 
 
 def _last(model: object) -> Any:
@@ -113,13 +113,13 @@ def route_missing_values(converted: Any, model: object) -> None:
         goes_low = tree.missing_go_to_left
         waiting = [(0, 0)]
         while waiting:
-            here, node = waiting.pop()
-            if tree.children_left[here] < 0:
+            source_node, node = waiting.pop()
+            if tree.children_left[source_node] < 0:
                 continue
             place = places[number, node]
-            tracks[place] = int(goes_low[here])
-            waiting.append((int(tree.children_left[here]), values["nodes_truenodeids"][place]))
-            waiting.append((int(tree.children_right[here]), values["nodes_falsenodeids"][place]))
+            tracks[place] = int(goes_low[source_node])
+            waiting.append((int(tree.children_left[source_node]), values["nodes_truenodeids"][place]))
+            waiting.append((int(tree.children_right[source_node]), values["nodes_falsenodeids"][place]))
     for attribute in ensembles[0].attribute:
         if attribute.name == "nodes_missing_value_tracks_true":
             attribute.ints[:] = tracks

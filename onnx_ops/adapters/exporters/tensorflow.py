@@ -96,9 +96,9 @@ class TensorflowExporter:
         names: list[str] = []
 
         def answer(*tensors: Any) -> list[Any]:
-            found = _call(model, dict(zip(request.samples, tensors, strict=True)))
-            names[:] = name_outputs(found)
-            return list(list_output_values(found))
+            outputs = _call(model, dict(zip(request.samples, tensors, strict=True)))
+            names[:] = name_outputs(outputs)
+            return list(list_output_values(outputs))
 
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
@@ -193,8 +193,8 @@ class TfliteExporter:
             interpreter.invoke()
         except RuntimeError as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        found = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-        return dict(zip(name_outputs(found), found, strict=True))
+        outputs = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        return dict(zip(name_outputs(outputs), outputs, strict=True))
 
 
 def import_tensorflow() -> Any:

@@ -166,7 +166,7 @@ def _translations(section: Export) -> Mapping[Any, Any] | None:
         return None
     where = f"export.options.{TRANSLATIONS}"
     table: Any = load_function(section.translations, where)
-    if not isinstance(table, Mapping) or not all(callable(one) for pair in table.items() for one in pair):
+    if not isinstance(table, Mapping) or not all(callable(entry) for pair in table.items() for entry in pair):
         raise UserError(
             f"{section.translations} is no table of translations",
             where=where,
@@ -187,13 +187,13 @@ def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) ->
 
 def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
     """Named values of one run; what is not asked for is let go as soon as nothing needs it."""
-    kept: dict[str, Array] = {}
+    values: dict[str, Array] = {}
 
     class Watcher(torch.fx.Interpreter):  # type: ignore[misc,name-defined,unused-ignore]
         def run_node(self, n: Any) -> Any:
             value = super().run_node(n)
             if n.name in names and isinstance(value, torch.Tensor):
-                kept[n.name] = value.detach().numpy().copy()
+                values[n.name] = value.detach().numpy().copy()
             return value
 
     rows = [_tensor(torch, array, dtype) for array in inputs.values()]
@@ -205,7 +205,7 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
     except (RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise ValueError(f"the program refuses these inputs: {error}") from error
     pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
-    return kept | {name: value.detach().numpy() for name, value in pairs if name in names}
+    return values | {name: value.detach().numpy() for name, value in pairs if name in names}
 
 
 def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
@@ -270,13 +270,13 @@ def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
 
 def _check_opset(proto: Any, wanted: int) -> None:
     """Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails."""
-    found = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
-    if found != wanted:
+    written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
+    if written != wanted:
         raise UserError(
-            f"the exporter wrote opset {found}, not {wanted}",
+            f"the exporter wrote opset {written}, not {wanted}",
             where="export",
             why="it could not convert the operators of this module",
-            remedy=f"Set export.opset: {found}, or a newer one.",
+            remedy=f"Set export.opset: {written}, or a newer one.",
         )
 
 
@@ -320,10 +320,10 @@ def _strip(proto: Any) -> None:
     """Leave nothing in the file that depends on where it was made."""
     proto.producer_version = ""
     for node in iterate_nodes(proto):
-        kept = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
+        scopes = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
         del node.metadata_props[:]
         node.doc_string = ""
-        for key, value in kept:
+        for key, value in scopes:
             node.metadata_props.add(key=key, value=value)
     for graph in iterate_graphs(proto):
         for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
@@ -440,8 +440,8 @@ class HuggingfaceExporter(TorchExporter):
                 where="config.json",
                 remedy="Install the version that wrote it.",
             )
-        found = getattr(transformers, names[0])
-        return found.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
+        model_class = getattr(transformers, names[0])
+        return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the model with its inputs in the order of the data."""

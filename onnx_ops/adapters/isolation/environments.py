@@ -63,8 +63,8 @@ class PythonEnvironments:
                     remedy="Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings.",
                 )
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
-        held = sorted({*self.base, *wanted.requirements})
-        return self.folder / digest_json([_LAYOUT, python, held]).removeprefix("sha256:")[:16]
+        requirements = sorted({*self.base, *wanted.requirements})
+        return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
 
     def _make(self, place: Path, wanted: Environment) -> Mapping[str, Json]:
         requirements = [*self.base, *wanted.requirements]
@@ -86,17 +86,17 @@ def find_uv() -> str | None:
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
-def _interpreter(asked: str | None) -> str:
-    if asked is None:
+def _interpreter(version: str | None) -> str:
+    if version is None:
         return sys.executable
-    found = shutil.which(f"python{asked}")
-    if found is None:
+    path = shutil.which(f"python{version}")
+    if path is None:
         raise NotFoundError(
-            f"there is no python{asked} here",
+            f"there is no python{version} here",
             where="env.python",
             remedy="Install it, or install uv, which brings it.",
         )
-    return found
+    return path
 
 
 _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
@@ -135,15 +135,15 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
     Raises:
         UserError: a requirement is not `package@1.2.3`.
     """
-    found = {requirement: _PINNED.fullmatch(requirement) for requirement in requirements}
-    for requirement, match in found.items():
+    matches = {requirement: _PINNED.fullmatch(requirement) for requirement in requirements}
+    for requirement, match in matches.items():
         if match is None:
             raise UserError(
                 f"{requirement!r} is no exact version of a package",
                 where="env.requirements",
                 remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
             )
-    return {match["name"]: match["version"] for match in found.values() if match}
+    return {match["name"]: match["version"] for match in matches.values() if match}
 
 
 def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:

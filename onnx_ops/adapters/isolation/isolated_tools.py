@@ -112,8 +112,8 @@ class IsolatedExporter:
         remote = _remote(model)
         with _scratch(remote.process) as folder:
             given, answers = save_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
-            asked = {"inputs": str(given), "precision": precision, "outputs": str(answers)}
-            if not remote.process.ask("answer", timeout=self._timeout, **asked):
+            arguments = {"inputs": str(given), "precision": precision, "outputs": str(answers)}
+            if not remote.process.ask("answer", timeout=self._timeout, **arguments):
                 return None
             return load_arrays(answers)
 
@@ -207,7 +207,7 @@ class IsolatedOptimizer:
                     source=str(request.source.resolve()),
                     path=str(request.path.resolve()),
                     calibration=rows,
-                    machines=[codec.to_json(one) for one in request.machines],
+                    machines=[codec.to_json(machine) for machine in request.machines],
                 )
         finally:
             process.stop()
@@ -242,9 +242,9 @@ class ExporterWorker:
 
     def export(self, section: Any, samples: str, path: str) -> None:
         """Export the loaded model."""
-        asked = codec.from_json(section, Export, where="export")
+        request_section = codec.from_json(section, Export, where="export")
         self._exporter.export(
-            self._model, ExportRequest(section=asked, samples=load_arrays(Path(samples)), path=Path(path))
+            self._model, ExportRequest(section=request_section, samples=load_arrays(Path(samples)), path=Path(path))
         )
 
     def answer(self, inputs: str, precision: str, outputs: str) -> bool:
@@ -282,7 +282,7 @@ class OptimizerWorker:
             source=Path(source),
             path=Path(path),
             calibration=None if calibration is None else load_arrays(Path(calibration)),
-            machines=tuple(codec.from_json(one, Arithmetic, where=self.where) for one in machines),
+            machines=tuple(codec.from_json(machine, Arithmetic, where=self.where) for machine in machines),
         )
         return list(getattr(importlib.import_module(module), name)().optimize(request))
 

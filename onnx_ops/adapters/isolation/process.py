@@ -129,13 +129,13 @@ class IsolatedProcess:
     def _crashed(self, do: str) -> StageError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        code, said = self._process.poll(), self._tail.summary()
+        code, output = self._process.poll(), self._tail.summary()
         self.stop()
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         return StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
-            why=said or "it printed nothing",
+            why=output or "it printed nothing",
             remedy=f"The lines above are its last words. It may use {self._memory / 1e9:.1f} GB of memory: see "
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
         )
@@ -143,12 +143,12 @@ class IsolatedProcess:
     def _late(self, do: str, timeout: float | None) -> StageError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        said = self._tail.summary()
+        output = self._tail.summary()
         self.stop()
         return StageError(
             f"it took longer than {timeout:g} s to {do} and was stopped",
             where=self._where,
-            why=said,
+            why=output,
             remedy="Raise `env.timeout` if the work is really that long.",
         )
 
@@ -260,8 +260,8 @@ class OutputTail:
 
     def summary(self) -> str:
         """Its last lines, and how much there was if it was much."""
-        said = self.text()
-        return f"{said}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else said
+        text = self.text()
+        return f"{text}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else text
 
     def _drain(self, stream: IO[bytes]) -> None:
         rest = b""
@@ -310,8 +310,8 @@ class RetainedProcess:
     def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
         """Return the process that was started under the key if it is alive; else stop it and start a new one."""
         if self._kept is not None:
-            kept, process = self._kept
-            if kept == key and process.alive:
+            key_of_process, process = self._kept
+            if key_of_process == key and process.alive:
                 return process
             self.stop()
         process = start()

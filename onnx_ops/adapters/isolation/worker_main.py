@@ -110,8 +110,8 @@ def load_arrays(path: Path) -> Mapping[str, Array]:
     import numpy as np
 
     with np.load(path, allow_pickle=False) as archive:
-        found = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
-    return {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in found.items()}
+        arrays = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
+    return {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in arrays.items()}
 
 
 def _plain(name: str, array: Any) -> Any:

@@ -32,7 +32,7 @@ _REMEDY = "Restore the file from a backup (entries never change); see docs/runbo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
-    """A state, with the digests of its last entry and of the program that folded the entries.
+    """A state, with digests of its last entry and of the program that folded it.
 
     It only saves reads, and is ignored where it does not match the entries.
     """
@@ -43,7 +43,7 @@ class LedgerSnapshot:
 
 
 class ObjectLedger(Ledger):
-    """`<endpoint>/<sequence>.json` and `snapshot.json` in a local folder or an object store.
+    """`<endpoint>/<sequence>.json` and `snapshot.json` in an object store.
 
     Entries never change, so each is read once in the life of this object.
     """

@@ -67,7 +67,7 @@ class AzureMonitorMetrics:
         return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """Return the counts of the day, by the deployments' names in Azure, which begin with their names here."""
+        """Return the counts of the day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
         counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)

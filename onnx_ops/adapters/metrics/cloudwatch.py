@@ -33,13 +33,13 @@ _MICROSECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudWatchSettings(AwsAccess):
-    """Settings of the endpoint's section `metrics`. Access is that of the provider where it is left out."""
+    """Settings of section `metrics`; access is the provider's where left out."""
 
     delay: Annotated[float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")] = 120.0
 
 
 class CloudWatchMetrics:
-    """Counts and percentiles of variants. Answers 4xx of the model, such as a full queue's 429, are refusals.
+    """Counts and percentiles of variants; 4xx are refusals, 5xx errors.
 
     There is no histogram, so latencies are judged by the weaker rule of docs/rollout-analysis.md.
 
@@ -69,7 +69,7 @@ class CloudWatchMetrics:
         return None
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """Return the counts since the last change; nothing of a guarded endpoint, which has one variant."""
+        """Return the counts since the last change; none of a guarded endpoint."""
         connect = self._connect(config)
         with translated(config.endpoint):
             now, began = self._since(connect("sagemaker"), config.endpoint)

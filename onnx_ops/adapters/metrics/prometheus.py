@@ -1,4 +1,4 @@
-"""Metrics of an endpoint that Prometheus (or Thanos, Mimir, VictoriaMetrics with the same API) has scraped.
+"""Metrics of an endpoint in Prometheus, Thanos, Mimir or VictoriaMetrics.
 
 All are read in one query, so that all counts are of the same scrape.
 """
@@ -54,7 +54,7 @@ class SeriesNames:
 
     @property
     def is_own_server(self) -> bool:
-        """Return whether the series are those of an onnx-ops server, which counts more than requests."""
+        """Return whether the series are those of an onnx-ops server."""
         return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_server_info")
 
     def build_query(self, endpoint: str, counters: Sequence[str], scraped: str) -> str:
@@ -76,7 +76,7 @@ class SeriesNames:
 
 @dataclass(slots=True)
 class _Page:
-    """The samples of one query, summed over the endpoint's instances. Buckets count requests below a bound."""
+    """The samples of one query, summed over instances; buckets are cumulative."""
 
     scraped_at: float = math.inf
     origins: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class _Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusSettings(SeriesNames):
-    """Settings of the endpoint's section `metrics`: the server's address, and the names of series and labels."""
+    """Settings of section `metrics`: server, and names of series and labels."""
 
     url: Annotated[str, Pattern("https?://[^/]+.*", "an http address")]
 
@@ -198,7 +198,7 @@ def _tally(page: _Page, deployment: str, thresholds: LatencyThresholds | None) -
     timed = max(buckets.values(), default=None)
 
     def over(limit_s: float) -> int | None:
-        """Return the requests slower than a bound of the histogram; None for any other latency."""
+        """Return the requests slower than a bound; None for any other latency."""
         below = (count for bound, count in buckets.items() if math.isclose(bound, limit_s, rel_tol=_SAME))
         count = next(below, None)
         return None if count is None or timed is None else timed - count

@@ -55,7 +55,7 @@ class GitHubNotifier:
         self._repository.request("POST", "issues", about)
 
     def check(self) -> str:
-        """Return repository and host, without sending anything; raise if there is no token."""
+        """Return repository and host; raise if there is no token."""
         self._token()
         issue = f" issue {self._issue}" if self._issue else " issues"
         return f"to {self._repository.name}{issue} at {self._repository.host}"
@@ -82,7 +82,7 @@ class GitHubNotifier:
 
 
 def format_body(notification: Notification) -> str:
-    """Return Markdown. Text of others is in code blocks, where mentions and links have no effect."""
+    """Return Markdown, with text of others in code blocks."""
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`{2,}", notification.why)), default=2))
     lines = [f"**{notification.severity.value}**: {_inline(notification.title)}", ""]
     lines += [fence, notification.why, fence, ""] if notification.why else []

@@ -1,4 +1,7 @@
-"""A chat's incoming webhook: Slack's format, which Mattermost, Rocket.Chat, Discord (with `/slack`) and others take."""
+"""Incoming webhooks in Slack's format, which other chats take, too.
+
+Mattermost and Rocket.Chat take it, and Discord with `/slack` in the address.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _LONGEST = 2900
 
 
 class WebhookNotifier:
-    """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK, or in the file `notify.webhook` of the state folder.
+    """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook`.
 
     The address is a secret: it is all that is needed to write there.
 
@@ -60,7 +63,7 @@ class WebhookNotifier:
 
 
 def format_message(notification: Notification) -> dict[str, Any]:
-    """Return a message in Slack's format: `text` for a lock screen, blocks for the channel."""
+    """Return Slack's message: `text` for a lock screen, blocks for the channel."""
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
     lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
     lines += [f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()]

@@ -73,7 +73,7 @@ class GraphOptimizer:
         """Save the graph as ONNX Runtime optimizes it."""
         level = str(read_options(request.section, self.options).get("level", "extended"))
         source = _checked(request, read_structure(request.source))
-        if level == "all" and len({(one.family, one.wide) for one in request.machines}) > 1:
+        if level == "all" and len({(machine.family, machine.wide) for machine in request.machines}) > 1:
             raise UserError(
                 "level `all` lays a graph out for the registers of one kind of machine, and the targets have several",
                 where=f"variant {request.section.name}, options",
@@ -189,8 +189,8 @@ def _changes(source: Any, derived: Any) -> str:
     return f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
 
 
-def _operators(found: Iterable[Any]) -> Counter[str]:
-    return Counter(node.op_type for node in found)
+def _operators(nodes: Iterable[Any]) -> Counter[str]:
+    return Counter(node.op_type for node in nodes)
 
 
 CleanupTool = Callable[[Path, Path, Sequence[str]], None]

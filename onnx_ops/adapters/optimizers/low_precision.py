@@ -71,12 +71,12 @@ class WeightOnlyQuantizer:
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)
-        found = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
-        if not found:
+        products = [node for node in derived.graph.node if node.op_type == "MatMulNBits"]
+        if not products:
             raise build_no_effect_error(request.section, source, frozenset({"Gemm", "MatMul"}))
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        return _notes(request, options, algorithm, len(found))
+        return _notes(request, options, algorithm, len(products))
 
 
 def _check(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> None:
@@ -121,21 +121,21 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
         algo_config=config,
     )
     quantizer.process()
-    found = quantizer.model
-    return getattr(found, "model", found)
+    narrowed = quantizer.model
+    return getattr(narrowed, "model", narrowed)
 
 
 def _name_doubles(model: Any) -> list[str]:
     """Return the names of products with weights in float64: MatMulNBits has no kernel for them."""
     stored = collect_constants(model)
-    found = [
+    products = [
         n
         for n in model.graph.node
         if n.op_type == "MatMul" and (w := stored.get(n.input[1])) and w.data_type == _DOUBLE
     ]
-    for number, node in enumerate(found):
+    for number, node in enumerate(products):
         node.name = node.name or f"float64-product-{number}"
-    return [node.name for node in found]
+    return [node.name for node in products]
 
 
 def _notes(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str, count: int) -> tuple[str, ...]:
@@ -206,8 +206,8 @@ class Fp16Optimizer:
         _check_kept(derived, request)
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        kept = f", {len(request.section.exclude)} nodes kept in float32" if request.section.exclude else ""
-        notes = [f"{halves} constants in float16{kept}"]
+        exclusions = f", {len(request.section.exclude)} nodes kept in float32" if request.section.exclude else ""
+        notes = [f"{halves} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
             notes.append("a target computes float16 in float32, with casts around it: half the size, and no faster")
         return tuple(notes)
@@ -238,8 +238,8 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
 def _check_kept(derived: Any, request: OptimizeRequest) -> None:
     """Every excluded node is there under its name, and reads no half."""
     halves = {name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF}
-    kept = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
-    if lost := sorted(set(request.section.exclude) - kept):
+    float_nodes = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
+    if lost := sorted(set(request.section.exclude) - float_nodes):
         raise UserError(
             f"excluding {', '.join(lost)} took no effect",
             where=f"variant {request.section.name}",

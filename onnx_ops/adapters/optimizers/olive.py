@@ -96,7 +96,7 @@ class OliveOptimizer:
     def quantizes(self, section: Quantize) -> bool:
         """Whether a pass changes what is computed, told by the name of its type."""
         config: Any = section.options[CONFIG]
-        return any(_NARROWING.search(str(one["type"])) for one in _passes(config["passes"]))
+        return any(_NARROWING.search(str(entry["type"])) for entry in _passes(config["passes"]))
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the configured passes in order and check what they made."""
@@ -104,7 +104,7 @@ class OliveOptimizer:
         source = read_model(request.source)
         trace_nodes(section.exclude, source, source)
         config: Any = section.options[CONFIG]
-        if any(_names_data(one) for one in _passes(config["passes"])) and request.calibration is None:
+        if any(_names_data(entry) for entry in _passes(config["passes"])) and request.calibration is None:
             raise UserError(
                 "a pass reads data, and there are no calibration rows",
                 where=f"variant {section.name}",
@@ -117,7 +117,7 @@ class OliveOptimizer:
             write_model(derived, request.path)
         check_interface(request.source, request.path, "Olive", f"variant {section.name}")
         _check_excluded(section, derived)
-        names = ", ".join(str(one["type"]) for one in _passes(config["passes"]))
+        names = ", ".join(str(entry["type"]) for entry in _passes(config["passes"]))
         return (f"Olive {version('olive-ai')}: {names}",)
 
 
@@ -149,25 +149,25 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
             where=where,
             remedy="Leave out search_strategy. `method: auto` searches under a budget.",
         )
-    kept = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
-    for path, value in _walk(kept):
+    used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
+    for path, value in _walk(used):
         if path[-1] in _CODE and value:
             raise UserError(
                 f"{'.'.join(path)} names code, which would not be part of the stage's key",
                 where=where,
                 remedy="Leave it out; rows come from `calibrate`.",
             )
-    for name, system in kept.get("systems", {}).items():
+    for name, system in used.get("systems", {}).items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
             raise UserError(
                 f"systems.{name} is no LocalSystem",
                 where=where,
                 remedy="Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out.",
             )
-    for one in _passes(kept["passes"]):
-        if not isinstance(one, Mapping) or not isinstance(one.get("type"), str):
+    for entry in _passes(used["passes"]):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")
-    return kept
+    return used
 
 
 def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:
@@ -185,18 +185,18 @@ def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         yield from _walk(inner, (*path, str(key)))
 
 
-def _names_data(one: Any) -> bool:
-    return any(path[-1] == "data_config" and value for path, value in _walk(one))
+def _names_data(entry: Any) -> bool:
+    return any(path[-1] == "data_config" and value for path, value in _walk(entry))
 
 
 def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """Build the configuration of an Olive workflow for one model and these rows."""
     passes = {}
-    for name, one in zip(config["passes"], _passes(config["passes"]), strict=True):
-        options = {key: value for key, value in one.items() if key != "evaluator"}
-        if _names_data(one):
+    for name, entry in zip(config["passes"], _passes(config["passes"]), strict=True):
+        options = {key: value for key, value in entry.items() if key != "evaluator"}
+        if _names_data(entry):
             options = _with_rows(options)
-        if request.section.exclude and one["type"] in _EXCLUDING:
+        if request.section.exclude and entry["type"] in _EXCLUDING:
             wanted = request.section.exclude
             rewritten = [name + _GEMM_SUFFIX for name in wanted]
             options["nodes_to_exclude"] = sorted({*options.get("nodes_to_exclude", ()), *wanted, *rewritten})
@@ -254,7 +254,7 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
     """
     where = f"variant {variant}"
     remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
-    with _warnings() as said:
+    with _warnings() as messages:
         try:
             done = importlib.import_module("olive.workflows").run(dict(workflow))
         except Exception as error:
@@ -262,36 +262,36 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
             raise StageError("Olive failed", where=where, why=why, remedy=remedy) from error
     best = done.get_best_candidate() if done is not None and done.has_output_model() else None
     if best is None or not best.model_path:
-        why = "; ".join(said)[:600] or "it does not say why"
+        why = "; ".join(messages)[:600] or "it does not say why"
         raise StageError("Olive made no model", where=where, why=why, remedy=remedy)
-    found = Path(best.model_path)
-    return next(iter(sorted(found.glob("*.onnx")))) if found.is_dir() else found
+    path = Path(best.model_path)
+    return next(iter(sorted(path.glob("*.onnx")))) if path.is_dir() else path
 
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collect Olive's warnings, in order: it continues after most of its errors."""
-    said: list[str] = []
+    messages: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             error = record.exc_info[1] if record.exc_info else None
             while error is not None and error.__cause__ is not None:
                 error = error.__cause__
-            said.append(f"{record.getMessage()}{f' {type(error).__name__}: {error}' if error else ''}")
+            messages.append(f"{record.getMessage()}{f' {type(error).__name__}: {error}' if error else ''}")
 
     logger, listener = logging.getLogger("olive"), Listener(logging.WARNING)
     logger.addHandler(listener)
     try:
-        yield said
+        yield messages
     finally:
         logger.removeHandler(listener)
 
 
 def _check_excluded(section: Quantize, derived: Any) -> None:
-    if kept := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
+    if quantized := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
         raise UserError(
-            f"Olive quantized {', '.join(kept)}, which `exclude` names",
+            f"Olive quantized {', '.join(quantized)}, which `exclude` names",
             where=f"variant {section.name}",
             remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
         )

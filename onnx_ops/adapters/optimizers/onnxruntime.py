@@ -283,8 +283,8 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
 
 def _check_effect(job: _Job, source: Any, derived: Any, types: Collection[str]) -> None:
     section = job.request.section
-    kept = {name for names in job.excluded.values() for name in names}
-    ignored = find_quantized_nodes(sorted(kept), derived, _REWRITTEN_GEMM)
+    excluded = {name for names in job.excluded.values() for name in names}
+    ignored = find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM)
     if ignored:
         names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
         raise UserError(

@@ -1,4 +1,4 @@
-"""The registry in MLflow: one version per release and variant, one alias per target and role."""
+"""The registry in MLflow: versions by release and variant, aliases by target."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MlflowRegistry:
         self._artifact_root = self._resolve_root(artifact_root) if self._mlflow.is_database else None
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
-        """Register one version per variant; return versions by variant. Idempotent for the same content.
+        """Register one version per variant, if it is new; return versions by variant.
 
         After a crash the next call completes the set. An existing version keeps its content; its decisions, evidence
         and description become those of this publication.
@@ -90,7 +90,7 @@ class MlflowRegistry:
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Return a version that onnx-ops registered; raises NotFoundError or ServiceUnavailableError."""
+        """Return a version that onnx-ops registered; raise NotFoundError without one."""
         entry = self._version(model, version)
         tags = {str(key): str(value) for key, value in entry.tags.items()}
         record = read_record(model, str(entry.version), tags)
@@ -104,7 +104,7 @@ class MlflowRegistry:
         return record
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
-        """Return all versions that onnx-ops registered, oldest first; empty if the model does not exist."""
+        """Return all versions that onnx-ops registered, oldest first."""
         wanted = f"name = '{_valid_name(model)}'"
         with self._mlflow.session(f"model {model}") as client:
             entries = list(
@@ -125,7 +125,7 @@ class MlflowRegistry:
         return tuple(sorted(listed, key=lambda entry: int(entry.version)))
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version, its LoggedModel and its run. MLflow keeps their files until `mlflow gc`.
+        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
 
         Raises:
             RefusedError: an alias points at it.
@@ -147,7 +147,7 @@ class MlflowRegistry:
             return {alias: str(version) for entry in models for alias, version in sorted(entry.aliases.items())}
 
     def all_aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Return version by alias of every model, by model, in one request for each 1,000 models."""
+        """Return version by alias of every model, in one request per 1,000 models."""
         with self._mlflow.session("all models") as client:
             models = read_pages(lambda token: client.search_registered_models(max_results=_PAGE, page_token=token))
             return {model.name: {alias: str(to) for alias, to in model.aliases.items()} for model in models}
@@ -207,7 +207,7 @@ class MlflowRegistry:
             return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """Return an evidence document by the path it was published under. Callers verify its signed digest.
+        """Return an evidence document by its path. Callers verify its signed digest.
 
         Raises:
             NotFoundError: the version has no such document.
@@ -223,7 +223,7 @@ class MlflowRegistry:
         raise NotFoundError(f"there is no document {name!r}", where=where, remedy="Register the release again")
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
-        """Show a ledger entry as a run of experiment `releases/<endpoint>`. A failure is logged and ignored."""
+        """Show a ledger entry as a run of MLflow; a failure is only logged."""
         name = f"releases/{entry.endpoint}"
         try:
             with self._mlflow.session(name) as client:
@@ -248,7 +248,7 @@ class MlflowRegistry:
         return shlex.join([program, "server", *(word for option in options.items() for word in option)])
 
     def page(self, model: str, version: str, name: str) -> str:
-        """Return the address of a document of the version's run; empty on a database without `public_url`."""
+        """Return the address of a document; empty on a database without `public_url`."""
         run_id = self._version(model, version).run_id
         if not (pages := self._pages()):
             return ""

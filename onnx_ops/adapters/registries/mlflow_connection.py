@@ -1,4 +1,4 @@
-"""MLflow as a service: sessions that fail within seconds when it is down, and downloads of its artifacts.
+"""Sessions with MLflow that fail fast when it is down, and downloads.
 
 Importing MLflow takes seconds, so that happens when the first call is made.
 """
@@ -123,7 +123,7 @@ class MlflowConnection:
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Set MLflow's process-wide default for calls that read it, as creating a version on a database does."""
+        """Set MLflow's process-wide default, which creating a version reads."""
         if not self.is_database:
             yield
             return
@@ -169,7 +169,7 @@ class MlflowConnection:
             raise self._unavailable(str(error)) from error
 
     def statuses(self, path: str, count: int) -> list[int]:
-        """Return the HTTP statuses of that many requests at once, which several of the server's workers answer.
+        """Return the HTTP statuses of concurrent requests, for several server workers.
 
         Raises:
             ServiceUnavailableError: there is no answer.
@@ -229,7 +229,7 @@ class MlflowConnection:
 
 
 def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
-    """Yield the entries of all pages. `read` returns the page of a token, None for the first."""
+    """Yield the entries of all pages; `read` takes a token, None for the first."""
     token: str | None = None
     while True:
         page = read(token)
@@ -239,7 +239,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which anyone who can write to the artifact store may have changed.
+    """Files of one LoggedModel or run, which others may have changed.
 
     Args:
         connection: to MLflow.
@@ -259,7 +259,7 @@ class ArtifactDownload:
         return any(info.path == name and not info.is_dir for info in self._files.list_artifacts(parent or None))
 
     def file(self, name: str, folder: Path) -> Path:
-        """Download one file, under its name, into `folder`; raise DigestMismatchError if it is missing."""
+        """Download one file into `folder`; raise DigestMismatchError if it is missing."""
         if not self.has(name):
             what = f"{name} is missing from the artifacts"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
@@ -274,7 +274,7 @@ class ArtifactDownload:
 
 
 class MlflowModels:
-    """Any model of MLflow's registry, read only: `models:/NAME/VERSION` or `models:/NAME@ALIAS`."""
+    """Any `models:/NAME/VERSION` or `models:/NAME@ALIAS` of MLflow, read only."""
 
     def __init__(self, tracking_uri: str) -> None:
         self._mlflow = MlflowConnection(tracking_uri)

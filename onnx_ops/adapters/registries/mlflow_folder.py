@@ -1,4 +1,4 @@
-"""The folder that becomes a LoggedModel: the ONNX files unchanged, and what MLflow needs to load them."""
+"""The folder of a LoggedModel: ONNX files, and what MLflow needs to load them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OWN = frozenset(
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a file of that name stays in the folder it is written to, on every system."""
+    """Return whether a file of that name stays in its folder on every system."""
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..") or part.endswith((" ", ".")) or any(ord(c) < 32 or c in '\\:*?"<>|' for c in part)
@@ -87,7 +87,7 @@ def model_file(names: Iterable[str]) -> str:
 
 
 def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> Digest:
-    """Fill an empty folder with the LoggedModel's files; return the digest of its MLmodel.
+    """Fill an empty folder with a LoggedModel; return the digest of its MLmodel.
 
     The ONNX files are linked, not copied: they may be larger than the disk that holds temporary files.
     """
@@ -106,7 +106,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest as it is stored; the digest of these bytes is the manifest's."""
+    """Return the manifest as it is stored and digested."""
     return canonical_json(dict(manifest.files))
 
 

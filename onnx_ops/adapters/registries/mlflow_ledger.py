@@ -1,4 +1,4 @@
-"""Ledger entries as runs of MLflow for people: experiment `releases/<endpoint>`, one run per entry, in order."""
+"""Ledger entries as runs of MLflow's experiment `releases/<endpoint>`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAG_LIMIT = 5000
 
 
 def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model: str) -> None:
-    """Write the entry as a run at its time, unless there is one; complete a run that was begun."""
+    """Write the entry as a run at its time; complete a run that was begun."""
     runs = client.search_runs([experiment], f"tags.sequence = '{entry.sequence}'", max_results=1)
     if runs and runs[0].info.status != "RUNNING":
         return

@@ -1,4 +1,4 @@
-"""Publishing a release: one parent run, a nested run and a LoggedModel per variant, and one version of each.
+"""Publication of a release: a run, a LoggedModel and a version per variant.
 
 The version is the commit point. It is created last, with all its tags, so a version that exists is complete. What a
 killed attempt left before that point is reused if it is finished, and marked FAILED if it is not.

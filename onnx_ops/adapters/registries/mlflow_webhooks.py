@@ -1,4 +1,4 @@
-"""The project's webhook in MLflow: install, test with real deliveries, repair, remove."""
+"""The project's webhook in MLflow: install, test, repair, remove."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STATUS_HINTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookReport:
-    """The webhook in MLflow, what `install` changed, and how many of the `tests` deliveries have `arrived`.
+    """The webhook, what `install` changed, and how many `tests` have `arrived`.
 
     `problem` says what is wrong with it or with the first delivery that failed, and `remedy` what to do.
     """
@@ -88,7 +88,7 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or correct all that is wrong with it; then test it. Idempotent.
+        """Create the webhook, or correct all that is wrong with it; then test it.
 
         Raises:
             UserError: MLflow does not accept the URL.
@@ -111,7 +111,7 @@ class MlflowWebhooks:
             return self._test(client, changes)
 
     def repair(self, secret: str) -> WebhookReport | None:
-        """Install the webhook again at its URL if `check` finds a problem; return None if there is no webhook."""
+        """Install the webhook again if `check` finds a problem; return None without one."""
         try:
             report = self.check()
         except NotFoundError:

@@ -123,12 +123,12 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
     loaded = time.perf_counter_ns()
     names = [output.name for output in session.get_outputs()]
     with convert_runtime_errors(model):
-        asked = time.perf_counter_ns()
+        sent = time.perf_counter_ns()
         session.run(names, feed)
         answered = time.perf_counter_ns()
         for _ in range(request["requests"] - 1):
             session.run(names, feed)
-    return {"load_ns": loaded - begun, "first_ns": answered - asked, "peak_bytes": compute_added_memory(resident, mark)}
+    return {"load_ns": loaded - begun, "first_ns": answered - sent, "peak_bytes": compute_added_memory(resident, mark)}
 
 
 def mark_memory() -> tuple[int, int]:

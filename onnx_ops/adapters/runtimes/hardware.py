@@ -36,12 +36,12 @@ def read_conditions() -> Mapping[str, str]:
         "cgroup.cpu.max": "/sys/fs/cgroup/cpu.max",
         "cgroup.memory.max": "/sys/fs/cgroup/memory.max",
     }
-    found = {name: text for name, path in files.items() if (text := _read(path))}
-    found["load"] = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    texts = {name: text for name, path in files.items() if (text := _read(path))}
+    texts["load"] = " ".join(f"{value:.2f}" for value in os.getloadavg())
     times = _read("/proc/stat").partition("\n")[0].split()
     if len(times) > 8:
-        found["steal_ticks"] = times[8]
-    return found
+        texts["steal_ticks"] = times[8]
+    return texts
 
 
 @functools.cache
@@ -66,8 +66,8 @@ def _accelerators() -> tuple[tuple[str, ...], str]:
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         pairs = (line.partition(":")[::2] for line in _read(str(path)).splitlines())
         names += [value.strip() for key, value in pairs if key.strip() == "Model"]
-    found = re.search(r"Kernel Module\D*([\d.]+)", _read("/proc/driver/nvidia/version"))
-    return tuple(names), found.group(1) if names and found else ""
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _read("/proc/driver/nvidia/version"))
+    return tuple(names), driver.group(1) if names and driver else ""
 
 
 def _read(path: str) -> str:

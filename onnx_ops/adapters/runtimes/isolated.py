@@ -87,27 +87,27 @@ class IsolatedRuntime:
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        found = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
-        return RunSamples(nanoseconds=found["nanoseconds"], preempted=found["preempted"])
+        arrays = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
+        return RunSamples(nanoseconds=arrays["nanoseconds"], preempted=arrays["preempted"])
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order, as the schedule says."""
-        found = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        arrays = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
         return PairedBenchmarkSamples(
-            nanoseconds=found["nanoseconds"], preempted=found["preempted"], probe=found.get("probe")
+            nanoseconds=arrays["nanoseconds"], preempted=arrays["preempted"], probe=arrays.get("probe")
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
-        found = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return LoadSamples(nanoseconds=found["nanoseconds"], requests=schedule.requests)
+        arrays = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        return LoadSamples(nanoseconds=arrays["nanoseconds"], requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
-        found = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return StartSamples(load_ns=found["load"], first_ns=found["first"], peak_bytes=found["peak"])
+        arrays = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
+        return StartSamples(load_ns=arrays["load"], first_ns=arrays["first"], peak_bytes=arrays["peak"])
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Mapping[str, Array]:
         import numpy as np
@@ -119,8 +119,8 @@ class IsolatedRuntime:
                 return {name: archive[name] for name in archive.files}
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
-        there = codec.to_json(replace(target, env=None))
-        return self._process(target).ask(do, timeout=_limits(target).timeout, target=there, **arguments)
+        document = codec.to_json(replace(target, env=None))
+        return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
 
     @contextmanager
     def _scratch(self, target: Target) -> Iterator[Path]:
@@ -143,8 +143,8 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
         UserError: it names none, or does not pin it.
     """
     for requirement in target.env.requirements if target.env else ():
-        if found := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
-            return found["name"], found["version"]
+        if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
+            return build["name"], build["version"]
     raise UserError(
         "its environment does not say which build of ONNX Runtime it measures",
         where=f"target {target.name}: env.requirements",
@@ -185,35 +185,35 @@ class RuntimeWorker:
     def run(self, model: str, target: Any, feeds: list[str], answers: list[str]) -> None:
         """Run each batch and return its outputs by name."""
         batches = tuple(load_arrays(Path(feed)) for feed in feeds)
-        found = self._runtime.run(Path(model), _target(target), batches)
-        for answer, path in zip(found, answers, strict=True):
+        outputs = self._runtime.run(Path(model), _target(target), batches)
+        for answer, path in zip(outputs, answers, strict=True):
             save_arrays(answer, Path(path))
 
     def sample(self, model: str, target: Any, feed: str, answers: str, runs: int, warmup: int) -> None:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        found = self._runtime.sample(Path(model), _target(target), load_arrays(Path(feed)), runs=runs, warmup=warmup)
-        _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted})
+        samples = self._runtime.sample(Path(model), _target(target), load_arrays(Path(feed)), runs=runs, warmup=warmup)
+        _save(answers, {"nanoseconds": samples.nanoseconds, "preempted": samples.preempted})
 
     def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         """Time several models in alternating order, as the schedule says."""
-        asked = codec.from_json(schedule, PairedBenchmarkSchedule)
-        found = self._runtime.race(_paths(models), _target(target), load_arrays(Path(feed)), asked)
-        probe = {} if found.probe is None else {"probe": found.probe}
-        _save(answers, {"nanoseconds": found.nanoseconds, "preempted": found.preempted, **probe})
+        request = codec.from_json(schedule, PairedBenchmarkSchedule)
+        samples = self._runtime.race(_paths(models), _target(target), load_arrays(Path(feed)), request)
+        probe = {} if samples.probe is None else {"probe": samples.probe}
+        _save(answers, {"nanoseconds": samples.nanoseconds, "preempted": samples.preempted, **probe})
 
     def under_load(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         """Time windows of concurrent requests to each model."""
-        asked = codec.from_json(schedule, LoadSchedule)
-        found = self._runtime.under_load(_paths(models), _target(target), load_arrays(Path(feed)), asked)
-        _save(answers, {"nanoseconds": found.nanoseconds})
+        request = codec.from_json(schedule, LoadSchedule)
+        samples = self._runtime.under_load(_paths(models), _target(target), load_arrays(Path(feed)), request)
+        _save(answers, {"nanoseconds": samples.nanoseconds})
 
     def starts(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
         # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
         """Measure cold starts of each model in fresh processes."""
         os.environ["PYTHONPATH"] = sys.argv[1]
-        asked = codec.from_json(schedule, StartSchedule)
-        found = self._runtime.starts(_paths(models), _target(target), load_arrays(Path(feed)), asked)
-        _save(answers, {"load": found.load_ns, "first": found.first_ns, "peak": found.peak_bytes})
+        request = codec.from_json(schedule, StartSchedule)
+        samples = self._runtime.starts(_paths(models), _target(target), load_arrays(Path(feed)), request)
+        _save(answers, {"load": samples.load_ns, "first": samples.first_ns, "peak": samples.peak_bytes})
 
 
 def run_runtime() -> None:

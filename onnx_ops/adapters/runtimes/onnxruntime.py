@@ -200,14 +200,14 @@ def _call(session: Any, feed: Tensors) -> Callable[[], object]:
 def _timed(session: Any, feed: Tensors) -> Timed:
     call = _call(session, feed)
     clock = time.perf_counter_ns
-    usage, who = resource.getrusage, getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    usage, scope = resource.getrusage, getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
     def timed() -> tuple[int, bool]:
-        before = usage(who).ru_nivcsw
+        before = usage(scope).ru_nivcsw
         begun = clock()
         call()
         spent = clock() - begun
-        return spent, usage(who).ru_nivcsw != before
+        return spent, usage(scope).ru_nivcsw != before
 
     return timed
 

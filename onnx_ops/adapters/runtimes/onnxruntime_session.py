@@ -118,8 +118,8 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
 
 
 def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
-    here = partial(fingerprint_target, target)
-    wanted = [(provider, resolve_provider_options(provider, model, here)) for provider in target.providers]
+    fingerprint = partial(fingerprint_target, target)
+    wanted = [(provider, resolve_provider_options(provider, model, fingerprint)) for provider in target.providers]
     if any(provider.package for provider in target.providers):
         for provider, values in wanted:
             append_provider(options, provider, values)
@@ -178,8 +178,8 @@ def list_providers() -> tuple[str, ...]:
 
 def list_devices() -> tuple[str, ...]:
     """Devices that ONNX Runtime finds by itself, each with the provider that takes it and its vendor."""
-    found = ((one.ep_name, one.device) for one in _ort().get_ep_devices() if one.ep_name not in _PLUGGED)
-    return tuple(f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in found)
+    pairs = ((entry.ep_name, entry.device) for entry in _ort().get_ep_devices() if entry.ep_name not in _PLUGGED)
+    return tuple(f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in pairs)
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
@@ -219,8 +219,8 @@ def append_provider(options: Any, provider: Provider, values: Mapping[str, str])
     silence by ONNX Runtime 1.31; only its devices bring it in.
     """
     if provider.package:
-        found = [device for device in _ort().get_ep_devices() if device.ep_name == provider.name]
-        options.add_provider_for_devices(found, dict(values))
+        devices = [device for device in _ort().get_ep_devices() if device.ep_name == provider.name]
+        options.add_provider_for_devices(devices, dict(values))
     else:
         options.add_provider(provider.name, dict(values))
 

@@ -1,4 +1,4 @@
-"""ECDSA P-256 keys (FIPS 186-5) in PEM files: one process has the private key, all others the public one."""
+"""ECDSA P-256 keys (FIPS 186-5) in PEM files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EcdsaSigner:
 
 
 def create_key(path: Path) -> EcdsaSigner:
-    """Create a key pair: the private key at `path` (mode 0600), the public one beside it.
+    """Create a private key at `path` (mode 0600), with the public one beside it.
 
     An existing key is kept and used, so two processes that start at once use the same key.
 

@@ -1,4 +1,4 @@
-"""The life of signing keys: created, rotated, retired. No private key ever leaves its file."""
+"""The life of signing keys: created, rotated, retired."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Keyring:
         return signer
 
     def rotate(self) -> tuple[Digest, Digest]:
-        """Replace the signing key by a new one; the old public key stays trusted, the old private key is deleted.
+        """Replace the signing key; the old public key stays trusted.
 
         Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
         after a crash at any point. The next call continues with the same new key.
@@ -114,7 +114,7 @@ class Keyring:
         return matches[0]
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key, whenever it signed; return the files that are kept as a record.
+        """Stop trusting a key; return the files that are kept as a record.
 
         Raises:
             RefusedError: this machine signs with it.

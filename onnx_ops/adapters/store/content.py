@@ -34,7 +34,7 @@ _MAX_VERIFIED = 8192
 
 
 class ContentStore:
-    """Blobs under `blobs/`, records under `records/`; a remote store reads through a local cache.
+    """Blobs and records; a remote store reads through a local cache.
 
     Nothing is trusted because of its name: content is hashed before it is handed out, and a record carries its own
     digest, so that a torn or tampered file counts as missing.
@@ -66,7 +66,7 @@ class ContentStore:
         return digest
 
     def path(self, digest: Digest) -> Path:
-        """Return a local file with that content; raise CorruptStateError if it is missing or damaged."""
+        """Return a local file with that content; raise CorruptStateError without it."""
         if not is_digest(digest):
             raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
         local = self._cache / _blob(digest)
@@ -126,7 +126,7 @@ class ContentStore:
         return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
-        """Delete an object unless it was stored again since it was listed; return whether it is gone."""
+        """Delete an object unless it was stored again; return whether it is gone."""
         if not isinstance(self._objects, LocalObjects):
             return self._forget_remote(stored)
         with self._collecting(fcntl.LOCK_EX):

@@ -17,7 +17,7 @@ from onnx_ops.onnx_graph.files import read_structure
 
 
 class ModelFolders:
-    """One read-only folder per manifest. A rollback finds the previous version here without a service."""
+    """One read-only folder per manifest, so that a rollback needs no service."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

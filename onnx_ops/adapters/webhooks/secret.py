@@ -1,4 +1,4 @@
-"""The secret that MLflow and the receiver share: in the environment, or in a file that only its owner may read."""
+"""The secret that MLflow and the receiver share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def make_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret; create the file if there is none. Two processes that do so at once get the same.
+    """Return the secret; create the file, once for all processes, if needed.
 
     Raises:
         RefusedError: others than its owner may read the file.

@@ -83,8 +83,8 @@ class NodeRuntime:
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Build a session and report its providers and which nodes they run."""
         document = self._ask("facts", target, model=_model(model))
-        asked = [provider.name for provider in target.providers]
-        return codec.from_json({"runtime": target.runtime, "asked": asked, **document}, RuntimeFacts)
+        providers = [provider.name for provider in target.providers]
+        return codec.from_json({"runtime": target.runtime, "asked": providers, **document}, RuntimeFacts)
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Write the graph as the runtime has optimized it."""
@@ -97,21 +97,21 @@ class NodeRuntime:
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
         with self._scratch(target) as folder:
-            asked = [
+            requests = [
                 {"feed": write_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
                 for number, feed in enumerate(batches)
             ]
-            answers = self._ask("run", target, model=_loaded(model, target), batches=asked)
+            answers = self._ask("run", target, model=_loaded(model, target), batches=requests)
             return tuple(read_tensors(answer) for answer in answers)
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         import numpy as np
 
-        found = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
+        answer = self._measure("sample", target, feed, model=_loaded(model, target), runs=runs, warmup=warmup)
         return RunSamples(
-            nanoseconds=np.array(found["nanoseconds"], dtype=np.int64),
-            preempted=np.array(found["preempted"], dtype=bool),
+            nanoseconds=np.array(answer["nanoseconds"], dtype=np.int64),
+            preempted=np.array(answer["preempted"], dtype=bool),
         )
 
     def race(
@@ -121,15 +121,15 @@ class NodeRuntime:
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
-        asked = {"models": _models(models, target), "heats": heats, "runs": schedule.runs, "warmup": schedule.warmup}
-        found = self._measure("race", target, feed, **asked)
+        request = {"models": _models(models, target), "heats": heats, "runs": schedule.runs, "warmup": schedule.warmup}
+        answer = self._measure("race", target, feed, **request)
         shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
-        probe = None if found["probe"] is None else np.array(found["probe"], dtype=np.int64).reshape(shape)
+        probe = None if answer["probe"] is None else np.array(answer["probe"], dtype=np.int64).reshape(shape)
         return PairedBenchmarkSamples(
-            nanoseconds=np.array(found["nanoseconds"], dtype=np.int64).reshape(shape),
-            preempted=np.array(found["preempted"], dtype=bool).reshape(shape),
+            nanoseconds=np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape),
+            preempted=np.array(answer["preempted"], dtype=bool).reshape(shape),
             probe=probe,
-            calls=found["calls"],
+            calls=answer["calls"],
         )
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
@@ -137,10 +137,10 @@ class NodeRuntime:
         import numpy as np
 
         heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.windows + 1)
-        asked = {"models": _models(models, target), "heats": heats, "requests": schedule.requests}
-        found = self._measure("under_load", target, feed, **asked, concurrency=schedule.concurrency)
+        request = {"models": _models(models, target), "heats": heats, "requests": schedule.requests}
+        answer = self._measure("under_load", target, feed, **request, concurrency=schedule.concurrency)
         shape = (schedule.heats, schedule.windows, len(models))
-        nanoseconds = np.array(found["nanoseconds"], dtype=np.int64).reshape(shape)
+        nanoseconds = np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape)
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
@@ -151,26 +151,26 @@ class NodeRuntime:
         figures = np.zeros((3, schedule.heats, len(models)), dtype=np.int64)
         for heat in range(schedule.heats):
             for turn in order.permutation(len(models)):
-                found = self._start(models[turn], target, feed, schedule.requests)
-                figures[:, heat, turn] = found["load_ns"], found["first_ns"], found["peak_bytes"]
+                answer = self._start(models[turn], target, feed, schedule.requests)
+                figures[:, heat, turn] = answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
     def _start(self, model: Path, target: Target, feed: Tensors, requests: int) -> Any:
         """Asked of a process of its own."""
-        kept, self._held = self._held, RetainedProcess()
+        previous, self._held = self._held, RetainedProcess()
         try:
             return self._measure("start", target, feed, model=_loaded(model, target), requests=requests)
         finally:
             self._held.stop()
-            self._held = kept
+            self._held = previous
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Any:
         with self._scratch(target) as folder:
             return self._ask(do, target, feed=write_tensors(feed, folder / "feed"), **arguments)
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
-        there = codec.to_json(replace(target, env=None))
-        return self._process(target).ask(do, timeout=_limits(target).timeout, target=there, **arguments)
+        document = codec.to_json(replace(target, env=None))
+        return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
 
     @contextmanager
     def _scratch(self, target: Target) -> Iterator[Path]:
@@ -375,7 +375,7 @@ def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
     Raises:
         MeasurementError: a tensor has a type that JavaScript has not.
     """
-    found = []
+    entries = []
     for number, (name, array) in enumerate(tensors.items()):
         file = stem.with_name(f"{stem.name}-{number}")
         kind = "string" if array.dtype.kind in "OUS" else array.dtype.name
@@ -385,23 +385,23 @@ def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
             file.write_bytes(array.astype(_TYPES[kind]).tobytes())
         else:
             raise MeasurementError(f"input {name} is of type {kind}, which tensors of JavaScript cannot hold")
-        found.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
-    return found
+        entries.append({"name": name, "type": kind, "dims": list(array.shape), "file": str(file)})
+    return entries
 
 
 def read_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
     """Read the tensors that a worker wrote."""
     import numpy as np
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for entry in entries:
         data, dims = Path(entry["file"]).read_bytes(), tuple(entry["dims"])
         if entry["type"] == "string":
-            found[entry["name"]] = np.array(json.loads(data), dtype=object).reshape(dims)
+            tensors[entry["name"]] = np.array(json.loads(data), dtype=object).reshape(dims)
         else:
             values = np.frombuffer(data, dtype=_TYPES[entry["type"]])
-            found[entry["name"]] = values.astype(values.dtype.newbyteorder("=")).reshape(dims)
-    return found
+            tensors[entry["name"]] = values.astype(values.dtype.newbyteorder("=")).reshape(dims)
+    return tensors
 
 
 def _text(value: Any) -> str:
