@@ -116,19 +116,15 @@ class AdminApp:
     async def put_state(self, request: Request) -> Response:
         """Publish a state: 200 once it is served, 409 if outdated, 422 if not loadable."""
         self._authorize(request)
-        body = await read_body(request, _MAX_BODY)
         try:
-            state = read_message(body, EndpointState)
+            state = read_message(await read_body(request, _MAX_BODY), EndpointState)
         except CorruptStateError as error:
             return _build_error(error, 400)
         try:
             await self._supervisor.publish(state, self._actor)
-        except ConflictError as error:
-            return _build_error(error, 409)
-        except ServiceUnavailableError as error:
-            return _build_error(error, 503)
         except OnnxOpsError as error:
-            return _build_error(error, 422)
+            statuses = ((ConflictError, 409), (ServiceUnavailableError, 503))
+            return _build_error(error, next((status for kind, status in statuses if isinstance(error, kind)), 422))
         return self._build_state()
 
     def _authorize(self, request: Request) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 import orjson
@@ -35,8 +34,6 @@ from onnx_ops.serving.rollout_counts import OutcomeCounter
 _CLIENT_GONE = 499
 _MAX_OUTCOMES_BYTES = 1 << 20
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 class PublicApp:
     """Handlers of the public routes."""
@@ -56,16 +53,16 @@ class PublicApp:
             Route("/v2", self.get_server),
             Route("/v2/health/live", self.get_liveness),
             Route("/v2/health/ready", self.get_readiness),
-            Route("/v2/models/{model}", _answer_errors(self.get_model)),
-            Route("/v2/models/{model}/ready", _answer_errors(self.get_model_readiness)),
+            Route("/v2/models/{model}", self.get_model),
+            Route("/v2/models/{model}/ready", self.get_model_readiness),
             Route("/v2/models/{model}/infer", self.infer, methods=["POST"]),
-            Route("/v2/models/{model}/versions/{version}", _answer_errors(self.get_model)),
-            Route("/v2/models/{model}/versions/{version}/ready", _answer_errors(self.get_model_readiness)),
+            Route("/v2/models/{model}/versions/{version}", self.get_model),
+            Route("/v2/models/{model}/versions/{version}/ready", self.get_model_readiness),
             Route("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
             Route("/invocations", self.invoke, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.invoke, methods=["POST"]),
-            Route("/outcomes", _answer_errors(self.post_outcomes), methods=["POST"]),
-            Route("/openapi.json", _answer_errors(self.get_openapi)),
+            Route("/outcomes", self.post_outcomes, methods=["POST"]),
+            Route("/openapi.json", self.get_openapi),
             Route("/version", self.get_version),
             Route("/ping", self.get_readiness),
             Route("/metrics", self.get_metrics),
@@ -216,7 +213,17 @@ async def _handle_unexpected_error(_: Request, __: Exception) -> Response:
     return json_response({"error": "internal error"}, 500)  # the details are in the server's log
 
 
-EXCEPTION_HANDLERS = {HTTPException: _handle_http_error, Exception: _handle_unexpected_error}
+async def _handle_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, OnnxOpsError):
+        raise error
+    return json_response({"error": str(error)}, get_status(error))
+
+
+EXCEPTION_HANDLERS = {
+    HTTPException: _handle_http_error,
+    OnnxOpsError: _handle_error,
+    Exception: _handle_unexpected_error,
+}
 
 
 def _convert(response: RawResponse, head: RequestHead) -> Response:
@@ -224,13 +231,3 @@ def _convert(response: RawResponse, head: RequestHead) -> Response:
     converted = Response(response.body, response.status)
     converted.raw_headers = echoed.list_headers()
     return converted
-
-
-def _answer_errors(handler: Handler) -> Handler:
-    async def handle(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except OnnxOpsError as error:
-            return json_response({"error": str(error)}, get_status(error))
-
-    return handle

@@ -59,25 +59,8 @@ _EMPTY_LIMIT = 1 << 16
 """Largest product of the other dimensions of an empty tensor: a model may return arrays of that size."""
 _MAX_RANK = 32
 
-_LAZY_TYPES: dict[str, tuple[Literal["d", "i", "u"], type[np.generic]]] = {
-    "f": ("d", np.float64),
-    "i": ("i", np.int64),
-    "u": ("u", np.uint64),
-}
-_STRUCT_CODES = {
-    "float16": "e",
-    "float32": "f",
-    "float64": "d",
-    "int8": "b",
-    "uint8": "B",
-    "int16": "h",
-    "uint16": "H",
-    "int32": "i",
-    "uint32": "I",
-    "int64": "q",
-    "uint64": "Q",
-}
-"""Codes of the struct module, which packs numbers strictly and faster than numpy converts a list."""
+_LAZY_CODES: Mapping[str, Literal["d", "i", "u"]] = {"f": "d", "i": "i", "u": "u"}
+"""simdjson's code of the widest type of a kind."""
 _TEXT_LENGTH = struct.Struct("<I")
 
 _JSON_NAMES = {
@@ -112,9 +95,8 @@ class LazyArray:
 
     def to_numbers(self, kind: str) -> Array | None:
         """Return flat numbers of numpy's `kind` (f, i or u); None if one does not fit."""
-        code, dtype = _LAZY_TYPES[kind]
         try:
-            return np.frombuffer(self._array.as_buffer(of_type=code), dtype)
+            return np.frombuffer(self._array.as_buffer(of_type=_LAZY_CODES[kind]), f"{kind}8")
         except (TypeError, ValueError):
             return None
 
@@ -261,7 +243,9 @@ class TensorReader:
         self.dtype = np.dtype(get_numpy_dtype(spec.dtype))
         self.dims = tuple(d if isinstance(d, int) else None for d in spec.shape)
         self.has_free_rows = bool(self.dims) and self.dims[0] is None
-        self.code = _STRUCT_CODES.get(spec.dtype, "")
+        # The struct module packs numbers strictly, and faster than numpy converts a list.
+        has_code = self.dtype.kind in "fiu" and spec.dtype != "bfloat16"
+        self.code = self.dtype.char.replace("l", "q").replace("L", "Q") if has_code else ""
         self.elements = frozenset(
             {int, float} if spec.dtype.startswith("float") else {{"bool": bool, "string": str}.get(spec.dtype, int)}
         )
