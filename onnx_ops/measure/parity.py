@@ -14,12 +14,11 @@ from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.measure.answers import explain_rejection, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
-from onnx_ops.onnx_graph.instrumentation import ComputedValue, list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import (
-    DivergentValue,
     find_first_divergence,
     find_worst_row,
     is_divergent,
@@ -201,26 +200,19 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
         exposed = [name for name in chosen if name in single]
         write_with_outputs(failed.model, exposed, copy)
         (answers,) = failed.runtime.run(copy, plain, (inputs,))
-        divergent = find_first_divergence(exposed, _keep_arrays(answers), single, double)
+        arrays = {name: value for name, value in answers.items() if hasattr(value, "dtype")}  # no sequences, no maps
+        divergent = find_first_divergence(exposed, arrays, single, double)
         if divergent is None:
             return Divergence(note="no value that source and export share diverges")
-        between = _narrow(values, exposed, divergent)
+        # Go on with the values after the last exposed one that agrees, up to the divergent one.
+        names = [value.name for value in values]
+        position, end = exposed.index(divergent.value), names.index(divergent.value)
+        start = names.index(exposed[position - 1]) + 1 if position else 0
+        between = values[start : end + 1]
         if len(chosen) == len(values) or len(between) == len(values):
-            return _describe_divergence(divergent, values)
+            node = values[end]
+            return Divergence(node=node.node, op_type=node.op_type, scope=node.scope, ratio=divergent.ratio)
         values = between
-
-
-def _narrow(values: list[ComputedValue], exposed: list[str], divergent: DivergentValue) -> list[ComputedValue]:
-    """Return the values after the last exposed one that agrees, up to the divergent one."""
-    names = [value.name for value in values]
-    position = exposed.index(divergent.value)
-    start = names.index(exposed[position - 1]) + 1 if position else 0
-    return values[start : names.index(divergent.value) + 1]
-
-
-def _describe_divergence(divergent: DivergentValue, values: list[ComputedValue]) -> Divergence:
-    value = next(v for v in values if v.name == divergent.value)
-    return Divergence(node=value.node, op_type=value.op_type, scope=value.scope, ratio=divergent.ratio)
 
 
 def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) -> Tensors:
@@ -232,11 +224,6 @@ def _select_inputs(failed: FailedExport, group: ReferenceGroup, outputs: Any) ->
         return group.inputs
     chosen = select_rows(outputs[failed.worst.output], reference)
     return {name: array[chosen] for name, array in group.inputs.items()}
-
-
-def _keep_arrays(answers: Any) -> dict[str, Any]:
-    """Leave out sequences and maps, which a graph may compute inside."""
-    return {name: value for name, value in answers.items() if hasattr(value, "dtype")}
 
 
 def find_hardware_divergence(

@@ -178,17 +178,14 @@ def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[M
         return {definition.label: error for definition in definitions}
     joined: dict[str, Prediction | OnnxOpsError] = {}
     for label in (definition.label for definition in definitions):
+        predictions = [part[label] for part in parts]
         try:
-            joined[label] = join_predictions([_raise_error(part[label]) for part in parts])
-        except OnnxOpsError as error:
+            joined[label] = next((one for one in predictions if isinstance(one, OnnxOpsError)), None) or (
+                join_predictions([one for one in predictions if isinstance(one, Prediction)])
+            )
+        except UserError as error:
             joined[label] = error
     return joined
-
-
-def _raise_error(prediction: Prediction | OnnxOpsError) -> Prediction:
-    if isinstance(prediction, OnnxOpsError):
-        raise prediction
-    return prediction
 
 
 def _make_comparable(

@@ -293,7 +293,10 @@ class TrialRunner:
 
     def _measure(self, trial: Trial, path: Path) -> Trial:
         context = self._context
-        drop = max(self._measure_drop(path, target) for target in _list_kinds(context.targets))
+        kinds = {  # one target of each kind that may answer differently
+            (t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t for t in reversed(context.targets)
+        }
+        drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
         ratios = {target.name: self._compare_time(path, target) for target in context.targets}
         trial = replace(trial, ratios=ratios)
@@ -392,12 +395,6 @@ class TrialRunner:
         runs, warmup = _RUNS_P99, _RUNS[1]
         samples = context.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
         return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
-
-
-def _list_kinds(targets: tuple[Target, ...]) -> list[Target]:
-    """Return one target of each kind that may answer differently."""
-    kinds = {(t.runtime, tuple(p.name for p in t.providers), t.session.graph_level): t for t in reversed(targets)}
-    return list(kinds.values())
 
 
 def _use_all_cores(target: Target) -> Target:

@@ -91,7 +91,7 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
         place = f"{_shown_path(own[-1].filename)}:{own[-1].lineno}"
     kind = StageError if isinstance(error, OSError) else UserError
     why = f"{type(error).__name__}: {quoted(error)}"
-    return kind(what, where=place, why=why, remedy="Mend the code there, or the data that it gets, and run again.")
+    return kind(what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again.")
 
 
 def _is_project_file(filename: str) -> bool:

@@ -278,6 +278,9 @@ def _plan_search(
     tune = entry.tune
     rows = [data_id(tune.data)] if tune else []
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
+    tools = dict(probe.tools("optimizers", "dynamic"))
+    for target in here:
+        tools |= probe.tools("runtimes", target.runtime, target.env)
     search = make_stage(
         StageKind.SEARCH,
         search_id(entry.name),
@@ -293,7 +296,7 @@ def _plan_search(
             "metric": _write_metric(pipeline, probe),
         },
         needs=list(dict.fromkeys(["export", *rows, *calibration])),
-        tools=_list_tools(here, probe),
+        tools=tools,
         own_process=True,
         hints={"targets": codec.to_json(here)},
     )
@@ -315,13 +318,6 @@ def _plan_role(entry: Quantize, role: str, search: str, calibration: Sequence[st
         variant=name,
         own_process=True,
     )
-
-
-def _list_tools(targets: Sequence[Target], probe: Probe) -> dict[str, str]:
-    tools = dict(probe.tools("optimizers", "dynamic"))
-    for target in targets:
-        tools |= probe.tools("runtimes", target.runtime, target.env)
-    return tools
 
 
 def _write_metric(pipeline: Pipeline, probe: Probe) -> Json:

@@ -276,18 +276,14 @@ def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
 
     fp32 is one of the others. A gain of the metric counts as no loss, since it is chance.
     """
-    points = [
-        (n, _make_point(t, state)) for n, t in enumerate(state.trials) if is_eligible(t, state.budget) and t.ratios
-    ]
     names = sorted({name for t in state.trials for name in t.ratios})
+    points: list[tuple[int, tuple[float, ...]]] = []
+    for n, trial in enumerate(state.trials):
+        if is_eligible(trial, state.budget) and trial.ratios:
+            times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in names)
+            points.append((n, (max(0.0, trial.drop or 0.0), float(trial.size_bytes), *times)))
     others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in names))), *points]
     return tuple(n for n, point in points if not any(_beats(m, other, n, point) for m, other in others))
-
-
-def _make_point(trial: Trial, state: SearchState) -> tuple[float, ...]:
-    names = sorted({name for t in state.trials for name in t.ratios})
-    times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in names)
-    return (max(0.0, trial.drop or 0.0), float(trial.size_bytes), *times)
 
 
 def _beats(m: int, other: tuple[float, ...], n: int, point: tuple[float, ...]) -> bool:

@@ -36,7 +36,7 @@ from onnx_ops.onnx_graph.compatibility import check_model, explain_incompatibili
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
-from onnx_ops.statistics.latency import compare_latency_quantile, compare_quantile
+from onnx_ops.statistics.latency import QuantileComparison, compare_latency_quantile, compare_quantile
 from onnx_ops.tools.probing import shared_inputs
 
 LATENCY = "latency"
@@ -106,16 +106,22 @@ def benchmark(
     request = request or MeasurementRequest()
     tell(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
-    figures = {name: _make_quantile(latency.sorted_ns, q) for name, q in QUANTILES.items()}
+    quantiles = {name: compare_latency_quantile(latency.sorted_ns, q, math.inf) for name, q in QUANTILES.items()}
+    figures = {name: _make_figure(quantile, "s") for name, quantile in quantiles.items()}
     for level in request.throughput:
         tell(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
-        figures[throughput_metric_name(level)] = _make_median(throughput.per_second, PER_SECOND)
+        median = compare_quantile(throughput.per_second, 0.5, math.inf)
+        figures[throughput_metric_name(level)] = _make_figure(median, PER_SECOND)
     if request.starts:
         tell(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
-        figures |= {name: _make_median(values, UNITS[name]) for name, values in samples.items() if values}
+        figures |= {
+            name: _make_figure(compare_quantile(values, 0.5, math.inf), UNITS[name])
+            for name, values in samples.items()
+            if values
+        }
     return SingleModelResult(
         batch=count_rows(feed),
         runs=runs,
@@ -141,16 +147,9 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
         raise
 
 
-def _make_median(values: Sequence[float], unit: str) -> BenchmarkFigure:
-    quantile = compare_quantile(values, 0.5, math.inf)
+def _make_figure(quantile: QuantileComparison, unit: str) -> BenchmarkFigure:
     high = quantile.high if math.isfinite(quantile.high) else None
     return BenchmarkFigure(value=quantile.quantile, unit=unit, low=quantile.low, high=high, n=quantile.runs)
-
-
-def _make_quantile(nanoseconds: Sequence[int], q: float) -> BenchmarkFigure:
-    quantile = compare_latency_quantile(nanoseconds, q, math.inf)
-    high = quantile.high if math.isfinite(quantile.high) else None
-    return BenchmarkFigure(value=quantile.quantile, unit="s", low=quantile.low, high=high, n=quantile.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +270,7 @@ def _check_provider(facts: RuntimeFacts, model: Path) -> None:
     elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
     if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
         raise MeasurementError(
-            f"{first} was request for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
+            f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
         )
 
 

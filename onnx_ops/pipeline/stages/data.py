@@ -74,7 +74,9 @@ def find_data_problems(
     required += [((key,), name) for key, name in (("label", section.label), ("group", grouped)) if name is not None]
     missing = [(loc, name) for loc, name in required if name not in arrays]
     for loc, name in missing:
-        yield loc, _make_missing_error(arrays, name, where)
+        close = difflib.get_close_matches(name, list(arrays), n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(sorted(arrays))}."
+        yield loc, UserError(f"the data set has no array {name!r}", where=where, remedy=hint)
     if missing:
         return
     chosen = _select_columns(arrays, section)
@@ -150,9 +152,3 @@ def _read_groups(arrays: Mapping[str, Any], section: DataSection) -> dict[str, A
     chosen = _select_columns(arrays, section) if _uses_all_columns(section) else ()
     used = {*chosen, *section.inputs.values(), section.label}
     return {"columns": find_group_columns({n: array for n, array in arrays.items() if n not in used})}
-
-
-def _make_missing_error(arrays: Mapping[str, Any], name: str, where: str) -> UserError:
-    close = difflib.get_close_matches(name, list(arrays), n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(sorted(arrays))}."
-    return UserError(f"the data set has no array {name!r}", where=where, remedy=hint)

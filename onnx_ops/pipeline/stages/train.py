@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.artifact import Digest, Manifest
@@ -48,13 +47,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 brought = ports.models.path(settings["model"], aside / "brought")
                 if settings["framework"] == "onnx":
                     exporter.save(brought, folder)
+                elif brought.is_dir():
+                    shutil.copytree(brought, folder, dirs_exist_ok=True)
                 else:
-                    _copy(brought, folder)
+                    shutil.copyfile(brought, folder / brought.name)
         return Manifest(files=files | put_folder(ports.store, folder, TRAINED))
-
-
-def _copy(source: Path, folder: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    else:
-        shutil.copyfile(source, folder / source.name)

@@ -79,7 +79,10 @@ def fix_thresholds(
         rest -= count
         over.append(rest / total)
     shares = {**LATENCY_QUANTILES, **{name: share for name, share in LATENCY_PLACES.items() if name in slower}}
-    stable = {name: _find_nearest(bounds_s, over, 1 - share) for name, share in shares.items()}
+    stable: dict[str, float] = {}
+    for name, share in shares.items():  # the share of slower requests has the closest log odds
+        wanted = _log_odds(1 - share)
+        stable[name] = bounds_s[min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - wanted))]
     candidate = {
         name: min(bounds_s, key=lambda bound: abs(math.log(bound / (limit * (1 + slower.get(name, 0.0))))))
         for name, limit in stable.items()
@@ -91,11 +94,6 @@ def _make_thresholds(latencies_s: Mapping[str, float], requests: int) -> Latency
     named = {f"{name.removeprefix('latency_')}_s": latencies_s[name] for name in LATENCY_QUANTILES}
     places_s = tuple(latencies_s[name] for name in LATENCY_PLACES if name in latencies_s)
     return LatencyThresholds(**named, requests=requests, places_s=places_s)
-
-
-def _find_nearest(bounds_s: Sequence[float], over: Sequence[float], share: float) -> float:
-    """Return the bound whose share of slower requests has log odds closest to those of `share`."""
-    return bounds_s[min(range(len(over)), key=lambda index: abs(_log_odds(over[index]) - _log_odds(share)))]
 
 
 def _log_odds(share: float) -> float:

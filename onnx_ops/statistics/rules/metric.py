@@ -129,7 +129,8 @@ def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
             results = list(_judge_changes(name, limit, entries, evidence))
         elif entries:
             # Every entry holds the candidate's own value; where they differ, the worst counts.
-            valued = [entry for entry in entries if _has_value(entry)] or entries
+            valued = [e for e in entries if isinstance(e, PairedCounts) or e.candidate is not None or not e.against]
+            valued = valued or entries
             judged = [_judge(name, limit, entry) for entry in valued]
             results = [max(judged, key=lambda r: (r.verdict.rank, -(r.estimate or 0.0), -r.n))]
         else:
@@ -175,11 +176,6 @@ def _judge_changes(
             else _judge(name, limit, explain_unscored)
         )
         yield replace(result, metric=metric)
-
-
-def _has_value(entry: _Entry) -> bool:
-    """Return whether the entry says something about the candidate, not only about a baseline."""
-    return isinstance(entry, PairedCounts) or entry.candidate is not None or not entry.against
 
 
 def _judge(name: str, limit: MetricLimit, entry: _Entry) -> GateResult:
