@@ -147,7 +147,7 @@ def judge(
             seed=seed,
         )
         with telling("judge", baseline, candidate, quiet=quiet or as_json) as tell:
-            judgement = judge_candidate(replace(request, tell=tell))
+            judgement = judge_candidate(replace(request, report=tell))
         if casts:
             judgement = _of_files(judgement, given, casts)
     heading = _heading(judgement, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)

@@ -243,7 +243,7 @@ def quantize_by_search(
         calibration=calibration,
         data={str(use): digest_file(path) for use, path in (("tune", tuning.tune), ("data", tuning.data)) if path},
     )
-    return search_variant(ports, order, tell=tell)
+    return search_variant(ports, order, report=tell)
 
 
 def _metric(name: str) -> MetricDefinition:

@@ -92,7 +92,7 @@ def bench(
             conditions=ports.conditions,
             request=derive_measurement_request(gates),
             seed=seed,
-            tell=tell,
+            report=tell,
         )
     if as_json:
         print_json(alone_document(result, model, chosen.name))

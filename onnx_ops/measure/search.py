@@ -58,7 +58,7 @@ from onnx_ops.statistics.search import (
     list_node_contributions,
 )
 
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 PROBED, RANGED = 16, 16
 """Rows for the error of the outputs, and rows for the ranges of activations in it."""
@@ -80,7 +80,7 @@ class SearchResult:
     models: Mapping[Role, tuple[Path, Trial]]
 
 
-def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchResult:
+def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
     """Try recipes until nothing is left or the budget is spent.
 
     It resumes from the journal if there is one. A complete journal belongs to a result that is being recomputed, and is
@@ -104,7 +104,7 @@ def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchR
     for line in lines:
         state = _add_entry(state, codec.from_json(line, SearchLogEntry))
     if lines:
-        tell(f"resuming after {len(lines)} steps of an interrupted search")
+        report(f"resuming after {len(lines)} steps of an interrupted search")
     while not isinstance(step := choose_next_step(state), StopSearch):
         if isinstance(step, BuildTrial):
             entry = SearchLogEntry(trial=(trial := runner.build(step)))
@@ -114,12 +114,12 @@ def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchR
             text = f"{step.recipe}, only {step.node}: " + (probed.failure or f"error {probed.error or 0.0:.3g}")
         journal.append(codec.to_json(entry))
         state = _add_entry(state, entry)
-        tell(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
+        report(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
     record = _make_record(context, state, step)
     models: dict[Role, tuple[Path, Trial]] = {}
     for slot in record.slots:
         if slot.trial is None:
-            tell(f"{name}-{slot.role}: empty, {slot.reason}")
+            report(f"{name}-{slot.role}: empty, {slot.reason}")
             continue
         trial = record.trials[slot.trial]
         path, _ = runner.make(trial)
@@ -130,7 +130,7 @@ def search(context: SearchContext, journal: StageJournal, tell: Tell) -> SearchR
                 remedy="Run the search again: `--no-cache search`.",
             )
         models[slot.role] = (path, trial)
-        tell(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")
+        report(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")
     journal.append(_END)
     return SearchResult(record=record, models=models)
 

@@ -63,7 +63,7 @@ class PairedBenchmark:
         feed: one request.
         seed: of the order of runs.
         tolerances: the limits to decide, by kind of gate.
-        tell: receives progress messages.
+        report: receives progress messages.
     """
 
     runtime: Runtime
@@ -74,7 +74,7 @@ class PairedBenchmark:
     feed: Tensors
     seed: int
     tolerances: Mapping[str, Sequence[float]]
-    tell: Callable[[str], None] = lambda _: None
+    report: Callable[[str], None] = lambda _: None
 
     @property
     def models(self) -> tuple[Path, Path, Path]:
@@ -191,7 +191,7 @@ def measure_until_decided(
     looks = ", ".join(map(str, LOOKS))
     while measured < LOOKS[-1]:
         goal = get_next_look(measured)
-        pair.tell(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
+        pair.report(f"up to {goal} {noun}, B and A again against A (looks after {looks})")
         samples.append(measure(goal - measured, pair.seed + measured))
         measured = goal
         spent = time.monotonic() - begun

@@ -130,7 +130,7 @@ def tango_interval(
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
 
-    from scipy.optimize import brentq  # a stage in a process of its own starts sooner without it
+    from scipy.optimize import brentq  # a stage's own process starts sooner without it
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:

@@ -45,7 +45,7 @@ UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
 
 PER_SECOND = "req/s"
 
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
 
 A = "A"
@@ -94,7 +94,7 @@ def benchmark(
     conditions: Conditions,
     request: MeasurementRequest | None = None,
     seed: int = 0,
-    tell: Tell = lambda _: None,
+    report: Reporter = lambda _: None,
 ) -> SingleModelResult:
     """Time one model.
 
@@ -104,17 +104,17 @@ def benchmark(
     """
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()
-    tell(f"{runs} runs of {model.name}")
+    report(f"{runs} runs of {model.name}")
     latency, _ = measure_latency(runtime, model, target, feed, runs=runs)
     quantiles = {name: compare_latency_quantile(latency.sorted_ns, q, math.inf) for name, q in QUANTILES.items()}
     figures = {name: _make_figure(quantile, "s") for name, quantile in quantiles.items()}
     for level in request.throughput:
-        tell(f"windows of {level} requests at once")
+        report(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         median = compare_quantile(throughput.per_second, 0.5, math.inf)
         figures[throughput_metric_name(level)] = _make_figure(median, PER_SECOND)
     if request.starts:
-        tell(f"fresh processes that load {model.name}")
+        report(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
         samples = {"load": starts.load_s, "first": starts.first_s, "peak": starts.peak_bytes}
         figures |= {
@@ -143,7 +143,7 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     try:
         return runtime.facts(model, target)
     except MeasurementError:
-        check_model(model)  # a file that breaks the rules of ONNX is the user's to mend
+        check_model(model)  # an invalid ONNX file is the user's to fix
         raise
 
 
@@ -194,7 +194,7 @@ def benchmark_pair(
     gates: Sequence[Gate],
     conditions: Conditions,
     seed: int = 0,
-    tell: Tell = lambda _: None,
+    report: Reporter = lambda _: None,
 ) -> ComparisonResult:
     """Time B against A and A against itself, and judge the result.
 
@@ -207,7 +207,7 @@ def benchmark_pair(
         gates: a latency gate with `max_regression`, and others that need further measurements.
         conditions: returns the state of the machine.
         seed: of the order of runs.
-        tell: receives progress messages.
+        report: receives progress messages.
 
     Raises:
         UserError: a file is not a valid model, too new for the target, or the two have different inputs.
@@ -226,7 +226,7 @@ def benchmark_pair(
         feed=feed,
         seed=seed,
         tolerances=request.tolerances,
-        tell=tell,
+        report=report,
     )
     comparison, raw = compare_latency(pair)
     ratios, more = compare_resources(pair, request)

@@ -57,7 +57,7 @@ KEYS, LENGTH = " (keys)", " (length)"
 
 JoinedAnswers = Mapping[str, Tensors | MeasurementError]
 
-Tell = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class OutputDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityResult:
-    """What B is to A. `notes` say what was not compared, and why.
+    """The comparison of B with A; `notes` say what was not compared, and why.
 
     `trees` compares the trees of both, if they have any; `coverage` is the part of a quantized B that runs in int8;
     `advice` says what slows B down.
@@ -125,7 +125,7 @@ def compare(
     a: Path,
     b: Path,
     samples: SampleRows,
-    tell: Tell = lambda _: None,
+    report: Reporter = lambda _: None,
     *,
     sizes: Collection[str] = (),
     exact: Runtime | None = None,
@@ -148,10 +148,10 @@ def compare(
     readable = [path for path in (a, b) if not is_ort_format(path) and has_trees(path)]
     splits = build_split_probes(readable[0], samples.rows) if readable and not samples.fixed else None
     groups = build_groups(samples, empty=empty, bounds=bounds, splits=splits)
-    tell(f"running {a.name} on {len(groups)} groups of inputs")
+    report(f"running {a.name} on {len(groups)} groups of inputs")
     exact = exact or runtime
     expected = _run_groups(exact, reference, a, groups)
-    tell(f"running {b.name} on {len(groups)} groups of inputs")
+    report(f"running {b.name} on {len(groups)} groups of inputs")
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
     measured: list[ParityMeasurement] = []
@@ -217,7 +217,7 @@ def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[
     try:
         answers = run_groups(runtime, target, model, {group.name: group.runs for group in groups})
     except MeasurementError:
-        check_model(model)  # a file that breaks the rules of ONNX is the user's to mend
+        check_model(model)  # an invalid ONNX file is the user's to fix
         raise
     return {name: a if isinstance(a, MeasurementError) else _join_runs(a) for name, a in answers.items()}
 

@@ -43,7 +43,7 @@ from onnx_ops.tools.bench import (
     A,
     ComparisonResult,
     Conditions,
-    Tell,
+    Reporter,
     benchmark_pair,
     build_pair_gates,
     make_evidence,
@@ -100,7 +100,7 @@ class JudgeRequest:
         only: one part of the comparison.
         sizes: dimensions at which one size is enough.
         seed: of the order of runs.
-        tell: receives progress messages.
+        report: receives progress messages.
     """
 
     baseline: Path
@@ -120,7 +120,7 @@ class JudgeRequest:
     only: Part | None = None
     sizes: frozenset[str] = frozenset()
     seed: int = 0
-    tell: Tell = lambda _: None
+    report: Reporter = lambda _: None
 
     @property
     def exact(self) -> Runtime:
@@ -201,7 +201,7 @@ def _judge_target(
                     gates=build_pair_gates(request.max_regression, concurrency=request.concurrency, cold=cold),
                     conditions=request.conditions,
                     seed=request.seed,
-                    tell=request.tell,
+                    report=request.report,
                 )
                 paired.append(comparison)
                 for result in comparison.decision.results:
@@ -243,7 +243,7 @@ def _judge_answers(
                 request.baseline,
                 request.candidate,
                 setting.samples,
-                request.tell,
+                request.report,
                 sizes=request.sizes,
                 exact=request.exact,
             )
@@ -295,7 +295,7 @@ def _judge_within_noise(
     samples = request.settings[0].samples
     groups = [g for g in build_groups(samples, empty=False, bounds=read_input_bounds(request.baseline)) if g.inside]
     runs = {group.name: group.runs for group in groups}
-    request.tell(f"running {request.candidate.name} on {len(groups)} groups of inputs")
+    request.report(f"running {request.candidate.name} on {len(groups)} groups of inputs")
     with Scratch() as folder:
         right = run_groups(request.exact, REFERENCE, request.baseline, runs)
         if of == "float16":
@@ -348,7 +348,7 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     Copies are measured, since files that expose intermediate values are written beside them.
     """
     a, b = request.baseline, request.candidate
-    request.tell(f"comparing weights and activations of {b.name} with those of {a.name}")
+    request.report(f"comparing weights and activations of {b.name} with those of {a.name}")
     is_real = request.dataset is not None
     rows = _take_few(request.settings[0].samples.rows, _ACTIVATION_ROWS)
     weights: tuple[WeightMeasurement, ...] = ()
@@ -410,7 +410,7 @@ def _judge_function(request: JudgeRequest) -> GateResult:
             write_dequantized(request.baseline, request.candidate, exact)
             samples = request.settings[0].samples
             samples = replace(samples, rows=_take_few(samples.rows, _FUNCTION_ROWS))
-            parity = compare(request.exact, REFERENCE, plain, exact, samples, request.tell, sizes=request.sizes)
+            parity = compare(request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes)
         except (MeasurementError, UserError) as error:
             return GateResult(
                 gate="parity",
@@ -447,7 +447,7 @@ def _judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list
     elif agreement.verdict is Verdict.PASS:
         return [replace(agreement, reason=f"{agreement.reason}; accuracy cannot drop by more")]
     else:
-        reason = f"{agreement.reason}: whether for the worse, only labels tell; give --labels"
+        reason = f"{agreement.reason}: whether for the worse, only labels report; give --labels"
     blank = agreement or GateResult(gate="task", metric="agreement", limit="", verdict=Verdict.INCONCLUSIVE, reason="")
     return [replace(blank, verdict=Verdict.INCONCLUSIVE, reason=reason)]
 
@@ -456,7 +456,7 @@ def _judge_metric(
     request: JudgeRequest, runtime: Runtime, target: Target, dataset: Dataset, gate: MetricGate
 ) -> list[GateResult]:
     definition = gate.definition()
-    request.tell(f"scoring {definition.label} on {len(dataset)} rows")
+    request.report(f"scoring {definition.label} on {len(dataset)} rows")
     scoring = ScoringRequest(
         runtime=runtime,
         target=target,

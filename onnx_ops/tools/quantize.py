@@ -17,7 +17,7 @@ from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.execution import ExecutionReport, inspect_execution
-from onnx_ops.measure.search import SearchContext, Tell, describe_recipe, search
+from onnx_ops.measure.search import Reporter, SearchContext, describe_recipe, search
 from onnx_ops.measure.timing import compute_log_ratios
 from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
@@ -200,7 +200,7 @@ class VariantSearch:
     data: Mapping[str, Digest] = field(default_factory=dict)
 
 
-def search_variant(ports: Ports, request: VariantSearch, *, tell: Tell) -> QuantizedFile:
+def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) -> QuantizedFile:
     """Search, and write the variant of the wanted role.
 
     The same search resumes where it was interrupted. Everything that was tried is written beside it, to
@@ -231,7 +231,7 @@ def search_variant(ports: Ports, request: VariantSearch, *, tell: Tell) -> Quant
             budget=request.section.budget or Budget(),
             seed=int(key[-8:], 16),
         )
-        result = search(context, ports.journal(key), tell)
+        result = search(context, ports.journal(key), report)
         record_path = request.path.with_name(f"{request.path.name}.{SEARCH_FILE}")
         record_path.write_bytes(codec.dumps(result.record))
         if not result.models:

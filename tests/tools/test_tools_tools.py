@@ -421,7 +421,7 @@ class TestBench:
             rows(1),
             gates=FIVE,
             conditions=dict,
-            tell=told.append,
+            report=told.append,
         )
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "measure on a quieter machine" in found.decision.reason
