@@ -187,9 +187,9 @@ class Rollouts:
         return design_effect.compute_design_effect(*self._users.sums[event, active].T)
 
     def _timed(self, canary: Ints, stable: Ints, percent: Ints) -> tuple[Ints, Ints]:
-        """The requests whose times are compared: of the version with more of the traffic those that its twin gets."""
-        twin = np.minimum(percent, 100 - percent) / np.maximum(percent, 100 - percent)
-        found = self._random.binomial(np.where(percent < 50, stable, canary), twin)
+        """Return the compared requests: of the version with more traffic those of its control replica."""
+        replica = np.minimum(percent, 100 - percent) / np.maximum(percent, 100 - percent)
+        found = self._random.binomial(np.where(percent < 50, stable, canary), replica)
         return np.where(percent < 50, canary, found), np.where(percent < 50, found, stable)
 
     def _better(self, active: Ints, rows: Ints) -> list[ev.SplitDecision]:

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.config.server_options import list_options
-from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.artifact import MODEL_FILE, Manifest, digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import InfrastructureError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER, OPTION_PREFIX
 from onnx_ops.serving import main as server
-from onnx_ops.serving.inference.integrity import verify_files
+from onnx_ops.serving.inference.integrity import digest_files, verify_files
 
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
@@ -86,16 +86,13 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
 
 def _build_deployment(folder: Path, environment: Mapping[str, str]) -> Deployment:
     """Return a deployment for a model without a record, named by the environment."""
-    files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    manifest = Manifest(files=files).digest()
-    name = environment.get("ONNX_OPS_DEPLOYMENT", "model")
     return Deployment(
-        name=name,
+        name=environment.get("ONNX_OPS_DEPLOYMENT", "model"),
         model=environment.get("ONNX_OPS_MODEL", "model"),
         version="1",
         variant="",
         release=digest_bytes(b""),
-        manifest=manifest,
+        manifest=Manifest(files=digest_files(folder)).digest(),
         location=str(folder.resolve()),
     )
 

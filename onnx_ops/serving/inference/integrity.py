@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.attestation import Record, TrustedKeys, read_authority_target, verify_authority
-from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
+from onnx_ops.domain.artifact import Digest, Manifest, digest_file, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.protocol.routing_table import write_durably
@@ -72,6 +72,11 @@ class TrustPolicy:
             return None
 
 
+def digest_files(folder: Path) -> dict[str, Digest]:
+    """Return the digests of all files below a folder, by relative path."""
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None = None) -> None:
     """Compare every file below a folder with the deployment's manifest.
 
@@ -90,7 +95,7 @@ def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None
     if not folder.is_dir():
         raise NotFoundError("the model folder does not exist", where=str(folder))
     try:
-        files = {p.relative_to(folder).as_posix(): digest_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+        files = digest_files(folder)
     except OSError as error:
         raise InfrastructureError("the model's files cannot be read", where=str(folder), why=str(error)) from error
     manifest = Manifest(files=files).digest()

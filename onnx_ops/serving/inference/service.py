@@ -54,6 +54,37 @@ Respond = Callable[[RawResponse], None]
 Result = RawResponse | OnnxOpsError
 
 
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """An inference request that was received completely.
+
+    Attributes:
+        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
+        queue_seconds: time in the queue.
+        service_seconds: run time, if the request ran alone.
+        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
+        abandoned: the client is gone.
+    """
+
+    route: InferenceRoute
+    head: RequestHead
+    body: bytes
+    respond: Respond
+    started_at: float
+    snapshot: TableSnapshot | None = None
+    loaded: LoadedDeployment | None = None
+    deadline: float = 0.0
+    queue_seconds: float = 0.0
+    service_seconds: float = 0.0
+    comparable: bool = True
+    abandoned: bool = False
+
+    @property
+    def header_lines(self) -> bytes:
+        """Header lines that name the deployment, if one is chosen."""
+        return b"" if self.loaded is None else self.loaded.header_lines
+
+
 class AccessLog:
     """Writes one JSON line per inference, in a thread, ten times a second.
 
@@ -69,22 +100,15 @@ class AccessLog:
         self._thread = threading.Thread(target=self._loop, name="access-log", daemon=True)
         self._thread.start()
 
-    def put(
-        self,
-        head: RequestHead,
-        route: InferenceRoute,
-        deployment: str,
-        status: int,
-        queue_seconds: float,
-        seconds: float,
-    ) -> None:
+    def put(self, request: PendingRequest, status: int, seconds: float) -> None:
         """Add a line. `seconds` is the whole time until the response was ready."""
         if len(self._records) >= _MAX_LOG_RECORDS:
             self._row[LOG_DROPPED] += 1
             return
         now = time.time()  # noqa: TID251 (the time of a response, for people)
-        ids = head.get(_REQUEST_ID), head.get(_TRACE_PARENT)
-        self._records.append((now, *ids, route, deployment, status, queue_seconds, seconds))
+        ids = request.head.get(_REQUEST_ID), request.head.get(_TRACE_PARENT)
+        name = "" if request.loaded is None else request.loaded.deployment.name
+        self._records.append((now, *ids, request.route, name, status, request.queue_seconds, seconds))
 
     def close(self) -> None:
         """Write the rest of the buffer."""
@@ -131,37 +155,6 @@ def _format_second(at: int) -> str:
 
 def _format_id(value: bytes | None) -> str | None:
     return None if value is None else value[:_MAX_LOG_TEXT].decode("latin-1")
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """An inference request that was received completely.
-
-    Attributes:
-        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
-        queue_seconds: time in the queue.
-        service_seconds: run time, if the request ran alone.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
-        abandoned: the client is gone.
-    """
-
-    route: InferenceRoute
-    head: RequestHead
-    body: bytes
-    respond: Respond
-    started_at: float
-    snapshot: TableSnapshot | None = None
-    loaded: LoadedDeployment | None = None
-    deadline: float = 0.0
-    queue_seconds: float = 0.0
-    service_seconds: float = 0.0
-    comparable: bool = True
-    abandoned: bool = False
-
-    @property
-    def header_lines(self) -> bytes:
-        """Header lines that name the deployment, if one is chosen."""
-        return b"" if self.loaded is None else self.loaded.header_lines
 
 
 class InferenceService:
@@ -303,8 +296,7 @@ class InferenceService:
             if snapshot.shadow and status == 200:
                 self._mirror(request, loaded, snapshot, response)
         if self._access_log is not None:
-            name = "" if loaded is None else loaded.deployment.name
-            self._access_log.put(request.head, request.route, name, status, request.queue_seconds, seconds)
+            self._access_log.put(request, status, seconds)
 
     def _mirror(
         self, request: PendingRequest, loaded: LoadedDeployment, snapshot: TableSnapshot, response: RawResponse
