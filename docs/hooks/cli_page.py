@@ -1,4 +1,4 @@
-"""The page of all commands, from the command line's own tree."""
+"""Reference page of all commands, generated from the command line's tree."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from onnx_ops.cli.main import app
 
 HEAD = """# Commands
 
-Every command takes `--help`. This page is written from the program itself whenever the site is built.
-
-What the exit codes mean: [exit codes and errors](../exit-codes.md).
+All commands and their options. This page is generated from the program. [Exit codes and errors](../exit-codes.md) lists
+the exit codes.
 """
 _WORDS: dict[type, str] = {bool: "", int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with the words that call it (`keys new`), in the order of the help."""
+    """Yield every executable command with its full name (`keys new`), in the order of the help."""
     root: Any = typer.main.get_command(app)
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
@@ -35,13 +34,13 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def flags(command: Any) -> tuple[str, ...]:
-    """Every spelling of a command's options, `--help` included."""
+    """Return every spelling of a command's options, `--help` included."""
     spelled = [text for one in command.params for text in (*one.opts, *one.secondary_opts) if text.startswith("-")]
     return (*spelled, "--help", "-h")
 
 
 def cli_page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     return HEAD + "\n".join(_command(name, command) for name, command in commands())
 
 
@@ -53,14 +52,14 @@ def _command(name: str, command: Any) -> str:
     if places:
         lines += _table("argument", [(f"`{_place(one)}`", one) for one in places])
     lines += _table("option", [(_spelling(one), one) for one in options])
-    lines.append("| `--help`, `-h` |  |  | Show this and exit. |")
+    lines.append("| `--help`, `-h` |  |  | Show this message and exit. |")
     if examples:
         lines += ["\n```bash", *examples, "```"]
     return "\n".join(lines)
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """What a command's help tells, and its examples. A wrapped example ends at an empty line."""
+    """Split a command's help into description and examples. A wrapped example ends at an empty line."""
     examples = [" ".join(found.split()) for found in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)]
     return re.sub(r"Examples?: .+?(?:\n\n|\Z)", "", text, flags=re.S).strip(), examples
 
@@ -89,7 +88,7 @@ def _takes(one: Any) -> str:
 
 
 def _plain(kind: Any) -> Any:
-    """The type of one value: lists and `| None` taken off."""
+    """Return the type of one value, without lists and `| None`."""
     while typing.get_origin(kind) in (list, tuple, typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
     return kind
@@ -98,7 +97,7 @@ def _plain(kind: Any) -> Any:
 def _default(one: Any) -> str:
     value = one.default
     if one.required:
-        return "needed"
+        return "required"
     if value is None or value is False or value in ("", []) or not one.show_default or callable(value):
         return ""
     return f"`{value.value if isinstance(value, enum.Enum) else value}`"

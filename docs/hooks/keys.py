@@ -1,4 +1,4 @@
-"""Finding one's way in a JSON Schema: its sections, and which of them describes a value."""
+"""Navigate a JSON Schema: its sections, and the section that describes a value."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ _KINDS: dict[str, tuple[type, ...]] = {"object": (dict,), "array": (list,), "str
 
 
 def resolved(schema: Json, root: Json) -> Json:
-    """The section that a reference stands for."""
+    """Resolve the references of a section."""
     while "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
     return schema
 
 
 def kinds_of(schema: Json) -> tuple[str, ...]:
-    """The JSON types that a schema takes; none where it takes any."""
+    """Return the JSON types that a schema accepts; none if it accepts any."""
     kinds = schema.get("type", ())
     return (kinds,) if isinstance(kinds, str) else tuple(kinds)
 
 
 def choices_of(schema: Json) -> list[Json]:
-    """What a schema leaves to choose from; nothing where it is one thing."""
+    """Return the alternatives of a schema, if any."""
     return schema.get("anyOf") or schema.get("oneOf") or []
 
 
 def entries_of(schema: Json) -> Json:
-    """What stands under the names of a mapping that are free; empty if none are, or anything may."""
+    """Return the schema of the values of a mapping with free names; empty if it has none, or accepts anything."""
     entries = schema.get("additionalProperties")
     return entries if isinstance(entries, dict) else {}
 
 
 def sections(root: Json) -> Iterator[tuple[str, Json]]:
-    """The top level under the name "", then every section with keys, by its name."""
+    """Yield the top level with the name "", then every section with keys."""
     yield "", root
     yield from ((name, section) for name, section in root.get("$defs", {}).items() if section.get("properties"))
 
 
 def keys(root: Json) -> Iterator[tuple[str, str]]:
-    """Section and name of every key."""
+    """Yield section and name of every key."""
     yield from ((name, key) for name, section in sections(root) for key in section["properties"])
 
 
 def section_of(schema: Json, value: Any, root: Json) -> Json:
-    """Of the choices that a schema leaves, the one that describes a value; an empty one if none does."""
+    """Return the alternative of a schema that describes a value; empty if none does."""
     schema = resolved(schema, root)
     if not (choices := choices_of(schema)):
         return schema
@@ -54,7 +54,7 @@ def section_of(schema: Json, value: Any, root: Json) -> Json:
 
 
 def _fit(section: Json, value: Any, root: Json) -> int:
-    """How well a section describes a value: below 0 where it does not."""
+    """Return how well a section describes a value: below 0 if it does not."""
     kinds = [kind for name in kinds_of(section) for kind in _KINDS.get(name, (int, float))]
     if kinds and not isinstance(value, tuple(kinds)):
         return -1

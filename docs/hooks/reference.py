@@ -1,4 +1,4 @@
-"""MkDocs hook: pages of the reference that are written anew from the code whenever the site is built."""
+"""MkDocs hook: generate reference pages from the code when the site is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The site's files, with the generated ones."""
+    """Add the generated pages to the files of the site."""
     for uri, page in PAGES.items():
         files.append(File.generated(config, uri, content=page()))
     return files

@@ -1,4 +1,4 @@
-"""The pages of the YAML files, from their JSON Schemas, with examples out of the files that the tests run."""
+"""Reference pages of the YAML files, generated from their JSON Schemas and the tested example files."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ _WORDS = {"string": "text", "object": "mapping", "integer": "whole number"}
 
 PIPELINE_HEAD = """# The pipeline file
 
-Every key of `configs/pipelines/*.yaml`, from the schema by which editors complete them and `onnx-ops check` refuses
-what is not known. This page is written anew whenever the site is built. Examples are taken from files that the tests
-read.
+Every key of `configs/pipelines/*.yaml`. This page is generated from the schema by which editors complete the file and
+`onnx-ops check` validates it. The examples are taken from tested files.
 
-Percentages, times and sizes carry their units: `5%`, `5 ms`, `24h`, `2 MB`. `${env:NAME}` is read from the environment
-in text that stands for places and names.
+Percentages, times and sizes have units: `5%`, `5 ms`, `24h`, `2 MB`. Paths and names may contain `${env:NAME}`, which
+is replaced by the environment variable.
 """
 TARGET_HEAD = """# The target file
 
-Every key of `configs/targets/*.yaml` and of the [profiles that are shipped](../target-profiles.md). This page is
-written anew whenever the site is built.
+Every key of `configs/targets/*.yaml` and of the [shipped profiles](../target-profiles.md). This page is generated from
+the schema.
 """
 TITLES = {
     "": "Top level",
-    "PluginData": "Data by plugin",
+    "PluginData": "Data of a plugin",
     "SklearnData": "Data of scikit-learn",
     "FileData": "Data of a file",
 }
 SECTIONS = {
-    "description": "What the file is for, in a person's words.",
-    "export": "How the trained model becomes ONNX.",
-    "validate": "Which rows the export is held against its source on.",
-    "quantize": "Variants beside the export, one for each entry.",
-    "benchmark": "Where each variant is measured.",
-    "gates": "What a variant has to keep on each target.",
+    "description": "Free text that describes the file.",
+    "export": "Export of the trained model to ONNX.",
+    "validate": "Rows on which the export is compared with its source.",
+    "quantize": "Variants derived from the export, one for each entry.",
+    "benchmark": "Targets on which each variant is measured.",
+    "gates": "Limits that a variant must meet on each target.",
     "deploy": "Endpoints that serve the release.",
     "rollout": "How traffic moves to a release.",
-    "samples": "Which rows.",
-    "kind": "Which gate this is.",
-    "session": "How ONNX Runtime's session is set.",
-    "schema": "Version of the file's format.",
-    "name": "Its name.",
+    "samples": "Rows to use.",
+    "kind": "Kind of the gate.",
+    "session": "Options of the ONNX Runtime session.",
+    "schema": "Version of the file format.",
+    "name": "Name.",
 }
-"""Meanings of keys that the schema leaves to their section."""
+"""Descriptions of keys that have none in the schema."""
 EXAMPLES: Mapping[str, Any] = {
     "ab": {"duration": "7 d"},
     "accelerator": "H100",
@@ -82,17 +81,17 @@ EXAMPLES: Mapping[str, Any] = {
     "use": "warehouse",
     "with": {"table": "prices"},
 }
-"""For keys that no file and no page writes, and whose schema has no example that helps."""
+"""Examples of keys that occur in no file or page and have none in the schema."""
 
 
 def pipeline_page() -> str:
-    """The page of pipeline files as Markdown."""
+    """Return the page of pipeline files as Markdown."""
     schema = pipeline_schema()
     return _page(PIPELINE_HEAD, schema, [*_files("configs/pipelines"), *_shown(schema)])
 
 
 def target_page() -> str:
-    """The page of target files as Markdown."""
+    """Return the page of target files as Markdown."""
     schema = target_schema()
     files = [*_files("configs/targets"), *_files("onnx_ops/config/profiles")]
     return _page(TARGET_HEAD, schema, [*files, *_shown(schema)])
@@ -103,7 +102,7 @@ def _files(folder: str) -> list[Any]:
 
 
 def _shown(schema: Json) -> list[Any]:
-    """What other pages show of such a file; the tests have it read by the program."""
+    """Return the YAML blocks of other pages that belong to such a file; tests load them with the program."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
     parts = [yaml.safe_load(part) for text in texts for part in re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)]
     return [part for part in parts if isinstance(part, dict) and set(part) <= set(schema["properties"])]
@@ -123,7 +122,7 @@ def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, st
         lines.append(f"{section['description']}\n")
     lines += ["| key | takes | default | example | meaning |", "|---|---|---|---|---|"]
     for key, value in section["properties"].items():
-        default = "needed" if key in section.get("required", ()) else _default(value)
+        default = "required" if key in section.get("required", ()) else _default(value)
         example = seen.get((name, key)) or _example(key, value, schema)
         meaning = value.get("description") or SECTIONS.get(key, "")
         lines.append(f"| `{key}` | {_takes(value, schema)} | {default} | `{_cell(example)}` | {_cell(meaning)} |")
@@ -131,7 +130,7 @@ def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, st
 
 
 def _written(value: Any, schema: Json, name: str, root: Json) -> Iterator[tuple[tuple[str, str], str]]:
-    """Section, key and text of everything that a document writes."""
+    """Yield section, key and text of every key in a document."""
     section = section_of(schema, value, root)
     if isinstance(value, list):
         for item in value:
@@ -159,7 +158,7 @@ def _default(value: Json) -> str:
 
 
 def _example(key: str, value: Json, schema: Json) -> str:
-    """For keys that no file writes: ours, what the schema gives as an example, its default, or what it allows."""
+    """Return an example of a key that occurs in no file: from `EXAMPLES`, else from the schema."""
     found = [EXAMPLES[key]] if key in EXAMPLES else []
     choices = _choices(value, schema)
     found += [example for one in choices for example in one.get("examples", ())]

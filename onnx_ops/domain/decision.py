@@ -25,14 +25,16 @@ Preference: TypeAlias = Literal["latency", "size", "accuracy", "cost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which of the variants that pass is chosen. `prefer: size` is short for `prefer: {default: size}`."""
+    """Which passing variant is chosen. `prefer: size` is short for `prefer: {default: size}`."""
 
     default: Annotated[
         Preference,
         Notation.SHORT_FORM,
-        doc("latency, size (bytes of the file), accuracy (the task metric), or cost (of a request)."),
+        doc(
+            "Minimize latency, size (bytes of the file) or cost (of a request), or maximize accuracy (the task metric)."
+        ),
     ] = "latency"
-    targets: Annotated[Mapping[str, Preference], doc("Another preference for single targets.")] = field(
+    targets: Annotated[Mapping[str, Preference], doc("Objectives of single targets, instead of the default.")] = field(
         default_factory=dict
     )
 

@@ -35,14 +35,16 @@ GraphLevel = Literal["disabled", "basic", "extended", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """How the runtime builds a session. Threads: 0 lets the runtime choose."""
+    """Options of an ONNX Runtime session."""
 
-    intra_op_threads: Annotated[int, Ge(0), Le(1024), doc("Threads inside one operator; 0: one per core.")] = 1
-    inter_op_threads: Annotated[int, Ge(0), Le(1024), doc("Operators run side by side; 0: one per core.")] = 1
-    spinning: Annotated[bool, doc("Threads spin while they wait; fast alone, poison on shared cores.")] = False
-    graph_level: Annotated[GraphLevel, doc("Graph optimisation level of ONNX Runtime.")] = "all"
-    config: Annotated[Mapping[str, str], doc("Further session config entries, as the runtime names them.")] = field(
-        default_factory=dict
+    intra_op_threads: Annotated[int, Ge(0), Le(1024), doc("Threads within one operator; 0: one per core.")] = 1
+    inter_op_threads: Annotated[int, Ge(0), Le(1024), doc("Operators that run in parallel; 0: one per core.")] = 1
+    spinning: Annotated[
+        bool, doc("Whether waiting threads spin: faster on idle cores, much slower on shared ones.")
+    ] = False
+    graph_level: Annotated[GraphLevel, doc("Graph optimization level of ONNX Runtime.")] = "all"
+    config: Annotated[Mapping[str, str], doc("Further session config entries, by their names in ONNX Runtime.")] = (
+        field(default_factory=dict)
     )
 
 
@@ -52,9 +54,10 @@ class Provider:
 
     name: Annotated[str, Notation.SHORT_FORM]
     options: Annotated[
-        Mapping[str, str], doc("As the provider names them; `{cache}` is a folder of the model and the machine.")
+        Mapping[str, str],
+        doc("Options by the provider's names; `{cache}` is a cache folder for this model and machine."),
     ] = field(default_factory=dict)
-    package: Annotated[str, doc("Python package that brings the provider as a plug-in: onnxruntime_qnn.")] = ""
+    package: Annotated[str, doc("Python package of a plug-in provider, such as onnxruntime_qnn.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +70,15 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where a framework or runtime runs whose packages this installation does not hold, which is never changed."""
+    """An isolated environment for a framework or runtime whose packages are not part of this installation."""
 
     requirements: Annotated[
-        tuple[str, ...], doc("Packages, as pip takes them (npm for JavaScript); the plugin's own if empty.")
+        tuple[str, ...], doc("Packages in pip's syntax (npm's for JavaScript); default: those of the plugin.")
     ] = ()
-    python: Annotated[str | None, doc("Python version, such as '3.12'; that of this installation if left out.")] = None
-    memory: Annotated[Bytes | None, doc("Most memory of its process; what the machine has if left out.")] = None
-    timeout: Annotated[Seconds | None, doc("Longest single answer of its process.")] = None
-    isolated: Annotated[bool, doc("false: in this installation, whatever the plugin brings.")] = True
+    python: Annotated[str | None, doc("Python version, such as '3.12'; default: that of this installation.")] = None
+    memory: Annotated[Bytes | None, doc("Memory limit of its process; default: the memory of the machine.")] = None
+    timeout: Annotated[Seconds | None, doc("Time limit for one answer of its process.")] = None
+    isolated: Annotated[bool, doc("false: use this installation, even if the plugin has its own requirements.")] = True
 
     def content(self) -> dict[str, Json]:
         """What shapes a result: how much memory and time there is does not."""

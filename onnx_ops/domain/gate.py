@@ -112,7 +112,7 @@ GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityGate:
-    """Same function: float variants against the float64 noise floor, quantized ones by structural invariants."""
+    """Agreement with the source: float variants within the float64 noise floor, quantized ones by invariants."""
 
     kind: Literal["parity"] = "parity"
     noise_factor: Annotated[
@@ -134,8 +134,8 @@ class ParityGate:
     groups: Annotated[
         Mapping[InputGroup, GroupRule],
         doc(
-            "What a difference on a kind of inputs does: fail, advise or ignore. By default it fails where callers can "
-            "send such inputs, else it advises."
+            "Effect of a difference on a group of inputs: fail, advise or ignore. Default: fail where callers can send "
+            "such inputs, else advise."
         ),
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
@@ -146,30 +146,35 @@ class ParityGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricGate:
-    """A task metric, against the baseline on the same rows (`max_drop`, `max_increase`) or absolute (`min`, `max`).
+    """A task metric, relative to the baseline on the same rows (`max_drop`, `max_increase`) or absolute (`min`, `max`).
 
-    Limits are judged; everything else says what is measured.
+    Limits are judged; all other keys define what is measured.
     """
 
     kind: Literal["metric"] = "metric"
-    name: Annotated[MetricName | None, doc("The metric; accuracy if neither it nor `use` is given.")] = None
+    name: Annotated[MetricName | None, doc("Name of the metric; default: accuracy, unless `use` is set.")] = None
     use: Annotated[
-        str, doc("An own metric, `package.module:function`, called with arrays (predictions, labels); gives a float.")
+        str, doc("Your own metric, `package.module:function`; takes arrays (predictions, labels) and returns a float.")
     ] = ""
-    higher_is_better: Annotated[bool | None, doc("Of an own metric, which must say it.")] = None
-    k: Annotated[Count | None, doc("top_k: the label is among so many highest scores; 5 if not given.")] = None
-    average: Annotated[Average | None, doc("f1: over classes; binary where `positive` is given, else macro.")] = None
-    positive: Annotated[
-        str | int | None, doc("f1 (binary) and auc: the positive label; if not given, the greater of two.")
+    higher_is_better: Annotated[bool | None, doc("Direction of your own metric; required with `use`.")] = None
+    k: Annotated[Count | None, doc("top_k: number of highest scores that must include the label; default 5.")] = None
+    average: Annotated[
+        Average | None, doc("f1: average over classes; default: binary with `positive`, else macro.")
     ] = None
-    output: Annotated[str | None, doc("ONNX output to read; if not given, the first that fits.")] = None
-    ignore: Annotated[int | None, doc("token_agreement: label of tokens that do not count; -100 if not given.")] = None
+    positive: Annotated[
+        str | int | None, doc("f1 (binary) and auc: the positive label; default: the greater of two.")
+    ] = None
+    output: Annotated[str | None, doc("ONNX output to read; default: the first that fits.")] = None
+    ignore: Annotated[int | None, doc("token_agreement: label of tokens that do not count; default -100.")] = None
     max_drop: Annotated[Fraction | None, doc("Largest tolerated drop, in percentage points.")] = None
     max_increase: Annotated[
-        Fraction | None, doc("mae, rmse, own errors: largest tolerated growth, as a share of the baseline's.")
+        Fraction | None,
+        doc("mae, rmse, your own errors: largest tolerated increase, as a share of the baseline's value."),
     ] = None
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
-    max: Annotated[Amount | None, doc("mae, rmse, own errors: largest tolerated value, in the label's unit.")] = None
+    max: Annotated[Amount | None, doc("mae, rmse, your own errors: largest tolerated value, in the label's unit.")] = (
+        None
+    )
 
     def definition(self) -> MetricDefinition:
         """What it measures, with what it leaves out filled in."""
@@ -189,7 +194,7 @@ class MetricGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyGate:
-    """Latency against the baseline, measured now and side by side; or absolute quantiles; or against the export."""
+    """Latency, relative to the baseline in paired runs, as absolute quantiles, or relative to the export."""
 
     kind: Literal["latency"] = "latency"
     max_regression: Annotated[Fraction | None, doc("Largest tolerated slow-down against the baseline.")] = None
@@ -202,10 +207,10 @@ class LatencyGate:
     )
     p99: Annotated[Seconds | None, doc("99th percentile; enforced on dedicated targets, advisory elsewhere.")] = None
     faster_than: Annotated[
-        Literal["fp32"] | None, doc("Every other variant must be faster than the export, with confidence.")
+        Literal["fp32"] | None, doc("Every other variant must be faster than the export, with 95 % confidence.")
     ] = None
     min_speedup: Annotated[
-        Fraction | None, doc("By how much it must be faster: 10% means that fp32 takes at least 1.1 times as long.")
+        Fraction | None, doc("Smallest speed-up: 10% means that fp32 takes at least 1.1 times as long.")
     ] = None
 
     def quantiles(self) -> Mapping[str, tuple[float, float | None]]:
@@ -215,12 +220,12 @@ class LatencyGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputGate:
-    """Requests answered per second by one session that several threads call at once, measured under that load."""
+    """Requests per second of one session that several threads call at once."""
 
     kind: Literal["throughput"] = "throughput"
     concurrency: Annotated[int, Ge(1), Le(256), doc("Requests in flight at any moment.")] = 4
     max_regression: Annotated[
-        Fraction | None, doc("Largest tolerated growth of the time per request under load, against the baseline.")
+        Fraction | None, doc("Largest tolerated increase of the time per request under load, against the baseline.")
     ] = None
     min: Annotated[
         PerSecond | None, doc("Fewest requests per second; enforced on dedicated targets, advisory elsewhere.")
@@ -229,7 +234,7 @@ class ThroughputGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartGate:
-    """A fresh process: the time to build the session from the file, and the time of the first inference."""
+    """Time of a fresh process to build the session from the file, and time of its first inference."""
 
     kind: Literal["cold_start"] = "cold_start"
     load: Annotated[
@@ -247,7 +252,7 @@ class MemoryGate:
 
     kind: Literal["memory"] = "memory"
     max: Annotated[Bytes | None, doc("Largest tolerated median peak.")] = None
-    max_regression: Annotated[Fraction | None, doc("Largest tolerated growth against the baseline.")] = None
+    max_regression: Annotated[Fraction | None, doc("Largest tolerated increase against the baseline.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

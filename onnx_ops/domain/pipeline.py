@@ -23,12 +23,12 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputValues:
-    """The values of one input. What is left out is learnt from the rows of `validate.samples`."""
+    """Values of one input. Default: derived from the rows of `validate.samples`."""
 
     min: Annotated[float | None, doc("Smallest number that callers send.")] = None
     max: Annotated[float | None, doc("Largest number that callers send.")] = None
     values: Annotated[
-        tuple[int | float | str, ...] | None, MinLen(1), doc("The only numbers or texts that callers send: categories.")
+        tuple[int | float | str, ...] | None, MinLen(1), doc("All numbers or texts that callers send: categories.")
     ] = None
     missing: Annotated[bool | None, doc("Whether callers send NaN for a missing number.")] = None
 
@@ -37,10 +37,10 @@ EXPORT = "fp32"
 """Name of the variant that the export stage makes."""
 
 
-GROUP = "Name of the array that says which rows belong together (patient, customer, session); gates then count groups."
+GROUP = "Name of the array that identifies groups of rows (patient, customer, session); gates then count groups."
 INPUTS = (
     "ONNX input name -> array or column; `*` is all columns of numbers as one float32 matrix. "
-    "Left out: every array or column but label and group is an input of its own."
+    "Default: every array or column except label and group is one input."
 )
 
 
@@ -48,9 +48,11 @@ INPUTS = (
 class Attempts:
     """What every stage takes."""
 
-    retries: Annotated[int, Ge(0), Le(10), doc("Further attempts after a failure of the environment.")] = 0
-    timeout: Annotated[Seconds | None, doc("Longest run of one attempt; the stage's process is then killed.")] = None
-    memory: Annotated[Bytes | None, doc("Most memory of the stage's process; what the machine has if left out.")] = None
+    retries: Annotated[int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")] = 0
+    timeout: Annotated[Seconds | None, doc("Time limit of one attempt; the stage's process is then killed.")] = None
+    memory: Annotated[Bytes | None, doc("Memory limit of the stage's process; default: the memory of the machine.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +64,16 @@ class FileData:
     label: Annotated[str | None, doc("Name of the array or column that holds the labels.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
+        tuple[str, ...] | None, doc("Columns that become inputs; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SklearnData:
-    """A data set that scikit-learn brings with it."""
+    """A data set of scikit-learn."""
 
     sklearn: Annotated[Literal["digits", "iris", "wine", "breast_cancer", "diabetes"], doc("Name of the data set.")]
-    split: Annotated[Literal["train", "test", "all"], doc("Which side of the split; stratified for classes.")] = "all"
+    split: Annotated[Literal["train", "test", "all"], doc("Side of the split; stratified for classes.")] = "all"
     test_size: Annotated[float, Gt(0), Lt(1), doc("Share of rows on the test side."), Fraction.__metadata__[0]] = 0.5
     seed: Annotated[int, Ge(0), doc("Seed of the split.")] = 0
     inputs: Annotated[Mapping[str, str], doc("ONNX input name -> array name (data, or images).")] = field(
@@ -85,12 +87,12 @@ class PluginData:
     """Arrays from an installed data source (entry point `onnx_ops.data`)."""
 
     use: Annotated[str, doc("Name of the data source plugin.")]
-    with_: Annotated[Mapping[str, Json], doc("Its own settings.")] = field(default_factory=dict)
+    with_: Annotated[Mapping[str, Json], doc("Settings of the plugin.")] = field(default_factory=dict)
     inputs: Annotated[Mapping[str, str], doc(INPUTS)] = field(default_factory=dict)
     label: Annotated[str | None, doc("Name of the label array.")] = None
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
-        tuple[str, ...] | None, doc("The only columns that become inputs; all but label and group if left out.")
+        tuple[str, ...] | None, doc("Columns that become inputs; default: all except label and group.")
     ] = field(default=None, metadata=OMIT_DEFAULT)
 
 
@@ -100,13 +102,13 @@ DataSection: TypeAlias = FileData | SklearnData | PluginData
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Attempts):
     run: Annotated[str, doc("Training function, `package.module:function`.")]
-    with_: Annotated[Mapping[str, Json], doc("Its parameters, recorded with the version.")] = field(
+    with_: Annotated[Mapping[str, Json], doc("Parameters of the function, recorded with the version.")] = field(
         default_factory=dict
     )
     depends: Annotated[
-        tuple[str, ...], doc("Further files that training, the model's classes and own metrics read.")
+        tuple[str, ...], doc("Further files that training, the model's classes and your own metrics read.")
     ] = ()
-    env: Annotated[Environment | None, doc("Environment to train in; that of `export` if left out.")] = None
+    env: Annotated[Environment | None, doc("Isolated environment for training; default: that of `export`.")] = None
 
 
 TRANSLATIONS = "translations"
@@ -115,15 +117,15 @@ TRANSLATIONS = "translations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(Attempts):
-    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, onnx (bring your own).")]
+    framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file.")]
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
     dynamic: Annotated[
         Mapping[str, Mapping[int, str]],
-        doc("Free axes: input -> {axis: name}; {0: batch} where an input is not named."),
+        doc("Free axes: input -> {axis: name}; default for each input: {0: batch}."),
     ] = field(default_factory=dict)
     options: Annotated[Mapping[str, Json], doc("Options of this exporter.")] = field(default_factory=dict)
-    env: Annotated[Environment | None, doc("Environment of its own; the exporter's default if left out.")] = None
+    env: Annotated[Environment | None, doc("Isolated environment; default: that of the exporter.")] = None
 
     @property
     def translations(self) -> str:
@@ -133,8 +135,8 @@ class Export(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    data: Annotated[str, doc("Which set of `data:`.")] = "test"
-    limit: Annotated[int, Ge(1), doc("At most so many rows.")] = 512
+    data: Annotated[str, doc("Data set of `data`.")] = "test"
+    limit: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
 
 
 SOURCE_TIME_S = 10.0
@@ -143,16 +145,18 @@ SOURCE_TIME_S = 10.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(Attempts):
     samples: Samples = field(default_factory=Samples)
-    source_time: Annotated[
-        Seconds, doc("Longest time to ask the source model for its answers; a slow one is asked fewer rows.")
-    ] = SOURCE_TIME_S
+    source_time: Annotated[Seconds, doc("Time limit for running the source model; a slow one gets fewer rows.")] = (
+        SOURCE_TIME_S
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    data: Annotated[str, doc("Which set of `data:`; never the one that is scored.")] = "train"
+    data: Annotated[str, doc("Data set of `data`; must not be the scored one.")] = "train"
     samples: Annotated[int, Ge(1), doc("Rows used to find the ranges of activations.")] = 256
-    method: Annotated[Literal["minmax", "entropy", "percentile"], doc("How a range is read off the rows.")] = "minmax"
+    method: Annotated[
+        Literal["minmax", "entropy", "percentile"], doc("How activation ranges are computed from the rows.")
+    ] = "minmax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,16 +169,16 @@ class Quantize(Attempts):
             "fixed-shapes, olive."
         ),
     ]
-    calibrate: Annotated[Calibrate | None, doc("Calibration data; static quantization needs it.")] = None
+    calibrate: Annotated[Calibrate | None, doc("Calibration data; required for static quantization.")] = None
     per_channel: Annotated[bool, doc("One scale per output channel of a weight.")] = True
     exclude: Annotated[tuple[str, ...], doc("Names of nodes that stay in float.")] = ()
     options: Annotated[Mapping[str, Json], doc("Options of this optimizer.")] = field(default_factory=dict)
-    env: Annotated[Environment | None, doc("Environment of its own; the optimizer's default if left out.")] = None
-    tune: Annotated[Tune | None, doc("auto: the rows that it decides by.")] = None
-    budget: Annotated[Budget | None, doc("auto: what a variant may cost, and the search for it.")] = None
-    keep: Annotated[tuple[Role, ...], MinLen(1), doc("auto: which of what it finds become variants NAME-fast …")] = (
-        ROLES
-    )
+    env: Annotated[Environment | None, doc("Isolated environment; default: that of the optimizer.")] = None
+    tune: Annotated[Tune | None, doc("auto: rows on which the search decides.")] = None
+    budget: Annotated[Budget | None, doc("auto: limits of a variant and of the search for it.")] = None
+    keep: Annotated[
+        tuple[Role, ...], MinLen(1), doc("auto: points of the Pareto front that become variants NAME-fast …")
+    ] = ROLES
 
     def variants(self) -> tuple[str, ...]:
         """Names of what this entry makes: several variants where it is a search."""
@@ -191,26 +195,24 @@ class Benchmark(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register(Attempts):
-    model: Annotated[str, doc("Registered model that receives one version per variant.")]
+    model: Annotated[str, doc("Registered model in MLflow; gets one version for each variant.")]
     promote: Annotated[
-        Literal["manual", "auto"], doc("auto: a release that passed becomes challenger; manual: a person decides.")
+        Literal["manual", "auto"], doc("auto: a passing release becomes challenger; manual: an operator promotes it.")
     ] = "manual"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deploy(Attempts):
     endpoint: Annotated[Name, doc("Name that clients call; unique in a project.")]
-    provider: Annotated[str, doc("Endpoint plugin: local.")] = "local"
-    target: Annotated[ShortName, doc("Serves champion-<target>; must be benchmarked.")]
+    provider: Annotated[str, doc("Endpoint plugin: local, sagemaker or azureml.")] = "local"
+    target: Annotated[ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")]
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
     settings: Annotated[Mapping[str, Json], doc("Settings of the provider, such as `port`.")] = field(
         default_factory=dict
     )
     metrics: Annotated[
         Mapping[str, Json],
-        doc(
-            "What judges the rollout: `source`, a metrics plugin, and its settings; the provider's own counts if empty."
-        ),
+        doc("Metrics source of the rollout: `source`, a plugin, and its settings; default: the provider's counts."),
     ] = field(default_factory=dict)
 
 
@@ -223,19 +225,21 @@ class Pipeline:
     description: str = ""
     data: Annotated[Mapping[str, DataSection], doc("Named data sets.")] = field(default_factory=dict)
     inputs: Annotated[
-        Mapping[str, InputValues], doc("What callers send, by ONNX input; learnt from the data where left out.")
+        Mapping[str, InputValues], doc("Values that callers send, by ONNX input; default: derived from the data.")
     ] = field(default_factory=dict)
-    train: Annotated[Train | None, doc("How the model is trained; else give `model`.")] = None
-    model: Annotated[str | None, doc("A trained model to bring: a path, models:/NAME/VERSION, or a URL.")] = None
+    train: Annotated[Train | None, doc("Training of the model; alternatively, set `model`.")] = None
+    model: Annotated[str | None, doc("A trained model: a path, models:/NAME/VERSION, or a URL.")] = None
     export: Export
     validate: Validate = field(default_factory=Validate)
     quantize: tuple[Quantize, ...] = ()
     benchmark: Benchmark
     gates: Annotated[tuple[Gate, ...], MinLen(1)] = (ParityGate(),)
-    prefer: Annotated[Objective, doc("Which variant a target gets of those that pass.")] = field(
+    prefer: Annotated[Objective, doc("Objective by which one of the passing variants is chosen for a target.")] = field(
         default_factory=Objective
     )
-    register: Annotated[Register | None, doc("Where versions go; without it the pipeline ends at the gates.")] = None
+    register: Annotated[
+        Register | None, doc("Registered model of the versions; without it the pipeline ends at the gates.")
+    ] = None
     deploy: Annotated[tuple[Deploy, ...], Notation.SINGLE_ENTRY] = ()
     parameters: Mapping[str, Json] = field(default_factory=dict, metadata=COMPUTED)
     """What was taken from `params.yaml`, by its path there."""

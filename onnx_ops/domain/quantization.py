@@ -29,23 +29,23 @@ ROLES: tuple[Role, ...] = ("fast", "small", "exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tune:
-    """What a search looks at while it decides."""
+    """Rows on which a search decides."""
 
-    data: Annotated[str, doc("Which set of `data:`; never the one that is scored.")]
-    samples: Annotated[int, Ge(1), doc("At most so many rows.")] = 512
+    data: Annotated[str, doc("Data set of `data`; must not be the scored one.")]
+    samples: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a variant may cost, and what the search for it may."""
+    """Limits of a variant and of the search for it."""
 
     metric_drop: Annotated[
-        Fraction, doc("Largest loss of the task metric on the tuning rows, in points; of an error, its growth.")
+        Fraction, doc("Largest loss of the task metric on the tuning rows, in points; for an error, its increase.")
     ] = 0.005
-    size: Annotated[Bytes | None, doc("Largest model.")] = None
-    p99: Annotated[Seconds | None, doc("Largest 99th percentile of the time of a request.")] = None
-    max_minutes: Annotated[float, Gt(0), Le(1440), doc("Longest search, over all of its attempts.")] = 10.0
-    max_builds: Annotated[Count, doc("Most models that it builds.")] = 60
+    size: Annotated[Bytes | None, doc("Largest size of a model.")] = None
+    p99: Annotated[Seconds | None, doc("Largest 99th percentile of latency.")] = None
+    max_minutes: Annotated[float, Gt(0), Le(1440), doc("Time limit of the search, over all attempts.")] = 10.0
+    max_builds: Annotated[Count, doc("Maximum number of models to build.")] = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ ANYONE = "*"
 class AliasRule:
     """One line of a promotion policy."""
 
-    aliases: Annotated[str, MinLen(1), doc("Aliases it is about; `*` and `?` as in names of files.")]
-    users: Annotated[tuple[str, ...], MinLen(1), doc("Who may set or delete them; `*` is anyone.")]
-    models: Annotated[str, MinLen(1), doc("Registered models it is about; `*` and `?` as in names of files.")] = "*"
+    aliases: Annotated[str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")]
+    users: Annotated[tuple[str, ...], MinLen(1), doc("Users who may set or delete them; `*` is everyone.")]
+    models: Annotated[str, MinLen(1), doc("Registered models that the rule covers; `*` and `?` are wildcards.")] = "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class PromotionPolicy:
     """Rules from top to bottom: the first that is about a model and alias decides."""
 
     schema: int = 1
-    rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("The first rule that is about an alias decides.")]
-    overrides: Annotated[tuple[str, ...], doc("Who may override a gate, with a reason; `*` is anyone.")] = ()
+    rules: Annotated[tuple[AliasRule, ...], MinLen(1), doc("Rules; the first one that covers an alias applies.")]
+    overrides: Annotated[tuple[str, ...], doc("Users who may override a gate, with a reason; `*` is everyone.")] = ()
 
     def rule(self, model: str, alias: str) -> int | None:
         """Index of the rule that decides; None if none is about this alias."""

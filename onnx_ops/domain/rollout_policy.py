@@ -51,22 +51,22 @@ class Guardrail:
     before the candidate gets any traffic.
     """
 
-    name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("What is counted.")]
+    name: Annotated[GuardrailName, Notation.SHORT_FORM, doc("Name of the guardrail.")]
     ratio: Annotated[
         OddsRatio | None,
-        doc("Odds of such a request, as a multiple of the stable version's, that are tolerated; 1, p95 1.1, p99 1.2."),
+        doc("Tolerated odds of such a request, as a multiple of the stable version's; default 1, p95 1.1, p99 1.2."),
     ] = None
     slower: Annotated[
         Fraction | None,
-        doc("How much slower the candidate may be; 10%."),
+        doc("Tolerated slow-down against the stable version; default 10%."),
     ] = None
     max: Annotated[
         Seconds | None,
-        doc("cold_start only, instead of `slower`: time from the beginning of a load until the candidate can answer."),
+        doc("cold_start only, instead of `slower`: time from the start of a load until the candidate can answer."),
     ] = None
     on_violation: Annotated[
         Literal["rollback", "hold"],
-        doc("What happens when the candidate is worse: `rollback`, or `hold` at this step for a person."),
+        doc("Action if the candidate is worse: `rollback`, or `hold` at this step for an operator."),
     ] = "rollback"
 
     @property
@@ -83,18 +83,22 @@ class Guardrail:
 class ServiceLevel:
     """An absolute target that the candidate must be shown to meet before it gets more traffic."""
 
-    error_rate: Annotated[Share, doc("The candidate's share of errors stays below this.")]
+    error_rate: Annotated[Share, doc("Error rate that the candidate must be shown to stay below.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowTrial:
     """A trial on copies of requests, whose answers are compared and reach no client."""
 
-    fraction: Annotated[float, Unit("1"), Gt(0), Le(1), doc("Share of requests that are copied.")] = 1.0
-    min_requests: Annotated[Count, doc("Answers to compare before traffic moves.")] = 500
-    max_differing: Annotated[Share, doc("Share of answers that may differ, failed ones among them.")] = 0.01
+    fraction: Annotated[float, Unit("1"), Gt(0), Le(1), doc("Share of requests to copy.")] = 1.0
+    min_requests: Annotated[Count, doc("Number of answers to compare before traffic moves.")] = 500
+    max_differing: Annotated[Share, doc("Tolerated share of answers that differ or fail.")] = 0.01
     tolerance: Annotated[
-        float, Unit("1"), Ge(0), Lt(1), doc("A number differs if it is off by more than this share of the largest one.")
+        float,
+        Unit("1"),
+        Ge(0),
+        Lt(1),
+        doc("A number differs if it is off by more than this share of the largest one in the answer."),
     ] = 0.001
 
 
@@ -103,13 +107,13 @@ class SplitTest:
     """A fixed split until a success metric shows which version is better, or time is over."""
 
     metric: Annotated[
-        str, doc("`outcomes`: what clients report; else the name of a query that the provider's metrics source has.")
+        str, doc("`outcomes` (results that clients report), or the name of a query of the metrics source.")
     ] = "outcomes"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
     undecided: Annotated[
-        Literal["hold", "finish", "abort"], doc("What happens when time is over and no version is shown to be better.")
+        Literal["hold", "finish", "abort"], doc("Action after `duration` if no version is shown to be better.")
     ] = "hold"
 
 
@@ -132,31 +136,35 @@ class PlannedStep:
 class RolloutPolicy:
     """How the challenger gets its traffic. Without guardrails, slo, shadow or ab, each step waits for approval."""
 
-    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the challenger, ending at 100%.")] = (1.0,)
+    steps: Annotated[tuple[Fraction, ...], MinLen(1), doc("Traffic shares of the candidate, ending at 100%.")] = (1.0,)
     keep_previous: Annotated[Seconds, doc("How long the previous version stays loaded after the last step.")] = DAY
     strategy: Annotated[
         Literal["all-at-once", "canary", "ab", "shadow"] | None,
-        doc("What the rollout is meant to be; the other keys are held against it. They say it where it is left out."),
+        doc("Kind of rollout; the other keys must match it. Default: derived from them."),
     ] = None
     guardrails: Annotated[
         tuple[Guardrail, ...],
-        doc("What may not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99, cold_start."),
+        doc(
+            "What must not get worse: errors, latency, latency_p50, latency_p90, latency_p95, latency_p99, cold_start."
+        ),
     ] = ()
     min_requests: Annotated[
         tuple[Count, ...],
         Notation.SINGLE_ENTRY,
         doc("Requests to the candidate before a step is left: one number, or one for each step."),
     ] = ()
-    slo: Annotated[ServiceLevel | None, doc("Must be shown before each advance.")] = None
-    bake: Annotated[Seconds | None, doc("Shortest time at each step, however many requests come.")] = None
-    step_timeout: Annotated[Seconds, doc("After this time a step that cannot be decided is held for a person.")] = DAY
-    pause: Annotated[tuple[Fraction, ...], doc("Steps that are left on an operator's word only.")] = ()
+    slo: Annotated[ServiceLevel | None, doc("Service level that must be shown before each advance.")] = None
+    bake: Annotated[Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")] = None
+    step_timeout: Annotated[Seconds, doc("Time after which an undecided step is held for an operator.")] = DAY
+    pause: Annotated[tuple[Fraction, ...], doc("Steps that advance only after `onnx-ops rollout resume`.")] = ()
     after: Annotated[
-        tuple[str, ...], doc("Endpoints of this file that have to serve the release before this one begins.")
+        tuple[str, ...], doc("Endpoints of this file that must serve the release before this one starts.")
     ] = ()
-    soak: Annotated[Seconds, doc("How long they have to have served it.")] = 0.0
-    shadow: Annotated[ShadowTrial | None, doc("Compare answers first, on copies of requests.")] = None
-    ab: Annotated[SplitTest | None, doc("Decide by a success metric, after the steps and before 100%.")] = None
+    soak: Annotated[Seconds, doc("How long those endpoints must have served the release.")] = 0.0
+    shadow: Annotated[ShadowTrial | None, doc("Comparison of answers on copies of requests, before any traffic.")] = (
+        None
+    )
+    ab: Annotated[SplitTest | None, doc("A/B test by a success metric, after the steps and before 100%.")] = None
 
     def slower(self) -> Mapping[str, float]:
         """Return how much slower than the stable version the candidate may be, as a fraction, by place."""

@@ -67,15 +67,15 @@ SPEED_FLAGS: tuple[str, ...] = get_args(CpuFlag)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a machine must have, or figures from it mean nothing for the target."""
+    """Requirements of a machine that measures the target."""
 
-    machine: Annotated[str, doc("Architecture, as `uname -m` says: x86_64, aarch64.")] = ""
-    cpu: Annotated[str, doc("Part of the CPU's name, in any case: 'EPYC 9R14'.")] = ""
-    cpu_flags: Annotated[tuple[CpuFlag, ...], doc("CPU features, of those that kernels choose by.")] = ()
-    cores: Annotated[int, Ge(0), doc("At least so many cores that a process may use.")] = 0
-    memory: Annotated[Bytes | None, doc("At least so much memory.")] = None
-    accelerator: Annotated[str, doc("Part of an accelerator's name, in any case: 'H100'.")] = ""
-    driver: Annotated[str, doc("Oldest driver of the accelerator: '550.54'.")] = ""
+    machine: Annotated[str, doc("Architecture, as printed by `uname -m`: x86_64, aarch64.")] = ""
+    cpu: Annotated[str, doc("Part of the CPU's name, case-insensitive: 'EPYC 9R14'.")] = ""
+    cpu_flags: Annotated[tuple[CpuFlag, ...], doc("CPU features that select kernels.")] = ()
+    cores: Annotated[int, Ge(0), doc("Minimum number of cores available to a process.")] = 0
+    memory: Annotated[Bytes | None, doc("Minimum memory.")] = None
+    accelerator: Annotated[str, doc("Part of an accelerator's name, case-insensitive: 'H100'.")] = ""
+    driver: Annotated[str, doc("Minimum driver version of the accelerator: '550.54'.")] = ""
 
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
         """A machine that just fits, with the runtime that is here; the architecture is this one's if none is asked."""
@@ -148,26 +148,28 @@ class HardwareFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOps:
-    """A shared library of operators that the runtime does not have."""
+    """A shared library of custom operators."""
 
-    path: Annotated[str, doc("The library, relative to the project's root.")]
+    path: Annotated[str, doc("Path of the library, relative to the project's root.")]
     digest: Annotated[
         Digest,
         Pattern("sha256:[0-9a-f]{64}", "a digest: sha256: and 64 digits of 0-9a-f"),
-        doc("Its digest, `sha256:` and 64 digits; another library is not loaded."),
+        doc("Digest of the library, `sha256:` and 64 digits; a different library is not loaded."),
     ]
-    domains: Annotated[tuple[str, ...], MinLen(1), doc("Operator domains that it registers.")]
+    domains: Annotated[tuple[str, ...], MinLen(1), doc("Operator domains that the library registers.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrtFormat:
-    """The model goes there as an `.ort` file, which builds of ONNX Runtime for phones load; it is made of the variant.
+    """Conversion of the variant to an `.ort` file, the format of ONNX Runtime's builds for phones.
 
-    `fixed` has all optimizations of the graph done; `runtime` leaves some to a provider that compiles its part.
+    `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its part of the graph.
     """
 
-    platform: Annotated[Literal["arm", "amd64"], doc("Processors that it is optimized for.")] = "arm"
-    style: Annotated[Literal["fixed", "runtime"], doc("Optimized for the CPU, or for NNAPI and CoreML.")] = "fixed"
+    platform: Annotated[Literal["arm", "amd64"], doc("Processors to optimize for.")] = "arm"
+    style: Annotated[
+        Literal["fixed", "runtime"], doc("fixed: optimize for the CPU; runtime: for NNAPI and CoreML.")
+    ] = "fixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,31 +177,31 @@ class Target:
     """A runtime build, an execution provider and a machine, under one name."""
 
     schema: Annotated[int, Ge(1)] = 1
-    name: Annotated[ShortName, doc("Lower-case letters, digits and dashes; short, since it becomes part of an alias.")]
+    name: Annotated[ShortName, doc("Name of the target: lower-case letters, digits and dashes; part of aliases.")]
     description: str = ""
-    runtime: Annotated[str, doc("Plugin that runs models on this target.")] = "onnxruntime"
+    runtime: Annotated[str, doc("Runtime plugin that runs models on this target.")] = "onnxruntime"
     providers: Annotated[tuple[Provider, ...], MinLen(1), doc("Execution providers in order of preference.")] = (
         Provider(name=CPU),
     )
     session: SessionSettings = field(default_factory=SessionSettings)
     max_opset: Annotated[int, Ge(7), doc("Newest opset of the default domain that this runtime build accepts.")] = 26
     max_ir_version: Annotated[int, Ge(3), doc("Newest IR version that this runtime build accepts.")] = 13
-    requires: Annotated[Requirements, doc("What the machine must have; elsewhere nothing is measured.")] = field(
-        default_factory=Requirements
-    )
-    pool: Annotated[str, doc("Prefect work pool whose workers measure this target; this machine if left out.")] = ""
+    requires: Annotated[
+        Requirements, doc("Requirements of the machine; other machines do not measure this target.")
+    ] = field(default_factory=Requirements)
+    pool: Annotated[str, doc("Prefect work pool whose workers measure this target; default: this machine.")] = ""
     custom_ops: Annotated[
-        tuple[CustomOps, ...], Notation.SINGLE_ENTRY, doc("Libraries of operators that sessions register.")
+        tuple[CustomOps, ...], Notation.SINGLE_ENTRY, doc("Libraries of custom operators that sessions register.")
     ] = ()
-    ort_format: Annotated[OrtFormat | None, doc("What runs is an `.ort` file made of the variant.")] = None
+    ort_format: Annotated[OrtFormat | None, doc("Run an `.ort` file converted from the variant.")] = None
     gates: Annotated[
-        tuple[TargetGate, ...], doc("Limits here: for each kind of gate, instead of the pipeline's of that kind.")
+        tuple[TargetGate, ...], doc("Gates of this target; each replaces the pipeline's gates of the same kind.")
     ] = ()
-    env: Annotated[Environment | None, doc("The runtime build lives in an environment of its own.")] = None
-    dedicated: Annotated[bool, doc("Nothing else runs here: absolute latency gates are enforced.")] = False
-    price_per_hour: Annotated[Amount | None, doc("What an hour of it costs, in any currency; for `prefer: cost`.")] = (
-        None
-    )
+    env: Annotated[Environment | None, doc("Isolated environment of the runtime build.")] = None
+    dedicated: Annotated[
+        bool, doc("Whether the machine runs nothing else; absolute speed limits are then enforced.")
+    ] = False
+    price_per_hour: Annotated[Amount | None, doc("Price of an hour, in any currency; for `prefer: cost`.")] = None
 
     @property
     def execution(self) -> Execution:
