@@ -26,7 +26,7 @@ sys.path.insert(0, str(PLUGINS))
 from synthetic_project import in_this_process, write_project  # noqa: E402
 
 from onnx_ops.app.project import Project, execute, open_project, prepare  # noqa: E402
-from onnx_ops.app.results import summarise  # noqa: E402
+from onnx_ops.app.results import summarize  # noqa: E402
 from onnx_ops.domain.pipeline import StageStatus  # noqa: E402
 
 
@@ -72,7 +72,7 @@ def led(project: Project, file: Path, *, here: bool = True) -> Led:
     before = cpu()
     wanted = in_this_process(prepared) if here else prepared
     result = execute(project, wanted)
-    summary = summarise(wanted.pipeline, result, project.ports)
+    summary = summarize(wanted.pipeline, result, project.ports)
     by_kind: dict[str, list[float]] = defaultdict(list)
     for stage in wanted.plan.stages:
         if result.outcomes[stage.id].status is StageStatus.DONE:

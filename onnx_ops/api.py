@@ -246,16 +246,16 @@ def _done(command: Callable[..., None], *arguments: Any, **options: Any) -> Resu
 def _called(command: Callable[..., None], *arguments: Any, **options: Any) -> tuple[Result, list[OnnxOpsError]]:
     import typer
 
-    from onnx_ops.cli.common import Collected, collecting
+    from onnx_ops.cli.common import CollectedOutput, collected_output
     from onnx_ops.errors import storage_errors
 
-    collected, screen, code = Collected(), io.StringIO(), 0
-    reset = collecting.set(collected)
+    collected, screen, code = CollectedOutput(), io.StringIO(), 0
+    reset = collected_output.set(collected)
     try:
         with contextlib.redirect_stdout(screen), storage_errors():
             command.__wrapped__(*arguments, **options)  # type: ignore[attr-defined]
     except typer.Exit as ended:
         code = ended.exit_code
     finally:
-        collecting.reset(reset)
+        collected_output.reset(reset)
     return Result(collected.document, code, screen.getvalue()), collected.errors

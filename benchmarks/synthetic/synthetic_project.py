@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from synthetic_plugins import CLASSES, FEATURES
 
-from onnx_ops.app.project import Prepared
+from onnx_ops.app.project import PreparedPipeline
 from onnx_ops.domain.pipeline import Plan
 
 ROWS = 64
@@ -53,7 +53,7 @@ def _write(root: Path, number: int, quantize: str, targets: str) -> Path:
     return file
 
 
-def in_this_process(prepared: Prepared) -> Prepared:
+def in_this_process(prepared: PreparedPipeline) -> PreparedPipeline:
     """The same plan without processes for its stages: what is left is the house's own work."""
     stages = tuple(replace(stage, own_process=False) for stage in prepared.plan.stages)
     return replace(prepared, plan=Plan(pipeline=prepared.plan.pipeline, stages=stages))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnx_ops.app.project import Project, execute, prepare
-from onnx_ops.app.results import Summary, find_base, summarise
+from onnx_ops.app.results import Summary, find_base, summarize
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.pipeline import ordered_map
@@ -18,7 +18,7 @@ _WORST_FIRST = (2, 5, 1, 4, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class PipelineResult:
     """What became of one pipeline of several: a summary with the errors of its stages, or why it was not begun."""
 
     file: Path
@@ -46,7 +46,7 @@ def run_files(
     observe: Callable[[], Observer | None] = lambda: None,
     actor: str = "",
     base: str = "",
-) -> Iterator[Ended]:
+) -> Iterator[PipelineResult]:
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
     A file that is wrong, or fails, stops no other. What was yielded is not kept, nor is a plan once it has run.
@@ -65,22 +65,22 @@ def run_files(
     """
     root = project.settings.root
 
-    def led(file: Path) -> Ended:
+    def led(file: Path) -> PipelineResult:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
             against = find_base(root, project.ports.store, prepared.pipeline.pipeline, base) if base else None
             result = execute(
                 project, prepared, fresh=fresh, observer=observe(), actor=actor, abandon=abandon, base=against
             )
-            summary = summarise(prepared.pipeline, result, project.ports)
+            summary = summarize(prepared.pipeline, result, project.ports)
         except OnnxOpsError as error:
-            return Ended(file=file, refused=error)
-        return Ended(file=file, summary=summary, errors=result.errors)
+            return PipelineResult(file=file, refused=error)
+        return PipelineResult(file=file, summary=summary, errors=result.errors)
 
     return ordered_map(jobs, led, files)
 
 
-def worst(codes: Iterable[int]) -> int:
+def worst_exit_code(codes: Iterable[int]) -> int:
     """One exit code for several runs."""
     distinct = set(codes)
     return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

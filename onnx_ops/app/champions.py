@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from onnx_ops import codec
-from onnx_ops.app.execution import Perform, build_request, parse_request
+from onnx_ops.app.execution import ExecuteStage, build_request, parse_request
 from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_json
 from onnx_ops.domain.decision import Decision, Drift, Verdict
 from onnx_ops.domain.evidence import Evidence
@@ -74,7 +74,7 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
-def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drift:
+def measure_again(ports: Ports, perform: ExecuteStage, reign: ChampionRecord) -> Drift:
     """Measure a champion, and a second time if the first says that it has drifted, since one alone is sometimes wrong.
 
     Nothing is recorded or changed.
@@ -89,7 +89,9 @@ def measure_again(ports: Ports, perform: Perform, reign: ChampionRecord) -> Drif
         return reign.found(Verdict.ERROR, str(error))
 
 
-def _measured(ports: Ports, perform: Perform, reign: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]) -> Drift:
+def _measured(
+    ports: Ports, perform: ExecuteStage, reign: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
+) -> Drift:
     now = _evidence(ports, perform, reign)
     results = judge_drift(gates, then, now)
     decision = Decision(variant=then.variant, target=then.target, results=results)
@@ -113,7 +115,7 @@ def _reign(ports: Ports, model: str, version: str, target: str) -> list[Champion
         return [ChampionRecord(record=record, target=target, basis=error)]
 
 
-def _evidence(ports: Ports, perform: Perform, reign: ChampionRecord) -> Evidence:
+def _evidence(ports: Ports, perform: ExecuteStage, reign: ChampionRecord) -> Evidence:
     record = reign.record
     digest = record.decisions[reign.target].record.evidence
     memory = load_benchmark(ports.store, digest)

@@ -145,7 +145,7 @@ class StageExecutor:
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage where its target is measured."""
-        if pool := pool_of(stage):
+        if pool := get_pool(stage):
             plugins.require(*plugins.EXTRAS["prefect"], where=f"pool {pool}")
             pools: Pools = plugins.load("pools", "prefect")
             return ask(pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
@@ -239,12 +239,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-Perform = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
+ExecuteStage = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
 
 _ERROR = "error.json"
 
 
-def pool_of(stage: Stage) -> str:
+def get_pool(stage: Stage) -> str:
     """Return the pool that measures this stage; empty for this machine."""
     if stage.kind is not StageKind.BENCHMARK:
         return ""
@@ -269,7 +269,7 @@ def ask(
         OnnxOpsError: what was raised there.
         MeasurementError: nobody answered.
     """
-    pool = pool_of(stage)
+    pool = get_pool(stage)
     pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
     answer = store.lookup(_answer_key(attempt))
     if answer is None:
@@ -299,7 +299,7 @@ def parse_request(request: Mapping[str, Json]) -> tuple[Stage, Digest, Mapping[s
     return stage, Digest(str(request["key"])), {name: Manifest(files=content) for name, content in files.items()}
 
 
-def answer(perform: Perform, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
+def answer(perform: ExecuteStage, store: Store, request: Mapping[str, Json]) -> OnnxOpsError | None:
     """Measure for a pool, on the worker's side. Leave the result in the store; return it, or the failure.
 
     Raises:

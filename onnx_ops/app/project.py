@@ -68,7 +68,7 @@ class Project:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPipeline:
     """A checked pipeline, its targets and its plan. `overridden` says that values differ from the file's."""
 
     pipeline: Pipeline
@@ -133,7 +133,7 @@ def check(
         plugins=known,
         settings=lambda provider, settings: project.ports.provider(provider).validate_settings(settings),
         metrics=_check_source,
-        capabilities=lambda entry: abilities(project, entry),
+        capabilities=lambda entry: list_capabilities(project, entry),
         unservable=lambda entry, target: project.ports.provider(entry.provider).explain_unservable(target),
         preflight=(lambda *_: ()) if static else preflight,
         shared=project.settings.shared_targets,
@@ -222,7 +222,7 @@ def _endpoint(stage: Stage) -> str:
     return binding(stage)[0].endpoint
 
 
-def abilities(project: Project, entry: Deploy) -> frozenset[str]:
+def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     """Return what an endpoint's provider and its source of metrics can do for it."""
     provider = project.ports.provider(entry.provider)
     able = provider.capabilities(entry.settings)
@@ -243,7 +243,7 @@ def _check_source(source: str, settings: Mapping[str, Json]) -> None:
     plugins.load("metrics", source, settings)
 
 
-def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
+def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
     """Return how long its rollouts will take, for the author of the file."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
@@ -252,11 +252,13 @@ def rollout_notes(project: Project, pipeline: Pipeline) -> list[str]:
     return [
         f"{entry.endpoint}: {note}"
         for entry in pipeline.deploy
-        for note in describe_policy(entry.rollout, abilities(project, entry))
+        for note in describe_policy(entry.rollout, list_capabilities(project, entry))
     ]
 
 
-def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None) -> Prepared:
+def prepare(
+    project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
+) -> PreparedPipeline:
     """Check a file and plan it.
 
     Raises:
@@ -271,11 +273,13 @@ def prepare(project: Project, file: Path, *, overrides: Sequence[str] = (), unti
     files = project.targets
     targets = {name: files.load(name) for name in pipeline.benchmark.targets}
     planned = plan(pipeline, targets, ProjectProbe(project.ports), until=until)
-    return Prepared(pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides))
+    return PreparedPipeline(
+        pipeline=pipeline, targets=targets, plan=planned, notes=checked.notes, overridden=bool(overrides)
+    )
 
 
-def foresee(
-    project: Project, prepared: Prepared, fresh: Collection[StageKind] = ()
+def preview_plan(
+    project: Project, prepared: PreparedPipeline, fresh: Collection[StageKind] = ()
 ) -> Mapping[str, StageOutcome | None]:
     """Return which stages a run would find cached, and which it would do."""
     from onnx_ops.pipeline import preview
@@ -307,7 +311,7 @@ def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[st
 
 def _packages(project: Project, stage: Stage) -> Iterator[str]:
     """Distributions that a stage needs in this installation, those that are missing among them."""
-    from onnx_ops.app.execution import pool_of
+    from onnx_ops.app.execution import get_pool
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
 
@@ -322,13 +326,13 @@ def _packages(project: Project, stage: Stage) -> Iterator[str]:
         yield from plugins.EXTRAS["mlflow"]
     if stage.kind is StageKind.DEPLOY:
         yield from plugins.tools(project.ports.provider(binding(stage)[0].provider))
-    if pool_of(stage):
+    if get_pool(stage):
         yield from plugins.EXTRAS["prefect"]
 
 
 def execute(
     project: Project,
-    prepared: Prepared,
+    prepared: PreparedPipeline,
     *,
     fresh: Collection[StageKind] = (),
     executor: Executor | None = None,
@@ -350,7 +354,7 @@ def execute(
         UserError: an endpoint that exists cannot be changed as the file says.
     """
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.results import base_branch, find_base, record_commit, summarise
+    from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
@@ -362,7 +366,7 @@ def execute(
     configs = [binding(stage)[0] for stage in deploys]
     if releases:
         require_no_orphans(project.ports, name, configs, abandon=abandon)
-    if base is None and (branch := base_branch(os.environ)):
+    if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.ports.store, name, branch)
     result = run(
         _with_hints(project, prepared.plan, base),
@@ -377,7 +381,7 @@ def execute(
     if releases and abandon and all(result.outcomes[stage.id].status in served for stage in deploys):
         abandon_dropped(project.ports, name, configs, reason=abandon, actor=actor)
     if not prepared.overridden:
-        summary = summarise(prepared.pipeline, result, project.ports)
+        summary = summarize(prepared.pipeline, result, project.ports)
         with suppress(OnnxOpsError, OSError):
             record_commit(project.settings.root, project.ports.store, summary)
     return result
@@ -386,13 +390,13 @@ def execute(
 def _with_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
     """Return the plan whose registration knows who made the release, and what it is compared with."""
     from onnx_ops import codec
-    from onnx_ops.app.results import provenance_of
+    from onnx_ops.app.results import read_provenance
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
 
     if not any(stage.kind is StageKind.REGISTER for stage in plan.stages):
         return plan
-    made = provenance_of(project.settings.root, project.ports.clock.now(), os.environ)
+    made = read_provenance(project.settings.root, project.ports.clock.now(), os.environ)
     hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
     stages = (
         replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage

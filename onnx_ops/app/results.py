@@ -41,7 +41,7 @@ _ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
 """Which verdict names the exit code when several targets have no choice."""
 
 
-def where_to_read(registration: Registration) -> str:
+def locate_report(registration: Registration) -> str:
     """Address of the release's report, or the command that writes it out where the registry has no pages."""
     version = next(iter(registration.versions.values()))
     return registration.report or f"onnx-ops report {registration.model}/{version}"
@@ -57,7 +57,7 @@ def evidence_of(summary: Summary, store: Store) -> Mapping[Digest, Evidence]:
     return {digest: codec.loads(store.read(digest), Evidence) for digest in stored}
 
 
-def summarise(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
+def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
     """Summarize a finished run."""
     gates = [
         stage
@@ -152,7 +152,7 @@ _BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SY
 """Of GitHub, GitLab and Azure, in this order."""
 
 
-def provenance_of(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
+def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
     """Return who made this state of the project, by git and else by the variables of a CI service.
 
     Args:
@@ -174,7 +174,7 @@ def provenance_of(root: Path, now: float, environ: Mapping[str, str]) -> Provena
     )
 
 
-def base_branch(environ: Mapping[str, str]) -> str:
+def read_base_branch(environ: Mapping[str, str]) -> str:
     """Return the branch that a pull request goes to, by the variables of a CI service; empty outside of one."""
     return _first(environ, _BASE_VARIABLES).removeprefix("refs/heads/")
 
@@ -198,7 +198,7 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
     store.record(_key(root, summary.pipeline, commit), Manifest(files=files))
 
 
-def share_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
+def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
     """Copy what is recorded of the commit that is checked out to a folder, for runs that have another store.
 
     The folder keeps the newest commits.
@@ -216,7 +216,7 @@ def share_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
         shutil.rmtree(old)
 
 
-def take_commits(root: Path, store: Store, folder: Path) -> None:
+def import_commits(root: Path, store: Store, folder: Path) -> None:
     """Record what `share_commit` left in a folder; nothing if there is no such folder."""
     for place in sorted(folder.glob("*/*/")):
         files = {

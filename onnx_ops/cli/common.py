@@ -40,14 +40,14 @@ _GROUPS = ("drift", "keys", "rollout", "webhooks")
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedOutput:
     """What a command leaves for a caller in Python: its document, and the errors that did not end it."""
 
     document: Any = None
     errors: list[OnnxOpsError] = field(default_factory=list)
 
 
-collecting: ContextVar[Collected | None] = ContextVar("collecting", default=None)
+collected_output: ContextVar[CollectedOutput | None] = ContextVar("collecting", default=None)
 
 
 def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -87,7 +87,7 @@ def _name_command(error: MissingPackageError, function: str) -> MissingPackageEr
 
 def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
     """Print an error for people or, as JSON, for machines."""
-    if (collected := collecting.get()) is not None:
+    if (collected := collected_output.get()) is not None:
         collected.errors.append(error)
     if as_json:
         print_json(error.as_document())
@@ -105,7 +105,7 @@ def print_json(document: Any) -> None:
 
 def print_result(document: Callable[[], Any], report: Callable[[], None], *, as_json: bool) -> None:
     """Print a result for machines or for people. A caller in Python gets the document, too."""
-    if (collected := collecting.get()) is not None:
+    if (collected := collected_output.get()) is not None:
         collected.document = document()
     if as_json:
         print_json(document())

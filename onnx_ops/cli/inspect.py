@@ -13,7 +13,7 @@ from rich.markup import escape
 from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, handle_errors, print_json
 from onnx_ops.cli.terminal import console, print_table, print_text
-from onnx_ops.cli.tools import sizes_of
+from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import EXTRAS, require
@@ -72,7 +72,7 @@ def inspect(
             _write(path, output, set_)
         looked_at = output if set_ and output else path
         written += write_python_source(looked_at, source) if source else ()
-        summary = summarize_model(looked_at, batch=batch, dims=sizes_of(dims or []))
+        summary = summarize_model(looked_at, batch=batch, dims=parse_sizes(dims or []))
         files = open_project().targets
         known = {name: files.load(name, where="--target") for name in list_targets(files)}
         targets = {

@@ -98,7 +98,7 @@ def judge(
     from onnx_ops.adapters.runtimes.placement import guard_runtime
     from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect import local_model
-    from onnx_ops.cli.tools import telling
+    from onnx_ops.cli.tools import show_progress
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
@@ -146,7 +146,7 @@ def judge(
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
-        with telling("judge", baseline, candidate, quiet=quiet or as_json) as tell:
+        with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as tell:
             judgement = judge_candidate(replace(request, report=tell))
         if casts:
             judgement = _of_files(judgement, given, casts)

@@ -21,7 +21,7 @@ from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
-    from onnx_ops.app.batch import Ended
+    from onnx_ops.app.batch import PipelineResult
     from onnx_ops.app.project import Project
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
@@ -89,7 +89,9 @@ def check(
         try:
             checked = projects.check(project, file, overrides or (), static=static, machine=not static)
             place = f"{file}: " if len(files) > 1 else ""
-            notes += [f"{place}{note}" for note in (*checked.notes, *projects.rollout_notes(project, checked.pipeline))]
+            notes += [
+                f"{place}{note}" for note in (*checked.notes, *projects.describe_rollouts(project, checked.pipeline))
+            ]
         except ConfigError as error:
             problems.extend(error.problems)
         except UserError as error:  # a file that cannot be read: the others are looked at all the same
@@ -120,7 +122,7 @@ def plan(
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    foreseen = projects.foresee(project, prepared, no_cache or ())
+    foreseen = projects.preview_plan(project, prepared, no_cache or ())
     if as_json:
         print_json(
             {
@@ -194,7 +196,7 @@ def run(
         for note in prepared.notes:
             say(note, err=True)
     observer = None if as_json or quiet else RunProgress(error_console(), jobs=jobs)
-    from onnx_ops.app.results import evidence_of, find_base, summarise
+    from onnx_ops.app.results import evidence_of, find_base, summarize
     from onnx_ops.measure.paired_rows import compare_rows
 
     name, store = prepared.pipeline.pipeline, project.ports.store
@@ -202,7 +204,7 @@ def run(
     result = projects.execute(
         project, prepared, fresh=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
     )
-    summary = summarise(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.ports)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
     compared: tuple[ModelComparison, ...] = ()
     if against is not None:
@@ -312,7 +314,7 @@ def run_several(
     quiet: bool,
 ) -> int:
     """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
-    from onnx_ops.app.batch import run_files, worst
+    from onnx_ops.app.batch import run_files, worst_exit_code
     from onnx_ops.cli.progress import RunProgress
 
     out, err = console(), error_console()
@@ -335,14 +337,14 @@ def run_several(
         if not as_json:
             _tell(out, ended)
     print_result(
-        lambda: {"pipelines": documents, "exit_code": worst(codes)},
+        lambda: {"pipelines": documents, "exit_code": worst_exit_code(codes)},
         lambda: out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
         as_json=as_json,
     )
-    return worst(codes)
+    return worst_exit_code(codes)
 
 
-def _document(ended: Ended) -> dict[str, object]:
+def _document(ended: PipelineResult) -> dict[str, object]:
     document: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
     if ended.refused is not None or ended.summary is None:
         return document | {"error": None if ended.refused is None else ended.refused.as_document()}
@@ -350,7 +352,7 @@ def _document(ended: Ended) -> dict[str, object]:
     return {**document, **codec.to_json(ended.summary), "errors": errors}
 
 
-def _tell(out: Console, ended: Ended) -> None:
+def _tell(out: Console, ended: PipelineResult) -> None:
     from onnx_ops.cli.tables import choice_lines
 
     if ended.summary is None:

@@ -84,7 +84,7 @@ def quantize(
     Example: onnx-ops quantize model.onnx best.onnx --method auto --tune tune.npz --budget metric_drop=0.5%
     """
     from onnx_ops.app.project import open_project
-    from onnx_ops.cli.tools import telling
+    from onnx_ops.cli.tools import show_progress
     from onnx_ops.domain.pipeline import Quantize
     from onnx_ops.domain.quantization import AUTO
     from onnx_ops.tools.quantize import quantize_file
@@ -104,10 +104,12 @@ def quantize(
     )
     rows = _rows(ports, model, data, samples) if data else None
     if method == AUTO:
-        from onnx_ops.cli.quantize import Tuning, quantize_by_search
+        from onnx_ops.cli.quantize import SearchOptions, quantize_by_search
 
-        tuning = Tuning(tune=tune, label=label, metric=metric, budget=tuple(budget or ()), select=select, data=data)
-        with telling("quantize", model, quiet=quiet or as_json) as tell:
+        tuning = SearchOptions(
+            tune=tune, label=label, metric=metric, budget=tuple(budget or ()), select=select, data=data
+        )
+        with show_progress("quantize", model, quiet=quiet or as_json) as tell:
             result = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
     elif tune or budget:
         raise UserError(f"{method} is a single recipe", where="--tune, --budget", remedy="They are for --method auto.")
@@ -199,7 +201,7 @@ ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class SearchOptions:
     """The options of a search as they were given."""
 
     tune: Path | None
@@ -217,7 +219,7 @@ def quantize_by_search(
     out: Path,
     targets: list[Target],
     calibration: Tensors | None,
-    tuning: Tuning,
+    tuning: SearchOptions,
     tell: Callable[[str], None],
 ) -> QuantizedFile:
     """Find the variant, write it, and beside it everything that was tried."""
@@ -283,7 +285,7 @@ def _parts(hint: Any) -> list[Any]:
     return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
-def _tune(ports: Ports, model: Path, tuning: Tuning, *, needed: bool) -> Dataset:
+def _tune(ports: Ports, model: Path, tuning: SearchOptions, *, needed: bool) -> Dataset:
     from onnx_ops.domain.pipeline import FileData
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset

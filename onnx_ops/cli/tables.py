@@ -284,7 +284,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
         command = f"onnx-ops promote {registration.model} {version} --target {target}"
         print_text(out, f"Awaiting promotion on {escape(target)}: set alias challenger-{escape(target)} in MLflow, or")
         out.print(f"  {escape(command)}", soft_wrap=True)
-    from onnx_ops.app.results import where_to_read
+    from onnx_ops.app.results import locate_report
     from onnx_ops.release.journal import list_sibling_states
 
     for target in dict.fromkeys(c.target for c in summary.choices):
@@ -300,7 +300,7 @@ def _release_lines(out: Console, summary: Summary, project: Project) -> None:
             if state.roles.candidate is not None:
                 follow = f"onnx-ops reconcile --watch moves it on; onnx-ops rollout status {state.endpoint} shows it"
                 print_text(out, f"Rollout of {escape(state.roles.candidate.name)} has begun: {escape(follow)}")
-    out.print(f"Report: {escape(where_to_read(registration))}", soft_wrap=True)
+    out.print(f"Report: {escape(locate_report(registration))}", soft_wrap=True)
     out.print(f"Evidence: {escape(registration.where)}", soft_wrap=True)
 
 

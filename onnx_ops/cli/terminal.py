@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from onnx_ops.cli.common import collecting
+from onnx_ops.cli.common import collected_output
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import ConfigError, OnnxOpsError
 
@@ -29,7 +29,7 @@ KEEP = "\u00a0"
 
 def console() -> Console:
     """Return standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
-    coloured = True if collecting.get() is not None else None
+    coloured = True if collected_output.get() is not None else None
     return Console(width=None if sys.stdout.isatty() else 120, force_terminal=coloured, highlight=False, emoji=False)
 
 

@@ -76,7 +76,7 @@ def bench(
 
     gates = build_pair_gates(None, concurrency=concurrency, cold=cold_start)
     ports, chosen = _bench_of(target)
-    with Scratch() as folder, telling("bench", model, quiet=quiet or as_json) as tell:
+    with Scratch() as folder, show_progress("bench", model, quiet=quiet or as_json) as tell:
         copy = folder / model.name
         casts = write_with_boundary_casts(model, read_boundary_types(model), copy)
         timed = copy if casts else model
@@ -114,7 +114,7 @@ def _samples(
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.probing import generate_samples, shared_inputs
 
-    inputs, sizes = shared_inputs(model), sizes_of(dims or [])
+    inputs, sizes = shared_inputs(model), parse_sizes(dims or [])
     if data is None:
         return generate_samples(inputs, count=rows, dims=sizes, seed=seed, bounds=read_input_bounds(model))
     if sizes:
@@ -134,7 +134,7 @@ def read_rows(inputs: tuple[TensorSpec, ...], ports: Ports, data: Path, limit: i
     return check_samples(inputs, ports.source("file").load(section, path.parent), where=str(data), limit=limit)
 
 
-def sizes_of(dims: list[str]) -> dict[str, int]:
+def parse_sizes(dims: list[str]) -> dict[str, int]:
     """Return the sizes of dimensions by name, of `NAME=SIZE` texts."""
     sizes = {}
     for text in dims:
@@ -146,7 +146,7 @@ def sizes_of(dims: list[str]) -> dict[str, int]:
 
 
 @contextmanager
-def telling(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
+def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Tell]:
     """Show on standard error what is at work: one line that is redrawn on a terminal, else a line each."""
     from rich.markup import escape
 

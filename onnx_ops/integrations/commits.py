@@ -13,13 +13,13 @@ from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.results import (
     Summary,
-    base_branch,
     evidence_of,
+    export_commit,
     find_base,
-    provenance_of,
-    share_commit,
-    summarise,
-    take_commits,
+    import_commits,
+    read_base_branch,
+    read_provenance,
+    summarize,
 )
 from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import Digest
@@ -64,14 +64,14 @@ def judge_change(
     project = open_project()
     root, store = project.settings.root, project.ports.store
     if figures is not None and until is not None:
-        take_commits(root, store, figures)
+        import_commits(root, store, figures)
     touched = affected(project, changed_since(root, base))
     checked = [judged(project, one, until, folder, base, hosted=hosted) for one in touched]
     (folder / RESULTS).write_bytes(codec.dumps(checked))
     if figures is not None and until is None:
         for name in sorted({one.pipeline for one in checked if one.pipeline}):
             try:
-                share_commit(root, store, name, figures)
+                export_commit(root, store, name, figures)
             except (OnnxOpsError, OSError) as error:
                 yield f"  pull requests will not know the figures of {name}: {error}"
     for one in checked:
@@ -100,14 +100,14 @@ def judged(
         if withheld:
             prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
         root, name = project.settings.root, prepared.pipeline.pipeline
-        branch = base_branch(os.environ) or "the commit before"
+        branch = read_base_branch(os.environ) or "the commit before"
         base = find_base(root, project.ports.store, name, since, branch) if since else None
         result = execute(project, prepared, base=base)
-        summary = summarise(prepared.pipeline, result, project.ports)
+        summary = summarize(prepared.pipeline, result, project.ports)
     except OnnxOpsError as error:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
     evidence, pairs = evidence_of(summary, project.ports.store), partial(compare_rows, project.ports.store)
-    made = provenance_of(root, project.ports.clock.now(), os.environ)
+    made = read_provenance(root, project.ports.clock.now(), os.environ)
     report = report_of(summary, evidence, made, base, pairs)
     (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]

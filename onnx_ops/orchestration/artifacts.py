@@ -17,7 +17,7 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_logger
 
-from onnx_ops.app.results import Summary, where_to_read
+from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.domain.release import Choice
@@ -44,7 +44,7 @@ def publish_tables(summary: Summary) -> None:
     )
 
     if summary.registration is not None:
-        place = where_to_read(summary.registration)
+        place = locate_report(summary.registration)
         create_markdown_artifact(
             f"[Report of the release]({place})" if "://" in place else f"Write the report out: `{place}`",
             key=f"{summary.pipeline}-report",

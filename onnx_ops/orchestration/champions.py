@@ -10,7 +10,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed
 
 from onnx_ops.app.champions import ChampionRecord, list_champions, measure_again
-from onnx_ops.app.execution import Perform
+from onnx_ops.app.execution import ExecuteStage
 from onnx_ops.domain.decision import Drift, Verdict, compute_drift_exit_code
 from onnx_ops.domain.notification import build_drift_notification
 from onnx_ops.orchestration.tasks import run_as_task
@@ -21,7 +21,7 @@ DRIFTED = "Drifted"
 _ENDS = {1: DRIFTED, 4: "EnvironmentFailed"}
 
 
-def check_champions(ports: Ports, perform: Perform, names: Sequence[str], *, by: str) -> State[Any]:
+def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *, by: str) -> State[Any]:
     """Measure champions again, one after the other, and tell people and programs of those that have drifted.
 
     Args:
@@ -59,7 +59,7 @@ def concluded(found: Sequence[Drift]) -> State[Any]:
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 
 
-def _measured(ports: Ports, perform: Perform, reign: ChampionRecord, found: list[Drift]) -> State[Any]:
+def _measured(ports: Ports, perform: ExecuteStage, reign: ChampionRecord, found: list[Drift]) -> State[Any]:
     drift = measure_again(ports, perform, reign)
     found.append(drift)
     return concluded([drift])

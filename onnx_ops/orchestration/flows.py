@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from onnx_ops.app.affected import affected, changed_since
 from onnx_ops.app.project import Project, execute, prepare
-from onnx_ops.app.results import Summary, evidence_of, summarise
+from onnx_ops.app.results import Summary, evidence_of, summarize
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
@@ -145,7 +145,7 @@ def run_pipeline(
         actor=actor(project.ports),
         abandon=abandon,
     )
-    summary = summarise(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.ports)
     publish_tables(summary)
     publish_pictures(summary, evidence_of(summary, project.ports.store).values())
     tell_run(project.ports, prepared.pipeline, summary)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.app.project import abilities, open_project
+from onnx_ops.app.project import list_capabilities, open_project
 from onnx_ops.domain.pipeline import Deploy
 
 PROMETHEUS = {"source": "prometheus", "url": "http://127.0.0.1:9090"}
@@ -27,7 +27,7 @@ FOREIGN = PROMETHEUS | {"requests": "http_requests_total", "histogram": "http_se
 )
 def test_abilities(tmp_path: Path, metrics: dict[str, str], able: set[str]) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)
-    assert abilities(open_project(tmp_path), entry) == able
+    assert list_capabilities(open_project(tmp_path), entry) == able
 
 
 @pytest.mark.parametrize("provider", ["sagemaker", "azureml"])
@@ -36,6 +36,6 @@ def test_a_cloud_neither_compares_answers_nor_keeps_users(
     tmp_path: Path, provider: str, metrics: dict[str, str]
 ) -> None:
     entry = Deploy(endpoint="digits", provider=provider, target="cpu", metrics=metrics)
-    able = abilities(open_project(tmp_path), entry)
+    able = list_capabilities(open_project(tmp_path), entry)
     assert "split" in able
     assert not able & {"shadow", "sticky", "outcomes"}

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from onnx_ops.app.batch import run_files, worst
+from onnx_ops.app.batch import run_files, worst_exit_code
 from onnx_ops.app.project import Project, open_project
 from onnx_ops.cli.main import app
 from onnx_ops.domain.pipeline import StageKind
@@ -174,7 +174,7 @@ def test_interrupted_it_leaves_at_once_and_so_do_its_stages(project: Project) ->
 
 @given(codes=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5])))
 def test_the_worst_of_several_is_one_of_them_and_0_only_if_all_are(codes: list[int]) -> None:
-    found = worst(codes)
+    found = worst_exit_code(codes)
     assert found in codes or (found, codes) == (0, [])
     assert (found == 0) is (set(codes) <= {0})
-    assert worst([*codes, *codes]) == worst(sorted(codes)) == found
+    assert worst_exit_code([*codes, *codes]) == worst_exit_code(sorted(codes)) == found

@@ -10,7 +10,7 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.app.handler import StageHandler, binding
-from onnx_ops.app.project import Prepared, Project, execute
+from onnx_ops.app.project import PreparedPipeline, Project, execute
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, short_digest
 from onnx_ops.domain.decision import Verdict
@@ -103,7 +103,7 @@ def test_run_that_would_leave_an_endpoint_behind_does_nothing_and_ends_refused(t
         Journal.open(ports, "e").append(body)
     register = Stage(id="register", kind=StageKind.REGISTER, settings={}, needs=("train",))
     pipeline = Pipeline(pipeline="p", export=Export(framework="onnx"), benchmark=Benchmark(targets=("cpu",)))
-    prepared = Prepared(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
+    prepared = PreparedPipeline(pipeline=pipeline, targets={}, plan=Plan(pipeline="p", stages=(register,)))
     project = Project(settings=load_settings(tmp_path), ports=ports)
     with pytest.raises(RefusedError, match="e would be left behind") as told:
         execute(project, prepared)

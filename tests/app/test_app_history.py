@@ -12,12 +12,12 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.app.results import (
     Summary,
-    base_branch,
+    export_commit,
     find_base,
-    provenance_of,
+    import_commits,
+    read_base_branch,
+    read_provenance,
     record_commit,
-    share_commit,
-    take_commits,
 )
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Verdict
@@ -126,10 +126,10 @@ def test_a_job_without_the_store_takes_what_another_has_left_in_a_folder(
     root: Path, store: ContentStore, tmp_path: Path
 ) -> None:
     record_commit(root, store, summary(store))
-    share_commit(root, store, PIPELINE, tmp_path / "figures")
+    export_commit(root, store, PIPELINE, tmp_path / "figures")
     other = ContentStore(LocalObjects(tmp_path / "other"), tmp_path / "other-cache")
-    take_commits(root, other, tmp_path / "nothing")
-    take_commits(root, other, tmp_path / "figures")
+    import_commits(root, other, tmp_path / "nothing")
+    import_commits(root, other, tmp_path / "figures")
     commit(root, "a change")
     assert find_base(root, other, PIPELINE, "main").evidence == (evidence_of(),)
 
@@ -140,16 +140,16 @@ def test_a_folder_keeps_the_newest_commits(root: Path, store: ContentStore, tmp_
         (folder / str(age)).mkdir(parents=True)
         os.utime(folder / str(age), (1000 - age, 1000 - age))
     record_commit(root, store, summary(store))
-    share_commit(root, store, PIPELINE, folder)
+    export_commit(root, store, PIPELINE, folder)
     assert {path.name for path in folder.iterdir()} == {git(root, "rev-parse", "HEAD"), *map(str, range(19))}
 
 
 def test_the_author_is_that_of_the_commit_or_of_the_service(root: Path, tmp_path: Path) -> None:
-    made = provenance_of(root, 0.0, {})
+    made = read_provenance(root, 0.0, {})
     head = git(root, "rev-parse", "HEAD")
     assert (made.at, made.author, made.commit) == ("1970-01-01 00:00 UTC", "Ada Example", head)
     assert (made.branch, made.changed) == ("main", False)
-    told = provenance_of(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
+    told = read_provenance(tmp_path, 0.0, {"GITHUB_ACTOR": "ada", "GITHUB_SHA": "abc", "GITHUB_REF_NAME": "main"})
     assert (told.author, told.commit, told.branch) == ("ada", "abc", "main")
 
 
@@ -159,8 +159,8 @@ def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:
     git(root, "checkout", "-q", "main")
     git(root, "merge", "-q", "--no-ff", "-m", "merge", "branch")
     environ = {"GITHUB_BASE_REF": "main", "GITHUB_HEAD_REF": "branch"}
-    assert provenance_of(root, 0.0, environ).commit == head
-    assert provenance_of(root, 0.0, {}).commit != head
+    assert read_provenance(root, 0.0, environ).commit == head
+    assert read_provenance(root, 0.0, {}).commit != head
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_of_the_merge_of_a_pull_request_the_change_counts(root: Path) -> None:
     ],
 )
 def test_the_base_of_a_pull_request_is_known_of_three_services(environ: dict[str, str], branch: str) -> None:
-    assert base_branch(environ) == branch
+    assert read_base_branch(environ) == branch

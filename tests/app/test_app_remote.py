@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.content import ContentStore
-from onnx_ops.app.execution import Perform, answer, ask, pool_of
+from onnx_ops.app.execution import ExecuteStage, answer, ask, get_pool
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> ContentStore:
     return ContentStore(LocalObjects(tmp_path / "store"), tmp_path / "cache")
 
 
-def told(store: ContentStore, perform: Perform, stage: Stage) -> Manifest:
+def told(store: ContentStore, perform: ExecuteStage, stage: Stage) -> Manifest:
     pools = Nearby(lambda request: answer(perform, store, request))
     inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"model")})}
     found = ask(pools, store, stage, KEY, inputs, attempt="1")
@@ -107,6 +107,6 @@ def test_a_worker_does_only_what_it_would_do_alike(store: ContentStore, stage: S
 
 
 def test_only_benchmarks_of_such_targets_go_elsewhere() -> None:
-    assert pool_of(benchmark()) == "boards"
-    assert pool_of(benchmark(pool="")) == ""
-    assert pool_of(Stage(id="train", kind=StageKind.TRAIN, settings={})) == ""
+    assert get_pool(benchmark()) == "boards"
+    assert get_pool(benchmark(pool="")) == ""
+    assert get_pool(Stage(id="train", kind=StageKind.TRAIN, settings={})) == ""

@@ -20,7 +20,7 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import MARKER, PythonEnvironments, find_uv
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.results import summarise
+from onnx_ops.app.results import summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Environment
@@ -76,7 +76,7 @@ def run(root: Path, pipeline: str, *targets: str) -> tuple[Project, Any, Any]:
     file = root / f"configs/pipelines/{pipeline}.yaml"
     prepared = prepare(project, file, overrides=overrides, until=StageKind.GATE)
     result = execute(project, prepared)
-    return project, result, summarise(prepared.pipeline, result, project.ports)
+    return project, result, summarize(prepared.pipeline, result, project.ports)
 
 
 def evidence(project: Project, result: Any, target: str) -> Evidence:

@@ -17,7 +17,7 @@ from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store import content
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.results import summarise
+from onnx_ops.app.results import summarize
 from onnx_ops.config import yaml_reader
 from onnx_ops.domain.pipeline import StageKind
 
@@ -60,7 +60,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def led(synthetic: Any, project: Project, file: Path) -> tuple[str, ...]:
     prepared = synthetic.in_this_process(prepare(project, file))
     result = execute(project, prepared)
-    summary = summarise(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.ports)
     assert (summary.exit_code, result.errors) == (0, {})
     return summary.executed
 

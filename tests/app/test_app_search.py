@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops import codec
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.results import Summary, summarise
+from onnx_ops.app.results import Summary, summarize
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
@@ -87,7 +87,7 @@ def project(tmp_path: Path) -> Project:
 def run(project: Project, observer: SilentObserver | None = None, *overrides: str) -> tuple[RunResult, Summary]:
     prepared = prepare(project, project.settings.root / "configs/pipelines/searched.yaml", overrides=overrides)
     result = execute(project, prepared, observer=observer)
-    return result, summarise(prepared.pipeline, result, project.ports)
+    return result, summarize(prepared.pipeline, result, project.ports)
 
 
 def of_kind(result: RunResult, kind: StageKind) -> list[StageOutcome]:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from onnx_ops.app.project import Project, execute, open_project, prepare
-from onnx_ops.app.results import summarise
+from onnx_ops.app.results import summarize
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.ledger import EndpointDeleted
 from onnx_ops.domain.pipeline import StageKind
@@ -71,7 +71,7 @@ def run(scene: Scene, until: StageKind | None = None) -> tuple[str, ...]:
     result = execute(project, prepared)
     for error in result.errors.values():
         raise error
-    summary = summarise(prepared.pipeline, result, project.ports)
+    summary = summarize(prepared.pipeline, result, project.ports)
     assert summary.exit_code == 0, summary
     return summary.executed
 
