@@ -22,6 +22,7 @@ from onnx_ops.adapters.endpoints.azureml_plan import azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
@@ -144,6 +145,13 @@ class World:
         self.cloud.trouble = lambda *_: None
         assert child.exitcode == (-signal.SIGKILL if killed else 0)
         return bool(killed)
+
+
+def make_world(cloud: AzureCloud, folder: Path) -> World:
+    """Return a cloud, with two models in the folder."""
+    blue = scaling_deployment(folder / "models" / "blue", name="blue", version="1", scale=2.0)
+    green = scaling_deployment(folder / "models" / "green", name="green", version="2", scale=3.0)
+    return World(cloud=cloud, folder=folder / "endpoints", blue=blue, green=green)
 
 
 def _apply(

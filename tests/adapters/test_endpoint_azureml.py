@@ -25,8 +25,8 @@ from onnx_ops.errors import (
     RefusedError,
     UserError,
 )
-from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, state_of
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Call, Fault
@@ -57,12 +57,7 @@ def cloud(tmp_path: Path, nodes: Nodes) -> Iterator[AzureCloud]:
 
 @pytest.fixture
 def world(tmp_path: Path, cloud: AzureCloud) -> World:
-    return World(
-        cloud=cloud,
-        folder=tmp_path / "endpoints",
-        blue=scaling_deployment(tmp_path / "models" / "blue", name="blue", version="1", scale=2.0),
-        green=scaling_deployment(tmp_path / "models" / "green", name="green", version="2", scale=3.0),
-    )
+    return make_world(cloud, tmp_path)
 
 
 class TestAzureEndpoints(EndpointProviderSuite):

@@ -19,8 +19,8 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, InfrastructureError, ServiceUnavailableError
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside
+from onnx_ops.testing.endpoints import state_of
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_web import Fault
@@ -44,12 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder, nodes = tmp_path_factory.mktemp("azure"), Nodes()
     try:
         with AzureCloud(folder / "cloud", nodes=nodes) as cloud, inside(cloud):
-            yield World(
-                cloud=cloud,
-                folder=folder / "endpoints",
-                blue=scaling_deployment(folder / "models" / "blue", name="blue", version="1", scale=2.0),
-                green=scaling_deployment(folder / "models" / "green", name="green", version="2", scale=3.0),
-            )
+            yield make_world(cloud, folder)
     finally:
         nodes.close()
 

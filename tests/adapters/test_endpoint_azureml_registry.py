@@ -12,8 +12,8 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside
+from onnx_ops.testing.endpoints import state_of
+from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_nodes import Nodes
 from tests.support.clouds.azureml_registry import REGISTRY
@@ -31,12 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder, nodes = tmp_path_factory.mktemp("azure"), Nodes()
     try:
         with AzureCloud(folder / "cloud", nodes=nodes) as cloud, inside(cloud):
-            yield World(
-                cloud=cloud,
-                folder=folder / "endpoints",
-                blue=scaling_deployment(folder / "models" / "blue", name="blue", version="1", scale=2.0),
-                green=scaling_deployment(folder / "models" / "green", name="green", version="2", scale=3.0),
-            )
+            yield make_world(cloud, folder)
     finally:
         nodes.close()
 
