@@ -735,10 +735,10 @@ def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     assert [(run.info.run_name, run.info.status) for run in runs] == [
-        ("00001 configured", "FINISHED"),
+        ("00001 endpoint-bound", "FINISHED"),
         ("00002 first-deployment", "FINISHED"),
         ("00003 failed: entry 2", "FAILED"),
-        ("00004 mirrored", "FINISHED"),
+        ("00004 aliases-written", "FINISHED"),
     ]
     assert runs[1].data.metrics == {"percent/v2": 100.0}
     assert runs[2].data.tags["why"] == "the port is taken"
