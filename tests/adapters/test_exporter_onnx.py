@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from onnx_ops.adapters.exporters.onnx import OnnxExporter
+from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.artifact import digest_file
+from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
-from onnx_ops.onnx_graph.compatibility import list_user_model_notes
+from onnx_ops.measure.reference_outputs import collect_reference_outputs
+from onnx_ops.onnx_graph.compatibility import check_model, list_user_model_notes, list_user_model_problems
+from onnx_ops.onnx_graph.model_info import read_lineage, read_model_info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows, write_convolution, write_perceptron
+from onnx_ops.tools.compare import compare
+from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.external import write_external
+from tests.support.forks import fork_context
+from tests.support.golden import Golden
+from tests.support.operators import write_softsign
 from tests.support.zipmap import zipped
 
 SECTION = Export(framework="onnx")
@@ -112,3 +124,143 @@ def test_a_fixed_batch_is_told(tmp_path: Path) -> None:
     assert note.startswith("it takes batches of 4 only")
     write_perceptron(tmp_path / "mine.onnx")
     assert list_user_model_notes(tmp_path / "mine.onnx") == []
+
+
+CPU = Target(name="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_modules() -> None:
+    """Let the processes of the converter have what they need, which takes a second to import."""
+    fork_context("onnx_ops.adapters.exporters.onnx", "onnx_ops.adapters.runtimes.placement")
+
+
+def section(opset: int = 18, ir_version: int = 10, **options: object) -> Export:
+    chosen = options or {"convert": True}
+    return Export(framework="onnx", opset=opset, ir_version=ir_version, options=chosen)  # type: ignore[arg-type]
+
+
+def converted(source: Path, asked: Export) -> Path:
+    path = source.with_name("converted.onnx")
+    exporter = OnnxExporter()
+    exporter.export(source, ExportRequest(section=asked, samples=rows(4), path=path))
+    return path
+
+
+class TestConverted(ExporterSuite):
+    """A file at an opset that this runtime does not have, brought to the default one."""
+
+    @pytest.fixture
+    def exporter(self) -> OnnxExporter:
+        return OnnxExporter()
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> object:
+        path = tmp_path / "mine.onnx"
+        write_perceptron(path, opset=28, ir_version=14)
+        return path
+
+    @pytest.fixture
+    def section(self) -> Export:
+        return section()
+
+    @pytest.fixture
+    def samples(self) -> dict[str, np.ndarray[Any, Any]]:
+        return rows(17)
+
+
+@pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
+@pytest.mark.parametrize("write", [write_perceptron, write_convolution])
+def test_a_file_goes_down_and_up_and_stays_the_same_function(
+    write: object, was: tuple[int, int], asked: tuple[int, int], tmp_path: Path
+) -> None:
+    source = tmp_path / "mine.onnx"
+    write(source, opset=was[0], ir_version=was[1])  # type: ignore[operator]
+    path = converted(source, section(*asked))
+    check_model(path)
+    found = read_model_info(path)
+    assert (found.opsets[""], found.ir_version) == asked
+    assert (found.inputs, found.outputs) == (read_model_info(source).inputs, read_model_info(source).outputs)
+    assert read_lineage(path) == read_lineage(source)
+    samples = generate_samples(shared_inputs(source, path), count=16, dims={})
+    assert compare(GuardedRuntime(), CPU, source, path, samples).verdict is Verdict.PASS
+
+
+def test_weights_beside_the_file_come_along(tmp_path: Path) -> None:
+    write_external(tmp_path / "mine.onnx", "weights.bin")
+    path = converted(tmp_path / "mine.onnx", section(15, 8))
+    answers = OnnxExporter().reference(path, {"x": np.ones((2, 2), np.float32)}, "float32")
+    assert answers is not None
+    np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
+
+
+def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=28, ir_version=14)
+    path = converted(source, section())
+    asked = collect_reference_outputs(OnnxExporter(), source, path, rows(8))
+    assert {"real", "batches:1"} <= {group.name for group in asked.groups}
+    with pytest.raises(ValueError, match="refuses"):
+        OnnxExporter().reference(source, {"x": np.zeros((1, 3), np.float32)}, "float32")
+
+
+def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
+    """LayerNormalization came with opset 17; nothing older says it."""
+    shape: list[str | int] = ["batch", 4]
+    graph = helper.make_graph(
+        [helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")],
+        "norm",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [helper.make_tensor("scale", TensorProto.FLOAT, [4], [1.0] * 4)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "mine.onnx")
+    with pytest.raises(UserError) as told:
+        converted(tmp_path / "mine.onnx", section(13, 8))
+    assert "LayerNormalization" in str(told.value)
+
+
+def test_only_whoever_asks_gets_a_conversion(tmp_path: Path) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=21)
+    with pytest.raises(UserError, match="newer than asked for") as told:
+        converted(source, section(18, 10, convert=False))
+    assert "export.options: {convert: true}" in told.value.remedy
+    with pytest.raises(UserError, match="must be true or false"):
+        converted(source, section(18, 10, convert="yes"))
+    with pytest.raises(UserError, match="no option 'convrt'"):
+        converted(source, section(18, 10, convrt=True))
+
+
+def test_what_is_wrong_with_a_brought_file_is_known_before_any_work(tmp_path: Path, golden: Golden) -> None:
+    source = tmp_path / "mine.onnx"
+    write_perceptron(source, opset=27, ir_version=14)
+    web, old = Target(name="browser-wasm", max_opset=26), Target(name="old", max_opset=15, max_ir_version=8)
+    found = list_user_model_problems(source, section(18, 10, convert=False), (web, old))
+    assert list_user_model_problems(source, section(18, 10), (web, old)) == []
+    found += list_user_model_problems(source, section(28, 14, convert=False), (web, old))
+    write_softsign(source)
+    found += list_user_model_problems(source, section(), (CPU,))
+    golden("errors", "\n".join(found))
+
+
+def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
+    """skl2onnx gives probabilities as a sequence of maps unless it is told otherwise."""
+    import skl2onnx
+    from sklearn.datasets import load_iris
+    from sklearn.linear_model import LogisticRegression
+
+    data = load_iris()
+    model = LogisticRegression(max_iter=500).fit(data.data, data.target)
+    made = skl2onnx.to_onnx(model, data.data[:1].astype(np.float32), target_opset={"": 18, "ai.onnx.ml": 3})
+    made.ir_version = 10
+    source = tmp_path / "mine.onnx"
+    source.write_bytes(made.SerializeToString())
+    rows = data.data[:20].astype(np.float32)
+    assert list_user_model_problems(source, section(18, 10, convert=False), (CPU,)) == []
+    (tmp_path / "saved").mkdir()
+    OnnxExporter().save(source, tmp_path / "saved")
+    answers = OnnxExporter().reference(OnnxExporter().load(tmp_path / "saved"), {"X": rows}, "float32")
+    assert answers is not None
+    np.testing.assert_allclose(answers["output_probability"].astype(np.float64), model.predict_proba(rows), atol=1e-5)

@@ -264,3 +264,13 @@ def test_a_file_that_is_no_onnx_is_refused_by_what_it_is(tmp_path: Path, head: b
     with pytest.raises(UserError) as caught:
         read_structure(tmp_path / "model.onnx")
     assert remedy in caught.value.remedy
+
+
+def test_an_operator_set_that_is_imported_twice_stands_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    write_perceptron(path)
+    model = read_model(path)
+    model.opset_import.add(domain="ai.onnx.ml", version=1)
+    model.opset_import.add(domain="", version=18)
+    write_model(model, path)
+    assert [(entry.domain, entry.version) for entry in read_model(path).opset_import] == [("", 18), ("ai.onnx.ml", 1)]

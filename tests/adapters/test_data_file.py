@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from hypothesis import strategies as st
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import DataSection, FileData, SklearnData
-from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.errors import MissingPackageError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
+from tests.support.extras import hide
 
 FILE = FileData(file="data/set.npz", inputs={"x": "rows"}, label="target")
 
@@ -175,3 +178,143 @@ def test_sample_of_a_data_set_of_scikit_learn_has_its_types_and_widths(tmp_path:
     }
     if whole["target"].dtype.kind == "i":
         assert np.array_equal(np.unique(sample["target"]), np.unique(whole["target"]))
+
+
+pa: Any = pytest.importorskip("pyarrow")
+pq: Any = pytest.importorskip("pyarrow.parquet")
+
+TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,2,4,,false,2024-01-03,b\n"
+
+
+def test_load_csv_gives_each_column_its_type(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(TABLE)
+
+    arrays = FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert {name: array.dtype.kind for name, array in arrays.items()} == {
+        "age": "f", "income": "i", "visits": "i", "city": "U", "member": "b", "day": "U", "y": "U",
+    }  # fmt: skip
+    assert {array.shape for array in arrays.values()} == {(2, 1)}
+    assert np.isnan(arrays["age"][1, 0])
+    assert arrays["city"][1, 0] == ""
+    assert arrays["day"][0, 0] == "2024-01-02"
+
+
+def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
+    columns = {
+        "age": pa.array([40.5, None]),
+        "visits": pa.array([3, 4], pa.int16()),
+        "city": pa.array(["Oslo", None]).dictionary_encode(),
+        "seen": pa.array([True, None]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+
+    arrays = FileSource().load(FileData(file="rows.parquet"), tmp_path)
+
+    assert arrays["visits"].dtype == np.int64
+    assert arrays["city"].tolist() == [["Oslo"], [""]]
+    np.testing.assert_array_equal(arrays["seen"], np.array([[1], [np.nan]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
+        ("a,a\n1,2\n", "repeats the column 'a'"),
+        ("a,\n1,2\n", "column 2 of the table has no name"),
+        ("a,b\n", "no rows"),
+        ("", "the file is empty"),
+    ],
+)
+def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, part: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+
+    with pytest.raises(UserError) as caught:
+        FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert part in str(caught.value)
+    assert "rows.csv" in str(caught.value)
+
+
+def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.csv").write_text(TABLE)
+    hide(monkeypatch, "pyarrow")
+
+    with pytest.raises(MissingPackageError) as caught:
+        FileSource().load(FileData(file="rows.csv"), tmp_path)
+
+    assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "rows.csv", "rows.parquet"])
+def test_sample_of_a_large_file_is_its_first_rows(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 50_000
+    arrays: dict[str, Any] = {"x": np.arange(rows, dtype=np.float32), "y": np.arange(rows) % 3}
+    path = tmp_path / name
+    if name.endswith(".npz"):
+        np.savez_compressed(path, **arrays)
+    elif name.endswith(".csv"):
+        path.write_text("x,y\n" + "".join(f"{x},{y}\n" for x, y in zip(arrays["x"], arrays["y"], strict=True)))
+    else:
+        pq.write_table(pa.table(arrays), path)
+    section = FileData(file=name)
+    whole = FileSource().sample(section, tmp_path)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._SMALL_BYTES", 0)
+    monkeypatch.setattr("onnx_ops.adapters.data.file._HEAD_BYTES", 1 << 16)
+    part = FileSource().sample(section, tmp_path)
+    assert (whole.whole, part.whole) == (True, False)
+    for key, array in FileSource().load(section, tmp_path).items():
+        head = part.arrays[key]
+        assert 0 < len(head) < rows
+        assert head.dtype == array.dtype
+        assert np.array_equal(head, array[: len(head)])
+        assert np.array_equal(whole.arrays[key], array)
+
+
+def section(file: str) -> FileData:
+    return FileData(file=file, inputs={"x": "x"})
+
+
+def archive(path: Path, *, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(4000, dtype=np.float32))
+    with zipfile.ZipFile(path, "w", compression) as file:
+        file.writestr("x.npy", stream.getvalue())
+    return path.read_bytes()
+
+
+def test_damaged_compression_is_told(tmp_path: Path) -> None:
+    data = bytearray(archive(tmp_path / "d.npz"))
+    data[60:90] = bytes(30)
+    (tmp_path / "d.npz").write_bytes(data)
+    with pytest.raises(UserError, match="plain arrays"):
+        FileSource().load(section("d.npz"), tmp_path)
+
+
+def test_an_encrypted_member_is_told(tmp_path: Path) -> None:
+    data = bytearray(archive(tmp_path / "d.npz", compression=zipfile.ZIP_STORED))
+    data[6] |= 1
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "d.npz").write_bytes(data)
+    with pytest.raises(UserError, match=r"plain arrays.*encrypted"):
+        FileSource().load(section("d.npz"), tmp_path)
+
+
+def test_a_member_that_is_no_array_is_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as file:
+        file.writestr("notes.txt", "hello")
+    with pytest.raises(UserError, match=r"notes\.txt in it is no array"):
+        FileSource().load(section("d.npz"), tmp_path)
+
+
+def test_paths_that_lead_nowhere_or_in_circles_are_told(tmp_path: Path) -> None:
+    (tmp_path / "circle.npz").symlink_to(tmp_path / "circle.npz")
+    for file in ("circle.npz", "zero\0byte.npz", "long" * 2000):
+        with pytest.raises((NotFoundError, RefusedError)):
+            FileSource().fingerprint(section(file), tmp_path)
+
+
+def test_a_split_without_rows_of_every_class_is_told(tmp_path: Path) -> None:
+    wanted = SklearnData(sklearn="iris", split="test", test_size=0.01)
+    with pytest.raises(UserError, match=r"iris cannot be split at 0\.01"):
+        SklearnSource().load(wanted, tmp_path)
