@@ -17,7 +17,7 @@ from onnx_ops import codec
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.serving.http.openapi import build_openapi
-from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment
+from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment, PendingRequest
 from onnx_ops.serving.inference.models import RUNTIME
 from onnx_ops.serving.inference.responses import (
     RawResponse,
@@ -26,7 +26,7 @@ from onnx_ops.serving.inference.responses import (
     format_echoed_headers,
     get_status,
 )
-from onnx_ops.serving.inference.service import InferenceService, PendingRequest
+from onnx_ops.serving.inference.service import InferenceService
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
 from onnx_ops.serving.metrics import CONTENT_TYPE, MetricsPage
 from onnx_ops.serving.rollout_counts import OutcomeCounter

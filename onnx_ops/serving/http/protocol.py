@@ -21,9 +21,9 @@ from onnx_ops.serving.http.limits import (
     LimitedProtocol,
     RequestRejectedError,
 )
-from onnx_ops.serving.inference.deployments import InferenceRoute
+from onnx_ops.serving.inference.deployments import InferenceRoute, PendingRequest
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
-from onnx_ops.serving.inference.service import InferenceService, PendingRequest
+from onnx_ops.serving.inference.service import InferenceService
 
 _LARGE_BODY = 1 << 16
 """Bytes of a body from which it is collected without the parser, which would copy each part."""

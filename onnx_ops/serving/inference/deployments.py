@@ -271,6 +271,37 @@ class TableSnapshot:
         return all(name in self.deployments for name in set(self.router.slots))
 
 
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """An inference request that was received completely.
+
+    Attributes:
+        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
+        queue_seconds: time in the queue.
+        service_seconds: run time, if the request ran alone.
+        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
+        abandoned: the client is gone.
+    """
+
+    route: InferenceRoute
+    head: RequestHead
+    body: bytes
+    respond: Callable[[RawResponse], None]
+    started_at: float
+    snapshot: TableSnapshot | None = None
+    loaded: LoadedDeployment | None = None
+    deadline: float = 0.0
+    queue_seconds: float = 0.0
+    service_seconds: float = 0.0
+    comparable: bool = True
+    abandoned: bool = False
+
+    @property
+    def header_lines(self) -> bytes:
+        """Header lines that name the deployment, if one is chosen."""
+        return b"" if self.loaded is None else self.loaded.header_lines
+
+
 Load = Callable[[Deployment, MetricsRow, bool], LoadedDeployment]
 """Loads a deployment that counts in a row; if it is a control replica, without sharing memory with the first copy."""
 

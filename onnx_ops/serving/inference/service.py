@@ -10,8 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -20,9 +19,15 @@ from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol import messages
 from onnx_ops.serving.inference import responses
-from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment, LoadedDeployments, TableSnapshot
+from onnx_ops.serving.inference.deployments import (
+    InferenceRoute,
+    LoadedDeployment,
+    LoadedDeployments,
+    PendingRequest,
+    TableSnapshot,
+)
 from onnx_ops.serving.inference.responses import DeadlineExceededError, RawResponse, RequestHead
-from onnx_ops.serving.inference.shadow import RawRequest, ShadowQueue
+from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import (
     BATCHED,
@@ -50,39 +55,7 @@ _LOG_PAUSE_S = 0.1
 _MAX_LOG_TEXT = 256
 
 LogRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
-Respond = Callable[[RawResponse], None]
 Result = RawResponse | OnnxOpsError
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """An inference request that was received completely.
-
-    Attributes:
-        started_at, deadline: on the clock of `time.perf_counter`. A request that runs inline has no deadline.
-        queue_seconds: time in the queue.
-        service_seconds: run time, if the request ran alone.
-        comparable: whether its latency may be compared with other deployments (see `ControlReplica`).
-        abandoned: the client is gone.
-    """
-
-    route: InferenceRoute
-    head: RequestHead
-    body: bytes
-    respond: Respond
-    started_at: float
-    snapshot: TableSnapshot | None = None
-    loaded: LoadedDeployment | None = None
-    deadline: float = 0.0
-    queue_seconds: float = 0.0
-    service_seconds: float = 0.0
-    comparable: bool = True
-    abandoned: bool = False
-
-    @property
-    def header_lines(self) -> bytes:
-        """Header lines that name the deployment, if one is chosen."""
-        return b"" if self.loaded is None else self.loaded.header_lines
 
 
 class AccessLog:
@@ -238,7 +211,7 @@ class InferenceService:
         runs: Sequence[tuple[float, int]] = ()
         try:
             if due and (loaded := due[0].loaded) is not None:
-                batch, runs = run_requests(loaded, [RawRequest(r.route.invocation, r.head, r.body) for r in due])
+                batch, runs = run_requests(loaded, due)
                 results += zip(due, batch, strict=True)
                 if len(requests) == 1:
                     due[0].service_seconds = time.perf_counter() - started_at
@@ -303,8 +276,7 @@ class InferenceService:
     ) -> None:
         for shadow, percent in snapshot.shadow:
             if shadow is not loaded and self._draw() * 100 < percent:
-                raw = RawRequest(request.route.invocation, request.head, request.body)
-                self._shadow.put(shadow, raw, response, snapshot.table.state.split.shadow_tolerance)
+                self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
 
     def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
@@ -330,7 +302,7 @@ def _get_timeout_s(head: RequestHead, default_s: float) -> float:
 
 
 def run_requests(
-    loaded: LoadedDeployment, requests: Sequence[RawRequest]
+    loaded: LoadedDeployment, requests: Sequence[PendingRequest]
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests, in batches where the model allows it.
 
@@ -339,9 +311,9 @@ def run_requests(
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
-    for position, raw in enumerate(requests):
+    for position, request in enumerate(requests):
         try:
-            decoded[position] = loaded.decode(raw.invocation, raw.head, raw.body)
+            decoded[position] = loaded.decode(request.route.invocation, request.head, request.body)
         except OnnxOpsError as error:
             results[position] = error
     runs: list[tuple[float, int]] = []
@@ -351,9 +323,9 @@ def run_requests(
         if outputs is None:
             results.update((position, _run_alone(loaded, decoded[position], runs)) for position in group)
             continue
-        for position, request, arrays in zip(group, batch, outputs, strict=True):
+        for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                results[position] = loaded.encode(request, arrays)
+                results[position] = loaded.encode(member, arrays)
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs

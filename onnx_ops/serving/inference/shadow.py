@@ -17,7 +17,7 @@ import orjson
 
 from onnx_ops.errors import OnnxOpsError
 from onnx_ops.protocol.messages import BINARY_LENGTH_HEADER
-from onnx_ops.serving.inference.deployments import LoadedDeployment
+from onnx_ops.serving.inference.deployments import LoadedDeployment, PendingRequest
 from onnx_ops.serving.inference.responses import RawResponse, RequestHead
 from onnx_ops.serving.metrics import SHADOW_DIFFERING, SHADOW_DONE, SHADOW_DROPPED, SHADOW_FAILED, SHADOW_SENT
 
@@ -31,20 +31,13 @@ _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 
 @dataclass(frozen=True, slots=True)
-class RawRequest:
-    """A request as received: which protocol, headers, body."""
+class _MirroredRequest:
+    """A request to mirror, with the response of the client. It keeps no other deployment loaded."""
 
+    loaded: LoadedDeployment
     invocation: bool
     head: RequestHead
     body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _MirroredRequest:
-    """A request to mirror, with the response of the client."""
-
-    loaded: LoadedDeployment
-    request: RawRequest
     expected: RawResponse
     tolerance: float
 
@@ -61,14 +54,15 @@ class ShadowQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def put(self, loaded: LoadedDeployment, request: RawRequest, expected: RawResponse, tolerance: float) -> None:
+    def put(self, loaded: LoadedDeployment, request: PendingRequest, expected: RawResponse, tolerance: float) -> None:
         """Queue a request, to compare its response with `expected`."""
         size = len(request.body) + len(expected.body)
         with self._changed:
             if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
                 loaded.row[SHADOW_DROPPED] += 1
                 return
-            self._queue.append(_MirroredRequest(loaded, request, expected, tolerance))
+            route, head, body = request.route, request.head, request.body
+            self._queue.append(_MirroredRequest(loaded, route.invocation, head, body, expected, tolerance))
             self._bytes += size
             loaded.row[SHADOW_SENT] += 1
             if self._thread is None:
@@ -84,14 +78,14 @@ class ShadowQueue:
                 while not self._queue:
                     self._changed.wait()
                 mirrored = self._queue.popleft()
-                self._bytes -= len(mirrored.request.body) + len(mirrored.expected.body)
+                self._bytes -= len(mirrored.body) + len(mirrored.expected.body)
             _run(mirrored)
 
 
 def _run(mirrored: _MirroredRequest) -> None:
-    loaded, raw = mirrored.loaded, mirrored.request
+    loaded = mirrored.loaded
     try:
-        request = loaded.decode(raw.invocation, raw.head, raw.body)
+        request = loaded.decode(mirrored.invocation, mirrored.head, mirrored.body)
         # Not `loaded.answer`: the run time at this priority must not enter the latency of the model.
         response = loaded.encode(request, loaded.run(request.outputs, request.feed))
         if responses_differ(mirrored.expected, response, mirrored.tolerance):
