@@ -4,7 +4,7 @@ A comment right above a block says what is special about it:
 
     <!-- not run: REASON -->              it cannot run here; its commands and options must exist all the same
     <!-- breaks: WHAT -->                 something is broken while it runs
-    <!-- figures of another machine -->   it runs, and its output is not compared
+    <!-- output of another machine -->    it runs, and its output is not compared
     <!-- scratch: empty -->               the page begins in an empty folder, not in a project that has released
     <!-- scratch: machine -->             it begins on a machine that has nothing yet, not even this package
     <!-- soon -->                         what it shows comes after a while

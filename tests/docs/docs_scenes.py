@@ -66,14 +66,14 @@ def broken(what: str | None, project: Path, shell: Shell) -> Iterator[None]:
             yield
             entry.write_bytes(whole)
         case _:
-            raise AssertionError(f"nobody knows how to break this: {what}")
+            raise AssertionError(f"unknown value of `breaks`: {what}")
 
 
 @contextlib.contextmanager
 def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
     """What a page needs from there on."""
     match what:
-        case "somebody to tell":
+        case "a webhook for notifications":
             with WebhookSink().open() as inbox:
                 shell.run(f"export ONNX_OPS_NOTIFY=webhook ONNX_OPS_NOTIFY_WEBHOOK={inbox.url}/hook")
                 yield
@@ -107,7 +107,7 @@ def there(what: str, project: Path, shell: Shell) -> Iterator[None]:
             with iris_server(project):
                 yield
         case _:
-            raise AssertionError(f"nobody knows how to bring this: {what}")
+            raise AssertionError(f"unknown value of `with`: {what}")
 
 
 @contextlib.contextmanager
