@@ -199,7 +199,11 @@ def collect_reference_outputs(
     groups: list[ReferenceGroup] = []
     refused: dict[str, str] = {}
     for name, probe in groups_of_inputs.items():
-        tensors = probe.inputs if max_rows is None else _sample_evenly(probe.inputs, max_rows)
+        tensors = probe.inputs
+        if max_rows is not None:
+            count = len(next(iter(tensors.values())))
+            chosen = np.unique(np.linspace(0, count - 1, min(max_rows, count)).astype(np.intp))
+            tensors = {input_name: array[chosen] for input_name, array in tensors.items()}
         try:
             group = replace(source.group(name, tensors), inside=probe.inside)
         except ValueError as error:
@@ -305,12 +309,6 @@ def build_probes(
     if fixed:
         return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
     return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
-
-
-def _sample_evenly(tensors: Tensors, most: int) -> Tensors:
-    count = len(next(iter(tensors.values())))
-    chosen = np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.intp))
-    return {name: array[chosen] for name, array in tensors.items()}
 
 
 def _find_free_axes(path: Path, samples: Tensors) -> Axes:

@@ -243,9 +243,8 @@ class TrialRunner:
         trial = Trial(recipe=action.recipe, excluded=action.excluded, why=action.why)
         try:
             path, notes = self.make(trial)
-            trial = self._measure(
-                replace(trial, notes=notes, size_bytes=_count_bytes(path), model=digest_file(path)), path
-            )
+            size = sum((path.parent / name).stat().st_size for name in (path.name, *list_external_names(path)))
+            trial = self._measure(replace(trial, notes=notes, size_bytes=size, model=digest_file(path)), path)
         except OnnxOpsError as error:
             trial = replace(trial, failure=str(error).splitlines()[0])
         return replace(trial, seconds=context.ports.clock.monotonic() - started)
@@ -414,7 +413,3 @@ def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, 
 def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ValueRange:
     values = array[np.isfinite(array.astype(np.float64))] if array.dtype.kind == "f" else array
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
-
-
-def _count_bytes(path: Path) -> int:
-    return sum((path.parent / name).stat().st_size for name in (path.name, *list_external_names(path)))

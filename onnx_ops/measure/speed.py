@@ -164,7 +164,12 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
         return pair.runtime.starts(pair.models, pair.target, pair.feed, schedule)
 
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:
-        return tuple(_compute_ratios(_join_starts(samples, figure)) for figure in FIGURES)
+        counts = [_join_starts(samples, figure) for figure in FIGURES]
+        return tuple(
+            # One block a round; empty where a value is unknown.
+            split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis]) if (values > 0).all() else ((), ())
+            for values in counts
+        )
 
     cold, memory = pair.tolerances.get("cold_start", ()), pair.tolerances.get("memory", ())
     looks = measure_until_decided(pair, "pairs of fresh processes", measure, figures, (cold, cold, memory))
@@ -186,13 +191,6 @@ def _join_starts(samples: Sequence[StartSamples], figure: str) -> Counts:
     if figure != "peak" and not (values > 0).all():
         raise MeasurementError(f"{figure} of a fresh process took no measurable time")
     return values
-
-
-def _compute_ratios(values: Counts) -> RatioSamples:
-    """Return one block a round; empty where a value is unknown."""
-    if not (values > 0).all():
-        return (), ()
-    return split_log_ratios(np.log(values.astype(np.float64))[:, np.newaxis])
 
 
 def _name_samples(where: str, samples: Sequence[StartSamples]) -> RawSamples:
@@ -261,7 +259,11 @@ def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMea
     ratios: list[PairedRatios] = []
     for against in spec.baselines:
         with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
-            comparison, raw = compare_latency(spec.pair_with(against, _list_tolerances(against, request.tolerances)))
+            tolerances = request.tolerances
+            if against == EXPORT:  # the choice also needs whether the variant is faster
+                latencies = (FASTER, *tolerances.get("latency", ()), *tolerances.get("speedup", ()))
+                tolerances = {**tolerances, "latency": latencies}
+            comparison, raw = compare_latency(spec.pair_with(against, tolerances))
             comparisons.append(comparison)
             samples |= raw
             if against == list(spec.baselines)[-1]:
@@ -297,11 +299,3 @@ def compare_resources(
         ratios += figures
         samples |= raw
     return tuple(ratios), samples
-
-
-def _list_tolerances(against: str, tolerances: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
-    """Return the tolerances; against the export also whether the variant is faster, for the choice."""
-    if against != EXPORT:
-        return tolerances
-    latency = (FASTER, *tolerances.get("latency", ()), *tolerances.get("speedup", ()))
-    return {**tolerances, "latency": latency}

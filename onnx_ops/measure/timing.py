@@ -127,7 +127,14 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
         return pair.runtime.race(pair.models, pair.target, pair.feed, replace(schedule, heats=heats, seed=seed))
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
-        return (split_log_ratios(_compute_logs(looks)),)
+        """Return the ratios of all looks together: the probe's effect is estimated from all runs."""
+        probes = [look.probe for look in looks if look.probe is not None]
+        logs = compute_block_logs(
+            np.concatenate([look.nanoseconds for look in looks]),
+            np.concatenate([look.preempted for look in looks]),
+            np.concatenate(probes) if len(probes) == len(looks) else None,
+        )
+        return (split_log_ratios(logs),)
 
     looks = measure_until_decided(pair, "session pairs", measure, figures, (pair.tolerances.get("latency", ()),))
     ((ratios, self_ratios),) = figures(looks)
@@ -158,16 +165,6 @@ def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
     warmup = int(np.clip(WARMUP_S / max(run_s, 1e-9), SHORT, 2 * RUNS))
     return PairedBenchmarkSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
-
-
-def _compute_logs(looks: Sequence[PairedBenchmarkSamples]) -> npt.NDArray[np.float64]:
-    """Return block logs of all looks together: the probe's effect is estimated from all runs."""
-    probes = [look.probe for look in looks if look.probe is not None]
-    return compute_block_logs(
-        np.concatenate([look.nanoseconds for look in looks]),
-        np.concatenate([look.preempted for look in looks]),
-        np.concatenate(probes) if len(probes) == len(looks) else None,
-    )
 
 
 def measure_until_decided(

@@ -11,7 +11,6 @@ from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
 from onnx_ops.domain.gate import (
     ACCURACY,
-    MeasurementRequest,
     MetricDefinition,
     MetricGate,
     derive_measurement_request,
@@ -171,7 +170,9 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         "data": pipeline.validate.samples.data,
         "quantized": is_quantized(pipeline, variant, probe),
         "source": variant_id(variant),
-        **_write_measurements(request),
+        # Only made for a gate. Limits change no measurement, so they stay out of the key.
+        **({"throughput": list(request.throughput)} if request.throughput else {}),
+        **({"starts": True} if request.starts else {}),
         "metrics": _write_metrics(pipeline, probe),
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
@@ -208,12 +209,6 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             hints={"policy": codec.to_json(get_objective(pipeline, target))},
         ),
     ]
-
-
-def _write_measurements(request: MeasurementRequest) -> dict[str, Json]:
-    """Return the measurements that are only made for a gate. Limits change none, so they stay out of the key."""
-    levels: dict[str, Json] = {"throughput": list(request.throughput)} if request.throughput else {}
-    return {**levels, "starts": True} if request.starts else levels
 
 
 def _write_metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
@@ -419,7 +414,9 @@ def _write_parameters(pipeline: Pipeline) -> dict[str, Json]:
         "export.framework": pipeline.export.framework,
         "export.opset": str(pipeline.export.opset),
     }
-    recorded |= {f"params.{_make_recordable(name)}": as_json_text(value) for name, value in pipeline.parameters.items()}
+    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
+        name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
+        recorded[f"params.{name}"] = as_json_text(value)
     if pipeline.train is None:
         return recorded | {"model": pipeline.model}
     values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
@@ -428,8 +425,3 @@ def _write_parameters(pipeline: Pipeline) -> dict[str, Json]:
         "train.run": pipeline.train.run,
         **{name: as_json_text(value) for name, value in values.items()},
     }
-
-
-def _make_recordable(path: str) -> str:
-    """Convert a path of `params.yaml` to a name that registries accept: `rates[1]` to `rates.1`."""
-    return re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)

@@ -376,16 +376,11 @@ def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
         wanted.append({symbol: sizes[(place + 1) % len(sizes)] for place, (symbol, sizes) in enumerate(ranked.items())})
     groups: dict[str, Tensors] = {}
     for sizes in wanted:
-        made = _resize(rows, axes, sizes)
+        made = dict(rows)
+        for symbol, size in sizes.items():
+            for name, axis in axes[symbol]:
+                if present_size := made[name].shape[axis]:
+                    made[name] = np.take(made[name], np.arange(size) % present_size, axis=axis)
         if sum(array.nbytes for array in made.values()) <= _GROUP_BYTES:
             groups["lengths:" + ",".join(f"{symbol}={size}" for symbol, size in sizes.items())] = made
     return groups
-
-
-def _resize(rows: Tensors, axes: Axes, sizes: Mapping[str, int]) -> dict[str, AnyArray]:
-    inputs = dict(rows)
-    for symbol, size in sizes.items():
-        for name, axis in axes[symbol]:
-            here = inputs[name].shape[axis]
-            inputs[name] = np.take(inputs[name], np.arange(size) % here, axis=axis) if here else inputs[name]
-    return inputs

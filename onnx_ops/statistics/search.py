@@ -283,12 +283,14 @@ def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
             times = (trial.ratios[name].estimate if name in trial.ratios else math.inf for name in names)
             points.append((n, (max(0.0, trial.drop or 0.0), float(trial.size_bytes), *times)))
     others = [(-1, (0.0, float(state.export_bytes), *(1.0 for _ in names))), *points]
-    return tuple(n for n, point in points if not any(_beats(m, other, n, point) for m, other in others))
-
-
-def _beats(m: int, other: tuple[float, ...], n: int, point: tuple[float, ...]) -> bool:
-    """Return whether a trial is at least as good in everything and better in something; of equals the first wins."""
-    return all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or m < n)
+    # One beats another if it is at least as good in everything and better in something; of equals the first wins.
+    return tuple(
+        n
+        for n, point in points
+        if not any(
+            all(a <= b for a, b in zip(other, point, strict=True)) and (other != point or m < n) for m, other in others
+        )
+    )
 
 
 def assign_roles(

@@ -91,7 +91,11 @@ def _verdict(
         reason += f"; of {differing} answers that differ, {explained} are explained by rounding of the inputs"
     if not good:
         reason += f"; for example {worst.example}" if worst.example else ""
-        reason += f"; first diverging node: {_describe_node(divergence)}" if divergence is not None else ""
+        if divergence is not None and divergence.node:
+            module = f" in module {divergence.scope}" if divergence.scope else ""
+            reason += f"; first diverging node: {join_lines(f'{divergence.node} ({divergence.op_type}){module}')}"
+        elif divergence is not None:
+            reason += f"; first diverging node: {join_lines(f'not located ({divergence.note})')}"
     return _make_result(
         metric,
         reason,
@@ -122,13 +126,6 @@ def _describe(m: ParityMeasurement) -> str:
     else:
         unit = f"the source's noise {m.noise:.3g}"
     return f"{where}: error {m.error:.3g} is {m.ratio:.3g}x {unit}"
-
-
-def _describe_node(divergence: Divergence) -> str:
-    if not divergence.node:
-        return join_lines(f"not located ({divergence.note})")
-    module = f" in module {divergence.scope}" if divergence.scope else ""
-    return join_lines(f"{divergence.node} ({divergence.op_type}){module}")
 
 
 def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
