@@ -187,8 +187,13 @@ def generate_samples(
     batch = 1 if whole else _find_fixed_batch(inputs, dims)
     symbols = {str(spec.shape[0]): batch or 1 for spec in rowed}
     draw = np.random.default_rng(seed)
-    shapes = {spec.name: _row_shape(spec, {**symbols, **dims}) for spec in inputs}
-    shapes |= {spec.name: tuple(map(int, spec.shape)) for spec in inputs if whole}
+    known_sizes = {**symbols, **dims}
+    shapes = {
+        spec.name: tuple(map(int, spec.shape))
+        if whole
+        else tuple(known_sizes.get(s, LENGTH) if isinstance(s, str) else LENGTH if s < 0 else s for s in spec.shape[1:])
+        for spec in inputs
+    }
     row_bytes = sum(math.prod(shapes[spec.name]) * max(1, _dtype(spec).itemsize) for spec in inputs)
     if row_bytes > _ROW_BYTES:
         raise UserError(f"one row of the model's inputs takes {row_bytes / 1e9:.3g} GB", remedy="Supply rows: --data.")
@@ -348,11 +353,6 @@ def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]
         raise UserError(
             f"no dimension is called {unknown[0]!r}", where="--dim", remedy=f"Named ones: {', '.join(known) or 'none'}."
         )
-
-
-def _row_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
-    sizes = spec.shape[1:]
-    return tuple(dims.get(s, LENGTH) if isinstance(s, str) else LENGTH if s < 0 else s for s in sizes)
 
 
 def _dtype(spec: TensorSpec) -> np.dtype[Any]:

@@ -84,7 +84,11 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     if step.kind == "cold" and policy.cold is not None:
         guards.append(evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
     elif step.kind == "shadow" and policy.shadow is not None:
-        copies = _sum_copies(here)
+        copies = ShadowCounts(
+            compared=sum(each.shadow.compared for each in here),
+            differing=sum(each.shadow.differing for each in here),
+            failed=sum(each.shadow.failed for each in here),
+        )
         guards.append(_evaluate_answers(copies, policy.shadow, compute_firing_limit(policy)))
         requests, short = copies.seen, _explain_differing_answers(copies, policy.shadow)
     else:
@@ -349,14 +353,6 @@ def _sum_tallies(tallies: Sequence[RequestCounts]) -> RequestCounts:
         refused=sum(one.refused for one in tallies),
         outcomes=sum(one.outcomes for one in tallies),
         successes=sum(one.successes for one in tallies),
-    )
-
-
-def _sum_copies(here: Sequence[ObservationInterval]) -> ShadowCounts:
-    return ShadowCounts(
-        compared=sum(one.shadow.compared for one in here),
-        differing=sum(one.shadow.differing for one in here),
-        failed=sum(one.shadow.failed for one in here),
     )
 
 
