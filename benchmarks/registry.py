@@ -44,7 +44,7 @@ from tests.support.mlflow_server import mlflow_server
 FEW, ALIAS, TARGET = 100, "champion-cpu-1t", "cpu-1t"
 WARM_UP, PER_MODEL = 3, "the same, one question per model"
 CALLS: Mapping[str, Callable[[Ports, WatchLoop], object]] = {
-    "idle pass over all endpoints": lambda ports, watcher: watcher.look_at_all(),
+    "idle pass over all endpoints": lambda ports, watcher: watcher.reconcile_all(),
     "of it, the question to the registry": lambda ports, watcher: read_registry(ports),
     PER_MODEL: lambda ports, watcher: [
         ports.registry().aliases(name.removeprefix("endpoint-")) for name in ports.ledger.endpoints()
@@ -107,7 +107,7 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> tuple[Count
             ports = connected(url, place)
             for number in range(options.models):
                 serve(ports, f"model-{number:03d}", str(versions // options.models))
-            watcher = WatchLoop(ports, ReconcileQueue(), every=5.0, told=quiet)
+            watcher = WatchLoop(ports, ReconcileQueue(), interval_s=5.0, on_event=quiet)
             sides.append((ports, watcher, Counter()))
         counted(sides)
         for turn in range(options.rounds + WARM_UP):

@@ -212,7 +212,7 @@ def serve_both(place: Place, keep_first: bool) -> None:
 
 def request(place: Place, patience_s: float) -> None:
     """Ask once for a rollback, as the command does. Ends 0 if it was carried out or is owed."""
-    _, errors = roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial", patience_s=patience_s)
+    _, errors = roll_back_each(place.ports(), (place.config.endpoint,), reason="a trial", timeout_s=patience_s)
     if not all(isinstance(error, StillPendingError) for error in errors.values()):
         raise SystemExit(f"{errors}")
 
@@ -237,7 +237,9 @@ def watch(place: Place, told: Connection | None = None) -> None:
     del told
     if place.machine:
         socket.gethostname = lambda: place.machine  # by which leases name their holder
-    WatchLoop(place.ports(), ReconcileQueue(), every=0.5, endpoints=(place.config.endpoint,), told=lambda _: None).run()
+    WatchLoop(
+        place.ports(), ReconcileQueue(), interval_s=0.5, endpoints=(place.config.endpoint,), on_event=lambda _: None
+    ).run()
 
 
 def confirm(place: Place) -> None:

@@ -277,7 +277,7 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
         raise ServiceUnavailableError(
             "the registry does not answer; the endpoint keeps its course", where=endpoint, why=last.registry_down
         )
-    if not last.settled:
+    if not last.stable:
         raise ConflictError(
             "the endpoint does not come to rest", where=endpoint, why=last.why, remedy="See `onnx-ops history`."
         )

@@ -273,7 +273,7 @@ def rollback(
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
     if not as_json:
         _print_results(moved, errors)
-    owing = [name for name in names if name in moved and moved[name].owed]
+    owing = [name for name in names if name in moved and moved[name].pending_aliases]
     owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     pending = _write_aliases(project, owing, actor) if wait else _hand_over(project, owing)
     _notify(project, tuple(moved), wait=wait)

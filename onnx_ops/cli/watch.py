@@ -49,10 +49,10 @@ def keep_watching(
     watcher = WatchLoop(
         project.ports,
         bell,
-        every=seconds,
+        interval_s=seconds,
         endpoints=endpoints,
         actor=actor,
-        told=_print_line if as_json else _print_text,
+        on_event=_print_line if as_json else _print_text,
     )
     with (
         _stopped_by_signals(bell),
@@ -60,12 +60,12 @@ def keep_watching(
         _listening(project, watcher, bell, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
-        watcher.tell("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
-        watcher.look_at_all()
-        if listen is not None and not bell.stopped():
+        watcher.emit("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
+        watcher.reconcile_all()
+        if listen is not None and not bell.is_closed():
             _repair_webhook(project, watcher)
         watcher.run()
-    watcher.tell("", WatchEventKind.STOPPED, why="no step was interrupted; start again to continue")
+    watcher.emit("", WatchEventKind.STOPPED, why="no step was interrupted; start again to continue")
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def _stopped_by_signals(bell: ReconcileQueue) -> Iterator[None]:
         del number, frame
         for name, handler in before.items():
             signal.signal(name, handler)
-        bell.stop()
+        bell.close()
 
     for number in before:
         signal.signal(number, stop)
@@ -98,11 +98,13 @@ def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, 
 
     def tell(delivery: DeliveryResult) -> None:
         for notice in delivery.sent:
-            watcher.tell("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
+            watcher.emit("", WatchEventKind.NOTIFIED, did=delivery.notifier, why=notice.title)
         if delivery.trouble:
-            watcher.tell("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
+            watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
 
-    herald = NotificationLoop(ports, every=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), told=tell)
+    herald = NotificationLoop(
+        ports, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), on_result=tell
+    )
     stopped = threading.Event()
     thread = threading.Thread(target=herald.run, args=(stopped,), name="notifications", daemon=True)
     thread.start()
@@ -129,7 +131,7 @@ def _listening(project: Project, watcher: WatchLoop, bell: ReconcileQueue, liste
         nonlocal last
         if why != last:
             last = why
-            watcher.tell("", WatchEventKind.DELIVERY_REFUSED, why=why)
+            watcher.emit("", WatchEventKind.DELIVERY_REFUSED, why=why)
 
     secret = read_secret(project.settings.webhook_secret, os.environ)
     with WebhookReceiver(
@@ -137,11 +139,11 @@ def _listening(project: Project, watcher: WatchLoop, bell: ReconcileQueue, liste
         port,
         secret=secret,
         clock=project.ports.clock,
-        wake=bell.wake,
+        wake=bell.add,
         refused=refused,
         metrics=partial(render_pending_metrics, project.ports),
     ) as receiver:
-        watcher.tell("", WatchEventKind.LISTENING, why=receiver.address)
+        watcher.emit("", WatchEventKind.LISTENING, why=receiver.address)
         yield
 
 
@@ -154,14 +156,14 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
         secret = read_secret(project.settings.webhook_secret, os.environ)
         report = MlflowWebhooks(project.settings.tracking_uri).repair(secret)
     except OnnxOpsError as error:
-        watcher.tell("", WatchEventKind.WEBHOOK, why=str(error))
+        watcher.emit("", WatchEventKind.WEBHOOK, why=str(error))
         return
     if report is None:
-        watcher.tell("", WatchEventKind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
+        watcher.emit("", WatchEventKind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
     elif report.ok:
-        watcher.tell("", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
+        watcher.emit("", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
     else:
-        watcher.tell(
+        watcher.emit(
             "", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.problem}. {report.remedy}".strip()
         )
 

@@ -99,7 +99,7 @@ def roll_back_endpoints(
 
 def _moved(ports: Ports, rolled: RollbackResult, by: str) -> State[Any]:
     told = f"{rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
-    pending = write_aliases(ports, rolled.endpoint, actor=by) if rolled.owed else ""
+    pending = write_aliases(ports, rolled.endpoint, actor=by) if rolled.pending_aliases else ""
     return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
@@ -114,7 +114,7 @@ def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
 
 def _settled(glance: DryRun, endpoint: str, by: str) -> State[Any]:
     try:
-        reports = glance.settle(endpoint, actor=by)
+        reports = glance.reconcile(endpoint, actor=by)
     except OnnxOpsError as error:
         return failed(error)
     told = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)

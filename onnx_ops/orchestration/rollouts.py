@@ -54,7 +54,7 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
         if journal.state.head != published:
             published = journal.state.head
             publish_rollout(ports, endpoint)
-        over = journal.state.roles.candidate is None and error is None and reports[-1].settled
+        over = journal.state.roles.candidate is None and error is None and reports[-1].stable
         if over or ports.clock.monotonic() >= deadline:
             return _end(ports, endpoint, reports, error, over=over)
         sleep(pause)
@@ -88,9 +88,9 @@ def _look(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxO
     """One pass; every step that did something becomes a task run that says what and why."""
     reports: list[StepReport] = []
     try:
-        reconcile_until_stable(ports, endpoint, actor=by, told=lambda report: _tell(report, reports))
+        reconcile_until_stable(ports, endpoint, actor=by, on_step=lambda report: _tell(report, reports))
     except ConflictError:  # somebody else acted; the next look sees it
-        reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", settled=False))
+        reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", stable=False))
     except OnnxOpsError as error:
         return reports, error
     return reports, None

@@ -1,1 +1,5 @@
-"""What changes a release: promote, reconcile, roll back; and what tells about one: status, history, explain."""
+"""Operate releases: promote, reconcile, roll back, watch, notify and prune, on the ledger as the source of truth.
+
+The state machine: `domain.rollout` (values, next action), `domain.rollout_policy` (steps), `domain.ledger` (entries,
+fold), `journal` (intent, effect, outcome), `reconcile` (one step at a time).
+"""

@@ -1,7 +1,4 @@
-"""Judges a version again from the evidence that is stored, and says whether that is what was signed.
-
-What would lose its approval if a key were trusted no longer.
-"""
+"""Audit signed decisions: re-evaluate them from stored evidence, and list what depends on a signing key."""
 
 from __future__ import annotations
 
@@ -19,16 +16,13 @@ from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, InvalidSignatureError, NotFoundError
 from onnx_ops.ports import Ports
 from onnx_ops.release.decision_policy import is_signed_by
-from onnx_ops.release.journal import Journal, list_bound_endpoints, parse_stream_name
+from onnx_ops.release.journal import list_bound_endpoints, parse_stream_name
 from onnx_ops.statistics.judge import judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReevaluatedDecision:
-    """One target's decision, judged again.
-
-    `reproduced` says that the verdicts, of the whole and of each gate, are the signed ones.
-    """
+    """One target's decision, evaluated again. `reproduced`: all verdicts equal the signed ones."""
 
     target: str
     decision: Decision
@@ -38,8 +32,17 @@ class ReevaluatedDecision:
     signature: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependent:
+    """A version under an alias of a target."""
+
+    model: str
+    version: str
+    alias: str
+
+
 def reevaluate(ports: Ports, model: str, version: str, target: str | None = None) -> tuple[ReevaluatedDecision, ...]:
-    """Judge every target of a version again, or one of them.
+    """Re-evaluate a version for every target that it has a decision for, or for one of them.
 
     Raises:
         NotFoundError: no such version, or no decision for the target.
@@ -55,22 +58,22 @@ def reevaluate(ports: Ports, model: str, version: str, target: str | None = None
             where=f"{model}/{version}",
             remedy=f"Targets with one: {known}.",
         )
-    return tuple(_explain(ports, record, name) for name in targets)
+    return tuple(_reevaluate(ports, record, name) for name in targets)
 
 
 def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
-    """Every judged variant of the release that a version belongs to, by name; the newest version of each counts.
+    """Re-evaluate the newest version of every variant of the release that a version belongs to, by variant.
 
     Raises:
-        NotFoundError: no such version, or no decision for any.
+        NotFoundError: no such version, or no decision for any variant.
         DigestMismatchError: the stored evidence is not what was signed.
     """
     registry = ports.registry()
     release = registry.version(model, version).release
     newest: dict[str, str] = {}
-    for one in sorted(registry.versions(model), key=lambda one: int(one.version)):
-        if one.release == release and registry.version(model, one.version).decisions:
-            newest[one.variant] = one.version
+    for listed in sorted(registry.versions(model), key=lambda listed: int(listed.version)):
+        if listed.release == release and registry.version(model, listed.version).decisions:
+            newest[listed.variant] = listed.version
     if not newest:
         raise NotFoundError(
             "no variant of the release has a signed decision",
@@ -80,60 +83,68 @@ def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tupl
     return {variant: reevaluate(ports, model, number) for variant, number in newest.items()}
 
 
-def _explain(ports: Ports, record: VersionRecord, target: str) -> ReevaluatedDecision:
+def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
+    """Return the evidence and gates of a version's decision, if it is validly signed and about its files.
+
+    Raises:
+        NotFoundError: there is no decision for the target.
+        InvalidSignatureError: no trusted key has signed it.
+        DigestMismatchError: it is about other files, or the stored evidence is not what was signed.
+    """
+    where = f"{record.model}/{record.version}"
+    signed = record.decisions.get(target)
+    if signed is None:
+        remedy = "It serves by an override, without measurements; run its pipeline for this target."
+        raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
+    verify_envelope(signed.envelope, DecisionRecord, ports.verifier(), where=where)
+    if signed.record.manifest != record.manifest:
+        remedy = "Promote a version whose decision is about its own files."
+        raise DigestMismatchError("the decision is about other files", where=where, remedy=remedy)
+    return _load_documents(ports, record, target)
+
+
+def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
+    """Return the versions under guarded aliases whose decision or override this key signed, of all models.
+
+    Raises:
+        ServiceUnavailableError: the registry does not answer.
+    """
+    configs = [ports.ledger.state(name).config for name in list_bound_endpoints(ports)]
+    streams = (parse_stream_name(name) for name in ports.ledger.endpoints())
+    pairs = {(config.model, config.target) for config in configs if config is not None}
+    pairs |= {pair for pair in streams if pair is not None}
+    return tuple(found for model, target in sorted(pairs) for found in _find_dependents(ports, model, target, key))
+
+
+def _reevaluate(ports: Ports, record: VersionRecord, target: str) -> ReevaluatedDecision:
     signed = record.decisions[target]
-    evidence, gates = _basis(ports, record, target)
+    evidence, gates = _load_documents(ports, record, target)
     decision = judge(gates, evidence)
+    try:
+        verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
+        signature = "valid"
+    except InvalidSignatureError as error:
+        signature = f"not valid: {error}"
     return ReevaluatedDecision(
         target=target,
         decision=decision,
         evidence=evidence,
         signed=signed,
         reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
-        signature=_signature(ports, signed),
+        signature=signature,
     )
 
 
-def load_decision_basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
-    """What a version was decided upon and by which gates, if the decision is validly signed and is about its files.
-
-    Raises:
-        NotFoundError: there is no decision for the target.
-        InvalidSignatureError: nobody who is trusted has signed it.
-        DigestMismatchError: it is about other files, or the stored evidence is not what was signed.
-    """
-    where = f"{record.model}/{record.version}"
-    signed = record.decisions.get(target)
-    if signed is None:
-        remedy = "It serves by an override, which rests on no measurement; run its pipeline for this target."
-        raise NotFoundError(f"no decision for target {target}", where=where, remedy=remedy)
-    verify_envelope(signed.envelope, DecisionRecord, ports.verifier(), where=where)
-    if signed.record.manifest != record.manifest:
-        raise DigestMismatchError(
-            "the decision is about other files", where=where, remedy="Promote a version that was decided as it is."
-        )
-    return _basis(ports, record, target)
-
-
-def _basis(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
-    """The documents behind a signed decision, by the digests that it holds."""
+def _load_documents(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
     signed = record.decisions[target].record
-    evidence = _document(ports, record, f"evidence/{target}.json", signed.evidence)
-    gates = _document(ports, record, f"evidence/{target}.gates.json", signed.gates_digest)
+    evidence = _load_document(ports, record, f"evidence/{target}.json", signed.evidence)
+    gates = _load_document(ports, record, f"evidence/{target}.gates.json", signed.gates_digest)
     where = f"evidence of {record.model}/{record.version}"
     return codec.loads(evidence, Evidence, where=where), codec.loads(gates, tuple[Gate, ...])
 
 
-def _signature(ports: Ports, signed: SignedDecision) -> str:
-    try:
-        verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
-    except InvalidSignatureError as error:
-        return f"not valid: {error}"
-    return "valid"
-
-
-def _document(ports: Ports, record: VersionRecord, name: str, digest: Digest) -> bytes:
-    """From the store of this machine, else from the registry; either way with the digest that was signed."""
+def _load_document(ports: Ports, record: VersionRecord, name: str, digest: Digest) -> bytes:
+    """Read a document from the local store, else from the registry, and compare its digest with the signed one."""
     try:
         return ports.store.read(digest)
     except CorruptStateError:
@@ -147,43 +158,12 @@ def _document(ports: Ports, record: VersionRecord, name: str, digest: Digest) ->
     return data
 
 
-_ROLES = ("champion", "challenger", "previous")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dependent:
-    """A version under an alias of a target."""
-
-    model: str
-    version: str
-    alias: str
-
-
-def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
-    """Versions under guarded aliases whose decision or override this key signed, of every model in the ledger.
-
-    Raises:
-        ServiceUnavailableError: the registry does not answer.
-    """
-    return tuple(one for model, target in sorted(_promoted(ports)) for one in _of(ports, model, target, key))
-
-
-def _promoted(ports: Ports) -> set[tuple[str, str]]:
-    """Every model and target that an endpoint is bound to, or that was promoted without one."""
-    configs = [Journal.open(ports, name).config for name in list_bound_endpoints(ports)]
-    streams = (parse_stream_name(name) for name in ports.ledger.endpoints())
-    return {(config.model, config.target) for config in configs} | {pair for pair in streams if pair is not None}
-
-
-def _of(ports: Ports, model: str, target: str, key: Digest) -> Iterator[Dependent]:
-    aliases = ports.registry().aliases(model)
-    for name in (format_alias(role, target) for role in _ROLES):
-        if name in aliases and _rests(ports, model, aliases[name], target, key):
-            yield Dependent(model=model, version=aliases[name], alias=name)
-
-
-def _rests(ports: Ports, model: str, version: str, target: str, key: Digest) -> bool:
-    try:
-        return is_signed_by(ports.registry().version(model, version), target, key, ports.verifier())
-    except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
-        return False
+def _find_dependents(ports: Ports, model: str, target: str, key: Digest) -> Iterator[Dependent]:
+    registry, verifier = ports.registry(), ports.verifier()
+    aliases = registry.aliases(model)
+    for name in (format_alias(role, target) for role in ("champion", "challenger", "previous")):
+        try:
+            if name in aliases and is_signed_by(registry.version(model, aliases[name]), target, key, verifier):
+                yield Dependent(model=model, version=aliases[name], alias=name)
+        except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
+            continue

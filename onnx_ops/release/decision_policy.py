@@ -1,5 +1,6 @@
-"""The rule of what a signed decision allows. Pure: no store, no registry; both the reconciler and the registry's own
-server judge by it.
+"""Which versions a signed decision or override allows to serve.
+
+Pure functions without store or registry: the reconciler and the veto in the registry's server apply the same rules.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ REJECTED_REMEDY = "Make a new release, or promote it with --override and a reaso
 def require_passing_decision(
     record: VersionRecord, target: str, verifier: Verifier, *, others: Iterable[SignedDecision] = ()
 ) -> SignedDecision:
-    """The decision that lets the version serve the target.
+    """Return the decision that lets the version serve the target.
 
     Args:
-        record: the version as the registry tells it.
+        record: the version as the registry returns it.
         target: the target's name.
         verifier: knows the trusted keys.
-        others: decisions found elsewhere, such as on another version with the same content. Those that are validly
-            signed and about exactly this content and target count too: of all, the one with the highest sequence
-            decides, and of several with the same sequence the worst. None of them can stand in for the version's own.
+        others: decisions from elsewhere, such as another version with the same content. Those that are validly signed
+            and about exactly this content and target count too: the one with the highest sequence decides, and of
+            several with the same sequence the worst. None replaces the version's own.
 
     Raises:
         RefusedError: there is none, or it is not a pass.
         InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something else.
     """
     own = _own_decision(record, target, verifier)
-    counted = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
-    signed = max(counted, key=lambda found: (found.record.sequence, found.record.verdict.rank))
+    valid = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
+    signed = max(valid, key=lambda each: (each.record.sequence, each.record.verdict.rank))
     decided = signed.record
     if decided.verdict is not Verdict.PASS:
         worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
@@ -64,7 +65,7 @@ def require_passing_decision(
 
 
 def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, verifier: Verifier) -> bool:
-    """Whether the decision is validly signed and about exactly this content and target."""
+    """Return whether the decision is validly signed and about exactly this content and target."""
     try:
         about = verify_envelope(signed.envelope, DecisionRecord, verifier)
     except InvalidSignatureError:
@@ -73,10 +74,10 @@ def is_valid_for(signed: SignedDecision, record: VersionRecord, target: str, ver
 
 
 def read_override(record: VersionRecord, target: str, verifier: Verifier) -> SignedOverride | None:
-    """The override that stands on the version for a target.
+    """Return the override in the version's tags for a target, or None.
 
-    It needs both tags: the reason, which a person may take away again, and the record that was signed for that reason
-    and exactly this version.
+    It needs both tags: the reason, which a user may delete again, and the record that was signed for that reason and
+    exactly this version.
     """
     text = record.tags.get(override_record_tag(target), "")
     try:
@@ -91,7 +92,7 @@ def read_override(record: VersionRecord, target: str, verifier: Verifier) -> Sig
 def find_recorded_override(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> SignedOverride | None:
-    """The override in an endpoint's ledger that is validly signed for exactly these files on this target."""
+    """Return the override in an endpoint's ledger that is validly signed for these files on this target, or None."""
     if (given := state.overrides.get(what.manifest)) is None:
         return None
     try:
@@ -104,38 +105,39 @@ def find_recorded_override(
 def find_rejection_reason(
     state: ReleaseState, what: VersionRecord | Deployment, target: str, verifier: Verifier
 ) -> str | None:
-    """Why this endpoint does not take the version back; None if it may come, or a person overrode that.
+    """Return why this endpoint does not take the version back; None if it may, or an override allows it.
 
-    The registry's tag is a second witness: what it says was rolled back counts also where the ledger does not say so
-    any more, and only an override that was signed later outweighs it.
+    The registry's tag counts too: a rollback in it counts even if the ledger does not hold it any more, unless an
+    override was signed later.
     """
     override = find_recorded_override(state, what, target, verifier)
     why = state.find_rejection(what) if override is None else None
     if why is None and isinstance(what, VersionRecord):
-        told = read_published_rollback(what, state.endpoint)
-        if told is not None and (override is None or not is_later(override, told)):
-            return told.why
+        rollback = read_published_rollback(what, state.endpoint)
+        if rollback is not None and (override is None or not is_later(override, rollback)):
+            return rollback.why
     return why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRollback:
-    """What a version's tag says of a rollback: when the registry was told, and why it was rolled back."""
+    """The rollback in a version's tag: when it was published, and why it was rolled back."""
 
     at: datetime
     why: str
 
-    def text(self) -> str:
+    def format(self) -> str:
+        """Return the text of the tag."""
         return f"{self.at.isoformat(timespec='milliseconds')} {self.why}"
 
 
 def rolled_back_tag(endpoint: str) -> str:
-    """Tag of a version that an endpoint rolled back."""
+    """Return the tag of a version that an endpoint rolled back."""
     return f"{_ROLLED_BACK}{endpoint}"
 
 
 def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRollback | None:
-    """What the registry knows of a rollback of the version by an endpoint. It needs no signature: it only refuses."""
+    """Return the rollback of the version by an endpoint, or None. It needs no signature, since it only refuses."""
     at, _, why = record.tags.get(rolled_back_tag(endpoint), "").partition(" ")
     try:
         return PublishedRollback(at=datetime.fromisoformat(at).astimezone(UTC), why=why)
@@ -143,18 +145,10 @@ def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRo
         return None
 
 
-def moment_of_override(record: VersionRecord, now: float) -> str:
-    """When an override is given, ISO 8601 in UTC: never before a rollback of the version that is known, however wrong
-    the clock is, since who overrides now knows of it. `now` is seconds since the epoch."""
-    endpoints = [tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)]
-    known = [told.at for endpoint in endpoints if (told := read_published_rollback(record, endpoint)) is not None]
-    return max([datetime.fromtimestamp(now, tz=UTC), *known]).isoformat(timespec="milliseconds")
-
-
-def is_later(override: SignedOverride, told: PublishedRollback) -> bool:
-    """Whether a person gave an override after the registry was told of the rollback."""
+def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
+    """Return whether an override was signed after the rollback was published."""
     try:
-        return datetime.fromisoformat(override.record.at) >= told.at
+        return datetime.fromisoformat(override.record.at) >= rollback.at
     except (ValueError, TypeError):  # no time, or one without a zone
         return False
 
@@ -162,21 +156,25 @@ def is_later(override: SignedOverride, told: PublishedRollback) -> bool:
 def build_override(
     record: VersionRecord, target: str, verifier: Verifier | None, *, reason: str, by: str, now: float
 ) -> OverrideRecord:
-    """What a person is about to sign who overrides the gates of a version.
+    """Return the override record to sign for a version.
 
-    What the target declares is taken from a signed decision about these files, whatever its verdict. Without one they
-    are served without libraries of operators, on one thread of the CPU.
+    Operator libraries and execution are those of a signed decision about these files, whatever its verdict. Without
+    one, the files are served without libraries of operators, on one thread of the CPU. The time is never before a
+    published rollback of the version, however wrong the clock is, since the user knows of that rollback.
 
     Args:
         record: the version.
-        target: where it may serve.
-        verifier: of signed decisions; None where none can be verified.
-        reason: why.
-        by: who.
+        target: the target that it may serve.
+        verifier: verifies the decision; None where none can be verified.
+        reason: the user's reason.
+        by: the user.
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)
-    judged = signed is not None and verifier is not None and is_valid_for(signed, record, target, verifier)
+    is_valid = signed is not None and verifier is not None and is_valid_for(signed, record, target, verifier)
+    endpoints = [tag.removeprefix(_ROLLED_BACK) for tag in record.tags if tag.startswith(_ROLLED_BACK)]
+    rollbacks = [rollback.at for name in endpoints if (rollback := read_published_rollback(record, name)) is not None]
+    at = max([datetime.fromtimestamp(now, tz=UTC), *rollbacks])
     return OverrideRecord(
         model=record.model,
         version=record.version,
@@ -184,16 +182,16 @@ def build_override(
         variant=record.variant,
         manifest=record.manifest,
         target=target,
-        custom_ops=signed.record.custom_ops if signed is not None and judged else (),
-        execution=signed.record.execution if signed is not None and judged else Execution(),
+        custom_ops=signed.record.custom_ops if signed is not None and is_valid else (),
+        execution=signed.record.execution if signed is not None and is_valid else Execution(),
         reason=reason,
         by=by,
-        at=moment_of_override(record, now),
+        at=at.isoformat(timespec="milliseconds"),
     )
 
 
 def is_signed_by(record: VersionRecord, target: str, key: Digest, verifier: Verifier) -> bool:
-    """Whether the version's decision or override for a target was signed by this key."""
+    """Return whether the version's decision or override for a target was signed by this key."""
     signed = record.decisions.get(target)
     if signed is not None and key in signed.keys and is_valid_for(signed, record, target, verifier):
         return True
@@ -217,6 +215,6 @@ def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> Sig
             "the signed decision is about another model, version or target",
             where=where,
             why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, {about.target}",
-            remedy="Somebody moved a tag from another version; run the pipeline again.",
+            remedy="A tag was copied from another version; run the pipeline again.",
         )
     return Attested(record=about, envelope=own.envelope)

@@ -1,13 +1,8 @@
-"""Collects the content store: what was put there and nobody needs any more.
+"""Retention: find and remove versions, model folders, stored objects and provider resources that nothing needs.
 
-Needed is what a recorded result names, what the ledger or a decision behind an alias names, and what any of these
-documents names in turn. A result is recorded only after its files were put; so what is young stays, as a run may be
-about to record it.
-
-What stands at a provider and is needed by no release: found, and removed.
-
-Retention: which versions, model folders, stored contents and things at providers nobody needs any more, and their
-removal.
+A stored object is needed if a recorded result, the ledger or a decision behind an alias names it, or a document that is
+needed itself. A result is recorded only after its files were stored; so young objects stay, as a run may be about to
+record them.
 """
 
 from __future__ import annotations
@@ -27,23 +22,23 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.journal import list_bound_endpoints
 
 YOUNGEST_S = DAY
-"""Content younger than this stays whatever is asked for: no stage takes longer from its first file to its record."""
+"""Objects younger than this always stay: no stage takes longer from its first file to its record."""
 _LARGEST_DOCUMENT = 1 << 22
-"""Bytes. Documents that name others are far smaller; weights and samples are not read for digests."""
+"""Bytes. Documents that name others are far smaller; weights and samples are not searched for digests."""
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObject, ...]:
-    """What is in the store, older than that (and than a day), and needed by nothing. Nothing is changed.
+    """Return stored objects older than that (and than a day) that nothing needs. Nothing is changed.
 
     Raises:
-        ServiceUnavailableError: store, ledger or registry do not answer.
-        CorruptStateError: a ledger is damaged: what it needs is not known.
+        ServiceUnavailableError: the store, the ledger or the registry does not answer.
+        CorruptStateError: a ledger is damaged, so that it is not known what it needs.
     """
     before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
-    # Before the results are read: what is recorded meanwhile cannot rest on old content that nobody has put again.
-    held = ports.store.contents()
-    sizes = {one.digest: one.size_bytes for one in held if one.digest is not None}
+    # Before the results are read: what is recorded meanwhile cannot need old objects that were not stored again.
+    stored = ports.store.contents()
+    sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 
     def names(digest: Digest) -> Iterable[Digest]:
         if sizes.get(digest, _LARGEST_DOCUMENT) >= _LARGEST_DOCUMENT:
@@ -54,31 +49,28 @@ def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObjec
             return ()
 
     needed = find_reachable(_roots(ports), names)
-    return tuple(one for one in held if one.at < before and (one.digest is None or one.digest not in needed))
+    return tuple(one for one in stored if one.at < before and (one.digest is None or one.digest not in needed))
 
 
 def delete_unreferenced(ports: Ports, contents: Sequence[StoredObject]) -> tuple[StoredObject, ...]:
-    """Remove what `find_unreferenced` found; returns what went. What somebody put again meanwhile stays.
-
-    Each removal stands for itself: killed in between, the next one goes on.
-    """
+    """Delete what `find_unreferenced` returned, and return what was deleted. What was stored again meanwhile stays."""
     return tuple(one for one in contents if ports.store.forget(one))
 
 
 def find_reachable(roots: Iterable[Digest], names: Callable[[Digest], Iterable[Digest]]) -> frozenset[Digest]:
-    """The roots, what they name, and so on."""
-    found: set[Digest] = set()
-    left = list(roots)
-    while left:
-        digest = left.pop()
-        if digest not in found:
-            found.add(digest)
-            left += names(digest)
-    return frozenset(found)
+    """Return the roots, the digests that they name, and so on."""
+    reachable: set[Digest] = set()
+    queue = list(roots)
+    while queue:
+        digest = queue.pop()
+        if digest not in reachable:
+            reachable.add(digest)
+            queue += names(digest)
+    return frozenset(reachable)
 
 
 def find_digests(data: bytes) -> frozenset[Digest]:
-    """Every digest that stands anywhere in the bytes: rather one too many than one too few."""
+    """Return every digest anywhere in the bytes: rather one too many than one too few."""
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
 
@@ -92,7 +84,7 @@ def _roots(ports: Ports) -> set[Digest]:
         for version in set(aliases.values()):
             try:
                 decisions = registry.version(model, version).decisions
-            except NotFoundError:  # something else than onnx-ops registered it
+            except NotFoundError:  # not registered by onnx-ops
                 continue
             for signed in decisions.values():
                 roots |= find_digests(codec.dumps(signed))
@@ -101,7 +93,7 @@ def _roots(ports: Ports) -> set[Digest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphan:
-    """A leftover of an endpoint that is, or was."""
+    """An orphaned resource of a present or former endpoint."""
 
     endpoint: str
     provider: str
@@ -110,14 +102,14 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanSurvey:
-    """What was found, and the endpoints whose provider could not say: there may be more."""
+    """Orphaned resources, and the endpoints whose provider did not answer: there may be more."""
 
     orphans: tuple[Orphan, ...] = ()
     silent: tuple[str, ...] = ()
 
 
 def list_needed_deployments(ports: Ports, state: ReleaseState) -> tuple[Deployment, ...]:
-    """What an endpoint serves, may go back to at once, or is about to serve."""
+    """Return what an endpoint serves, may roll back to at once, or is about to serve."""
     roles = state.roles
     held = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
     if state.open_intent is not None:
@@ -131,7 +123,7 @@ def list_needed_deployments(ports: Ports, state: ReleaseState) -> tuple[Deployme
 
 
 def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
-    """What is left of these endpoints and needed by none of them, nor by any other. Nothing is changed."""
+    """Return resources of these endpoints that no endpoint needs. Nothing is changed."""
     states = [ports.ledger.state(name) for name in ports.ledger.endpoints()]
     manifests = frozenset(
         deployment.manifest for state in states for deployment in list_needed_deployments(ports, state)
@@ -148,10 +140,10 @@ def find_orphans(ports: Ports, endpoints: Sequence[str]) -> OrphanSurvey:
 
 
 def delete_orphans(ports: Ports, found: Sequence[Orphan]) -> tuple[Orphan, ...]:
-    """Remove orphans; returns those that went. One that came into use meanwhile stays.
+    """Delete orphans, and return those that were deleted. One that came into use meanwhile stays.
 
     Raises:
-        ServiceUnavailableError: a provider does not answer; what was removed until then stays removed.
+        ServiceUnavailableError: a provider does not answer; what was deleted before stays deleted.
     """
     states = [ports.ledger.state(name) for name in {one.endpoint for one in found}]
     configs = {config.endpoint: config for config in _configs(states, [state.endpoint for state in states])}
@@ -183,8 +175,8 @@ class RetainedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would go. `remove` maps a model to its versions, oldest first; `folders` are model folders of this machine,
-    `orphans` stand at providers, and `contents` are in the store."""
+    """What is to be removed: versions by model, oldest first, local model folders, orphaned provider resources, and
+    stored objects."""
 
     remove: Mapping[str, tuple[ListedVersion, ...]]
     kept: tuple[RetainedVersion, ...]
@@ -194,11 +186,11 @@ class PrunePlan:
 
 
 def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEASES, older_than_s: float) -> PrunePlan:
-    """What is not needed now. Nothing is changed.
+    """Return what is not needed now. Nothing is changed.
 
-    A version stays while an alias points at it, an endpoint serves it, may go back to it or is about to serve it, it is
-    one of the newest releases, or it is young. Of an endpoint that does not answer, every version that it ever served
-    stays.
+    A version stays while an alias points at it, an endpoint serves it, may roll back to it or is about to serve it, it
+    belongs to one of the newest releases, or it is young. If an endpoint does not answer, every version that it ever
+    served stays.
 
     Args:
         ports: the outside world.
@@ -208,7 +200,7 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
 
     Raises:
         ServiceUnavailableError: the registry or the store does not answer.
-        CorruptStateError: a ledger is damaged, so that nobody knows what its endpoint needs.
+        CorruptStateError: a ledger is damaged, so that it is not known what its endpoint needs.
     """
     states = [ports.ledger.state(name) for name in list_bound_endpoints(ports)]
     in_use = [(state, deployment) for state in states for deployment in list_needed_deployments(ports, state)]
@@ -239,16 +231,16 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
 
 
 def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
-    """Remove what the plan says and is still not needed; returns what was removed.
+    """Remove what the plan names and is still not needed, and return what was removed.
 
     Raises:
-        ServiceUnavailableError: the registry does not answer; what was removed until then stays removed.
+        ServiceUnavailableError: the registry does not answer; what was removed before stays removed.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     for model, versions in plan.remove.items():
         gone: list[ListedVersion] = []
         for entry in versions:
-            # Somebody may have promoted it since the plan was made.
+            # It may have been promoted since the plan was made.
             if entry.version in _served(ports, model):
                 continue
             try:
@@ -282,7 +274,7 @@ def _reasons(
     for state in states:
         if state.config is not None and state.config.model == model:
             owed = {
-                version: f"alias {name} is owed to it" for name, version in state.pending_aliases.items() if version
+                version: f"alias {name} is pending for it" for name, version in state.pending_aliases.items() if version
             }
             reasons |= owed
     for state, deployment in in_use:
@@ -311,8 +303,10 @@ def _recent(entry: ListedVersion, newest: frozenset[Digest], keep: int, born_bef
 def _idle_folders(
     ports: Ports, wanted: set[Digest], remove: Mapping[str, Sequence[ListedVersion]], before: float
 ) -> tuple[StoredObject, ...]:
-    """Folders of versions that leave; and old ones, whose version may have left in a pruning that was cut short. What
-    another model needs one day is fetched again."""
+    """Folders of removed versions, and old ones, whose version may have been removed by a pruning that was killed.
+
+    What another model needs later is downloaded again.
+    """
     leaving = {entry.manifest for versions in remove.values() for entry in versions}
     return tuple(
         folder

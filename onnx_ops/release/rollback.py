@@ -1,7 +1,7 @@
-"""All traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else.
+"""Move all traffic back to a version that is known to work. Needs the ledger and the endpoint, nothing else.
 
-A rollback is requested first, by an entry of its own, and is owed from then on: whatever fails or is killed, every
-reconciliation tries again, until the endpoint was observed where the request leads or an operator withdraws it.
+A rollback is requested first, by an entry in the ledger, and is pending from then on: whatever fails or is killed,
+every reconciliation tries again, until the endpoint was observed there or an operator withdraws the request.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import Journal, find_corruption, pin_aliases, read_readable_state, with_generation
+from onnx_ops.release.journal import Journal, find_corruption, pin_aliases, read_readable_state
 from onnx_ops.release.registry_sync import restore_files
 from onnx_ops.release.retry import COMMAND_TIMEOUT_S, retry_on_conflict, run_concurrently
 from onnx_ops.release.status import HistoryFilter, filter_endpoints
 
-_PAUSE_S = 0.1
 OBSERVE_TIMEOUT_S = 2.0
-"""How long to look, in seconds, whether a rollback took effect before. An endpoint that does not answer is no proof."""
+"""Seconds to observe whether an earlier rollback took effect. An endpoint that does not answer proves nothing."""
+_POLL_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackResult:
-    """From which version to which; `owed` are aliases that the registry will be told later. `already`: nothing was
-    left to do."""
+    """From which version to which. `pending_aliases` are written later. `already`: nothing was left to do."""
 
     endpoint: str
     moved_from: str
     moved_to: str
     reason: str
-    owed: tuple[str, ...]
+    pending_aliases: tuple[str, ...]
     already: bool = False
 
 
@@ -62,22 +61,32 @@ def roll_back(
 ) -> RollbackResult:
     """Request that all traffic goes to the previous version, or to `to`, and carry it out.
 
-    Where several endpoints serve the same model and target, this one is pinned: the aliases, which speak for all of
-    them, stay. Without `pin` they follow once all of these endpoints have gone back.
+    Where several endpoints serve the same model and target, this one is pinned: the shared aliases stay. Without `pin`
+    they follow once all of these endpoints have rolled back.
 
-    The request outranks whatever a driver has open: its later outcome no longer counts, and the endpoint refuses its
+    The request takes precedence over any open action: its later outcome no longer counts, and the endpoint refuses its
     later effects, which carry a lower generation. A request that has taken effect already changes nothing.
+
+    Args:
+        ports: the outside world.
+        endpoint: name of the endpoint.
+        to: version to go back to.
+        reason: why, recorded.
+        actor: who is recorded for it.
+        force: allow a version that was rolled back itself.
+        pin: leave aliases that several endpoints share.
+        candidate_only: only abort a rollout in progress.
 
     Raises:
         NotFoundError: no such endpoint, or no version to go back to.
-        RefusedError: that version was rolled back itself, and `force` does not say that it must be.
+        RefusedError: that version was rolled back itself, and `force` is not set.
         StillPendingError: it was requested, and could not be carried out yet.
-        UserError: no rollout is in progress, and `candidate_only` says that only its candidate may be taken back.
+        UserError: no rollout is in progress, and `candidate_only` is set.
     """
-    rolled, journal = request_rollback(
+    result, journal = request_rollback(
         ports, endpoint, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
     )
-    return rolled if rolled.already else _carried_out(journal, rolled)
+    return result if result.already else _carry_out(journal, result)
 
 
 def request_rollback(
@@ -91,33 +100,29 @@ def request_rollback(
     pin: bool,
     candidate_only: bool,
 ) -> tuple[RollbackResult, Journal]:
-    """Write down that traffic is to go back; from then on it is owed. Arguments and errors as of `roll_back`.
-
-    Returns:
-        The rollback, and the journal in which it stands.
-    """
+    """Record that traffic must go back; return the result so far and the journal. Arguments as of `roll_back`."""
 
     def request() -> tuple[RollbackResult, Journal]:
         journal = Journal.open(ports, endpoint, actor=actor)
         config, pending = journal.config, journal.state.pending_rollback
         if pending is not None and _is_same(pending.action, to):
-            return _rolled(journal.state, pending.action), journal
-        if (done := _done(journal, to, force)) is not None:
+            return _build_result(journal.state, pending.action), journal
+        if (done := _find_done(journal, to, force)) is not None:
             return done, journal
         if candidate_only and journal.state.roles.candidate is None:
             raise _no_rollout(endpoint)
         action = _plan(journal, to, reason, force)
         if pin:
             action = pin_aliases(ports, config, action)
-        rolled = _rolled(journal.state, action)
+        result = _build_result(journal.state, action)
         journal.append(RollbackRequested(action=action, by_operator=True))
-        return rolled, journal
+        return result, journal
 
     return retry_on_conflict(request)
 
 
 def request_and_carry_out(journal: Journal, action: Action) -> None:
-    """Request what the figures or the registry call for, and try once to carry it out.
+    """Request the rollback that metrics or the registry call for, and try once to carry it out.
 
     Raises:
         OnnxOpsError: as `carry_out_pending` does.
@@ -127,14 +132,14 @@ def request_and_carry_out(journal: Journal, action: Action) -> None:
 
 
 def carry_out_pending(journal: Journal) -> None:
-    """Try once to bring the endpoint where its pending rollback leads.
+    """Try once to carry out the pending rollback.
 
     Raises:
-        OnnxOpsError: it is still owed; the ledger says why.
+        OnnxOpsError: it is still pending; the ledger says why.
     """
     pending = journal.state.pending_rollback
     if pending is not None:
-        journal.perform(pending.action, partial(_give_back, journal.ports, journal.config, pending.action))
+        journal.perform(pending.action, partial(_apply_rollback, journal.ports, journal.config, pending.action))
 
 
 def roll_back_each(
@@ -147,11 +152,11 @@ def roll_back_each(
     force: bool = False,
     pin: bool = True,
     candidate_only: bool = False,
-    patience_s: float = COMMAND_TIMEOUT_S,
+    timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
-    """`roll_back` of several: what was moved and what was not. One endpoint's trouble does not keep the others back.
+    """Request the rollback of several endpoints, carry all out side by side, and return results and errors by endpoint.
 
-    All are requested first, then carried out side by side. What takes longer than `patience_s` is `StillPendingError`.
+    What takes longer than `timeout_s` is a `StillPendingError`. Other arguments as of `roll_back`.
     """
     requested: dict[str, tuple[RollbackResult, Journal]] = {}
     errors: dict[str, OnnxOpsError] = {}
@@ -162,29 +167,27 @@ def roll_back_each(
             )
         except OnnxOpsError as error:
             errors[name] = error
-    moved = {name: rolled for name, (rolled, _) in requested.items() if rolled.already}
-    calls = {
-        name: partial(_carried_out, journal, rolled)
-        for name, (rolled, journal) in requested.items()
-        if name not in moved
-    }
-    late = f"the endpoint did not get there within {patience_s:g} s"
-    for name, result in run_concurrently(calls, patience_s, lambda name: _still_owed(requested[name][0], late)).items():
+    results = {name: result for name, (result, _) in requested.items() if result.already}
+    calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
+    late = f"the endpoint did not get there within {timeout_s:g} s"
+    for name, result in run_concurrently(
+        calls, timeout_s, lambda name: _still_pending(requested[name][0], late)
+    ).items():
         if isinstance(result, OnnxOpsError):
             errors[name] = result
         else:
-            moved[name] = result
-    return moved, errors
+            results[name] = result
+    return results, errors
 
 
 def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "") -> str:
-    """Take back what the endpoint owes: a deletion, or else a rollback that did not take effect, with what it rejected.
+    """Withdraw what is pending at the endpoint: a deletion, else a rollback, with what it rejected.
 
     Returns:
-        What was withdrawn, in words.
+        What was withdrawn, as text.
 
     Raises:
-        NotFoundError: nothing is owed.
+        NotFoundError: nothing is pending.
         UserError: there is no reason.
     """
     if not reason.strip():
@@ -194,15 +197,31 @@ def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "
         journal = Journal.open(ports, endpoint, actor=actor)
         pending, deleting = journal.state.pending_rollback, journal.state.deleting
         if pending is None and not deleting:
-            raise NotFoundError(
-                "nothing is owed here", where=journal.config.endpoint, remedy=f"See `onnx-ops history {endpoint}`."
-            )
+            remedy = f"See `onnx-ops history {endpoint}`."
+            raise NotFoundError("nothing is pending here", where=journal.config.endpoint, remedy=remedy)
         journal.append(RequestWithdrawn(reason=reason))
         if deleting or pending is None:
             return "the deletion"
-        return f"the rollback to {_name(pending.action.roles.stable)}"
+        return f"the rollback to {_format_name(pending.action.roles.stable)}"
 
     return retry_on_conflict(attempt)
+
+
+def send_command(ports: Ports, endpoint: str, command: OperatorCommand, *, reason: str = "", actor: str = "") -> None:
+    """Record an operator's command to the rollout in progress; the reconciler acts on it.
+
+    Raises:
+        UserError: no rollout is in progress.
+    """
+
+    def send() -> None:
+        journal = Journal.open(ports, endpoint, actor=actor)
+        config = journal.config
+        if journal.state.roles.candidate is None:
+            raise _no_rollout(config.endpoint)
+        journal.append(OperatorCommandSent(command=command, reason=reason))
+
+    retry_on_conflict(send)
 
 
 def select_endpoints(
@@ -214,118 +233,97 @@ def select_endpoints(
     target: str = "",
     to: str | None = None,
 ) -> tuple[str, ...]:
-    """Names of the endpoints that a rollback is for: those that are named, or `every` one of a model and target.
+    """Return the endpoints of a rollback: those that are named, or `every` one of a model and target.
 
-    Without `to`, every one means those that have the release which came last to any of them: an endpoint that it has
-    not reached yet has nothing to go back from.
+    Without `to`, every one means those that have the latest release of any of them: an endpoint that it has not
+    reached has nothing to roll back.
 
     Raises:
         UserError: neither or both are given.
-        NotFoundError: no endpoint serves that model on that target, or none has its last release any more.
+        NotFoundError: no endpoint serves that model on that target, or none has its latest release.
     """
     if bool(endpoints) == every or (every and not model) or (not every and (model or target)):
         raise UserError(
-            "which endpoints?", remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them."
+            "no endpoints were selected",
+            remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them.",
         )
     names = filter_endpoints(ports, HistoryFilter(model=model, target=target)) if every else endpoints
     if not names:
         of_target = f" on {target}" if target else ""
         raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
-    return _reached(ports, names, model) if every and to is None else names
+    return _select_reached(ports, names, model) if every and to is None else names
 
 
-def _reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
+def _select_reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
     states = {name: read_readable_state(ports, name) for name in names}
-    last = max(states.values(), key=lambda state: state.latest_release_at).latest_release
-    # Of a damaged ledger nobody knows whether it had that release: that it cannot be rolled back is to be told.
-    found = tuple(
-        name for name, state in states.items() if last in _releases(state) or find_corruption(ports, name) is not None
+    latest = max(states.values(), key=lambda state: state.latest_release_at).latest_release
+    # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
+    selected = tuple(
+        name for name, state in states.items() if latest in _active_releases(state) or find_corruption(ports, name)
     )
-    # Asked again after the rollback: those that went back from it, so that the answer is that this is done.
-    found = found or tuple(
-        name for name, state in states.items() if state.last_rollback and state.latest_release == last
+    # Repeated after the rollback: those that rolled back from it, to report that this is done.
+    selected = selected or tuple(
+        name for name, state in states.items() if state.last_rollback and state.latest_release == latest
     )
-    if not found:
+    if not selected:
         raise NotFoundError(
-            f"no endpoint serves the last release of {model} any more",
+            f"nothing to roll back: no endpoint is serving the latest release of {model}",
             remedy="See `onnx-ops history`; to go further back, name a version with --to.",
         )
-    return found
+    return selected
 
 
-def _releases(state: ReleaseState) -> set[Digest]:
+def _active_releases(state: ReleaseState) -> set[Digest]:
     """Releases that take traffic, or are about to."""
     roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
-    return {d.release for one in roles for d in (one.candidate, one.stable) if d is not None}
-
-
-def send_command(ports: Ports, endpoint: str, word: OperatorCommand, *, reason: str = "", actor: str = "") -> None:
-    """An operator's word about a rollout in progress; the reconciler acts upon it.
-
-    Raises:
-        UserError: no rollout is in progress.
-    """
-
-    def speak() -> None:
-        journal = Journal.open(ports, endpoint, actor=actor)
-        config = journal.config
-        if journal.state.roles.candidate is None:
-            raise _no_rollout(config.endpoint)
-        journal.append(OperatorCommandSent(command=word, reason=reason))
-
-    retry_on_conflict(speak)
+    return {d.release for each in roles for d in (each.candidate, each.stable) if d is not None}
 
 
 def _no_rollout(endpoint: str) -> UserError:
     return UserError("no rollout is in progress", where=endpoint, remedy=f"See `onnx-ops status {endpoint}`.")
 
 
-def _carried_out(journal: Journal, rolled: RollbackResult) -> RollbackResult:
-    """Pay what was requested. Raises StillPendingError, with the cause."""
+def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
+    """Carry out what was requested. Raises StillPendingError with the cause."""
 
     def attempt() -> None:
         try:
-            _wait_for_another(journal)
+            _wait_for_other(journal)
             carry_out_pending(journal)
         except LedgerConflictError:
-            journal.state = journal.ports.ledger.state(rolled.endpoint)
+            journal.state = journal.ports.ledger.state(result.endpoint)
             raise
 
     try:
         retry_on_conflict(attempt)
     except OnnxOpsError as error:
-        raise _still_owed(rolled, str(error)) from error
-    return replace(rolled, owed=tuple(sorted(journal.state.pending_aliases)))
+        raise _still_pending(result, str(error)) from error
+    return replace(result, pending_aliases=tuple(sorted(journal.state.pending_aliases)))
 
 
-def _wait_for_another(journal: Journal) -> None:
-    """Let whoever carries the same rollback out already get on with it. Commands that are repeated faster than a slow
-    endpoint moves would else all begin anew, and none would ever end.
-
-    Raises:
-        ServiceUnavailableError: it takes long.
-    """
+def _wait_for_other(journal: Journal) -> None:
+    """Let another process finish the same rollback, so that repeated commands do not each begin it anew."""
     deadline = time.monotonic() + COMMAND_TIMEOUT_S
-    while (intent := journal.at_work()) is not None:
+    while (intent := journal.active_intent()) is not None:
         if time.monotonic() > deadline:
-            raise ServiceUnavailableError(f"{intent.holder} is at work on it", where=journal.state.endpoint)
-        time.sleep(_PAUSE_S)
+            raise ServiceUnavailableError(f"{intent.holder} is changing it", where=journal.state.endpoint)
+        time.sleep(_POLL_INTERVAL_S)
         journal.state = journal.ports.ledger.state(journal.state.endpoint)
 
 
-def _still_owed(rolled: RollbackResult, why: str) -> StillPendingError:
+def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
     return StillPendingError(
-        f"accepted, still owed: all traffic to {rolled.moved_to}",
-        where=rolled.endpoint,
+        f"accepted, still pending: all traffic to {result.moved_to}",
+        where=result.endpoint,
         why=why,
-        remedy=f"Every `onnx-ops reconcile` and watch tries again; {rolled.moved_from} counts as rejected meanwhile. "
-        f"Take it back with `onnx-ops rollback --withdraw {rolled.endpoint} --reason ...`.",
+        remedy=f"Every `onnx-ops reconcile` and watch tries again; {result.moved_from} counts as rejected meanwhile. "
+        f"Withdraw it with `onnx-ops rollback --withdraw {result.endpoint} --reason ...`.",
     )
 
 
-def _give_back(ports: Ports, config: EndpointConfig, action: Action, generation: int) -> None:
-    """Traffic first, by the provider's one call. Files that it needs and that are lost or damaged are fetched again."""
-    state, provider = with_generation(action.state, generation), ports.provider(config.provider)
+def _apply_rollback(ports: Ports, config: EndpointConfig, action: Action, generation: int) -> None:
+    """Roll back by the provider's one call; lost or damaged files are downloaded again."""
+    state, provider = replace(action.state, generation=generation), ports.provider(config.provider)
     try:
         provider.roll_back(config, state, generation=generation)
     except (NotFoundError, DigestMismatchError):
@@ -333,52 +331,50 @@ def _give_back(ports: Ports, config: EndpointConfig, action: Action, generation:
         provider.roll_back(config, state, generation=generation)
 
 
-def _is_same(asked: Action, to: str | None) -> bool:
-    """Whether what is owed is what an operator asks for. What was only withdrawn is not rejected yet."""
-    goal = asked.roles.stable
-    return bool(asked.reject) and goal is not None and to in (None, goal.version, goal.name)
+def _is_same(pending: Action, to: str | None) -> bool:
+    """Whether the pending rollback is what the operator asks for. An abort that rejects nothing is not."""
+    goal = pending.roles.stable
+    return bool(pending.reject) and goal is not None and to in (None, goal.version, goal.name)
 
 
-def _rolled(state: ReleaseState, action: Action, *, already: bool = False) -> RollbackResult:
-    left = [name for name, weight in action.state.split.weights.items() if not weight]
+def _build_result(state: ReleaseState, action: Action, *, already: bool = False) -> RollbackResult:
+    idle = [name for name, weight in action.state.split.weights.items() if not weight]
     return RollbackResult(
         endpoint=state.endpoint,
-        moved_from=left[0] if left else "nothing",
-        moved_to=_name(action.roles.stable),
+        moved_from=idle[0] if idle else "nothing",
+        moved_to=_format_name(action.roles.stable),
         reason=action.why,
-        owed=tuple(sorted(state.pending_aliases)),
+        pending_aliases=tuple(sorted(state.pending_aliases)),
         already=already,
     )
 
 
-def _done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
-    """What a request that took effect before has done; None if there is something to do.
+def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
+    """What an earlier request has done; None if there is something to do.
 
-    Without `to`, a rollback after a rollback is the same one again: whoever wants to go back further says how far.
+    Without `to`, a rollback after a rollback is the same one again: to go further back, an operator names a version.
     """
     state, config = journal.state, journal.config
     stable, last = state.roles.stable, state.last_rollback
     if stable is None or state.roles.candidate is not None or state.open_intent is not None or state.deleting:
         return None
-    if to is None and (last is None or force):
+    if (to is None and (last is None or force)) or (to is not None and to.removeprefix("v") != stable.version):
         return None
-    if to is not None and to.removeprefix("v") != stable.version:
-        return None
-    look = partial(journal.ports.provider(config.provider).observe, config)
+    observe = partial(journal.ports.provider(config.provider).observe, config)
     late = ServiceUnavailableError("the endpoint does not answer", where=config.endpoint)
-    actual = run_concurrently({config.endpoint: look}, OBSERVE_TIMEOUT_S, lambda _: late)[config.endpoint]
-    if actual is None or isinstance(actual, OnnxOpsError) or not serves_only(actual, stable):
+    observed = run_concurrently({config.endpoint: observe}, OBSERVE_TIMEOUT_S, lambda _: late)[config.endpoint]
+    if observed is None or isinstance(observed, OnnxOpsError) or not serves_only(observed, stable):
         return None
-    if last is None:
-        return RollbackResult(
-            endpoint=config.endpoint,
-            moved_from=stable.name,
-            moved_to=stable.name,
-            reason="",
-            owed=tuple(sorted(state.pending_aliases)),
-            already=True,
-        )
-    return _rolled(state, last, already=True)
+    if last is not None:
+        return _build_result(state, last, already=True)
+    return RollbackResult(
+        endpoint=config.endpoint,
+        moved_from=stable.name,
+        moved_to=stable.name,
+        reason="",
+        pending_aliases=tuple(sorted(state.pending_aliases)),
+        already=True,
+    )
 
 
 def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
@@ -387,49 +383,42 @@ def _plan(journal: Journal, to: str | None, reason: str, force: bool) -> Action:
         raise RefusedError(
             "the endpoint is being deleted",
             where=config.endpoint,
-            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or take it back with "
+            remedy=f"Complete that with `onnx-ops delete {config.endpoint}`, or withdraw it with "
             f"`onnx-ops rollback --withdraw {config.endpoint} --reason ...`.",
         )
     begun = state.open_intent.action if state.open_intent is not None else None
     if state.pending_rollback is not None:
         begun = state.pending_rollback.action
-    # What a driver has begun may have reached the endpoint already, so it counts as done; but what is being taken
-    # out counts as still there, so that it is rejected too.
+    # What was begun may have reached the endpoint, so it counts as done; but what is being removed counts as still
+    # there, so that it is rejected too.
     roles = begun.roles if begun is not None and begun.kind is not ActionKind.ABORT else state.roles
-    goal = _goal(state, roles, to, force)
-    if (bad := state.find_rejection(goal)) is not None and not force:
+    goal = _find_goal(state, roles, to, force)
+    if (rejection := state.find_rejection(goal)) is not None and not force:
         raise RefusedError(
-            f"{goal.name} is known to be bad",
+            f"{goal.name} was rolled back itself",
             where=config.endpoint,
-            why=bad,
+            why=rejection,
             remedy="Name another version with --to, or insist with --force.",
         )
-    why = reason or "rolled back by an operator, who gave no reason"
+    why = reason or "rolled back by an operator, without a reason"
     if roles.candidate is not None and roles.stable is not None and goal.manifest == roles.stable.manifest:
         action = plan_abort(roles, config.target, why=why, reject=True)
     else:
         action = plan_rollback(roles, goal, config.target, why=why)
     if begun is not None:
-        rejected = (*begun.reject, *action.reject)
-        action = replace(
-            action, reject=tuple(d for d in dict.fromkeys(rejected) if d not in (goal.release, goal.manifest))
-        )
+        rejected = dict.fromkeys((*begun.reject, *action.reject))
+        action = replace(action, reject=tuple(d for d in rejected if d not in (goal.release, goal.manifest)))
     return action
 
 
-def _name(deployment: Deployment | None) -> str:
-    return deployment.name if deployment is not None else "nothing"
-
-
-def _goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
-    """Where traffic is to go: without `to`, where the last rollback led if nothing else has come since."""
+def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Deployment:
+    """Where traffic is to go: without `to`, where the last rollback led if no other version has come since."""
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:
             known = ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
-            raise NotFoundError(
-                f"v{version} never served here", where=state.endpoint, remedy=f"Versions that did: {known}."
-            )
+            remedy = f"Versions that did: {known}."
+            raise NotFoundError(f"v{version} never served here", where=state.endpoint, remedy=remedy)
         return state.known[version]
     again = state.last_rollback is not None and roles.stable == state.roles.stable and not force
     goal = roles.stable if roles.candidate is not None or again else roles.previous
@@ -440,3 +429,7 @@ def _goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -> Dep
             remedy=f"See `onnx-ops history {state.endpoint}`; name a version with --to.",
         )
     return goal
+
+
+def _format_name(deployment: Deployment | None) -> str:
+    return deployment.name if deployment is not None else "nothing"

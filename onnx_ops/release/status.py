@@ -1,11 +1,4 @@
-"""What an endpoint does, and what happened to it.
-
-The last rollout of an endpoint, in progress or over, as its ledger tells it.
-
-What a person sees of a rollout: where it is, what the figures say, and what it waits for.
-
-What endpoints owe, as metrics: for an alarm that does not depend on a message that somebody has to read.
-"""
+"""The status of endpoints: what they serve, their history, their rollout, and metrics of what is pending."""
 
 from __future__ import annotations
 
@@ -22,6 +15,7 @@ from onnx_ops.domain.ledger import (
     EndpointAbandoned,
     EndpointBound,
     EndpointDeleted,
+    EntryBody,
     Intent,
     LeaseRenewed,
     LedgerEntry,
@@ -37,8 +31,8 @@ from onnx_ops.domain.ledger import (
     VersionRefused,
     apply_entry,
 )
-from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult, Roles
-from onnx_ops.domain.rollout_observations import Observations
+from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
+from onnx_ops.domain.rollout_observations import LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import DetachedServing, Ports
@@ -49,12 +43,14 @@ from onnx_ops.release.rollout_metrics import choose_action, read_metrics
 if TYPE_CHECKING:
     from onnx_ops.statistics.rollout.judge import EvidencePath
 
+_TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """The ledger's view and the provider's. `actual` is None if the endpoint does not answer whoever manages it.
+    """The state of the ledger and that of the provider. `actual` is None if the endpoint's manager does not answer.
 
-    Then `unsupervised` says that it answers its clients all the same.
+    `unsupervised` then says that its clients are answered all the same.
     """
 
     state: ReleaseState
@@ -67,9 +63,8 @@ class EndpointStatus:
 class HistoryLine:
     """One ledger entry for people and auditors. `at` is ISO 8601 in UTC, `kind` that of the entry or its action.
 
-    `versions` are the deployments by role once the entry has taken effect, with the digests of their release, their
-    files and the evidence that they were approved on; empty where an entry changes no roles. `traffic` holds the shares
-    of the versions after it, in percent; empty where it moves none, or failed to.
+    `versions` are the deployments by role once the entry has taken effect; empty where it changes no roles. `traffic`
+    holds the shares of the versions after it, in percent; empty where it moves none, or failed to.
     """
 
     endpoint: str
@@ -85,7 +80,7 @@ class HistoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFilter:
-    """Which endpoints and entries are asked for; what is left out asks for all. `since` is seconds since the epoch."""
+    """Selects endpoints and entries; what is left out selects all. `since` is in seconds since the epoch."""
 
     endpoints: tuple[str, ...] = ()
     model: str = ""
@@ -96,292 +91,17 @@ class HistoryFilter:
     traffic: bool = False
     """Only entries that moved traffic."""
 
-
-def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
-    """Raises NotFoundError if no pipeline has bound this endpoint."""
-    journal = Journal.open(ports, endpoint)
-    config = journal.config
-    provider = ports.provider(config.provider)
-    actual = provider.observe(config)
-    return EndpointStatus(
-        state=journal.state,
-        actual=actual,
-        address=provider.address(config),
-        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.is_unsupervised(config),
-    )
-
-
-def read_statuses(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
-    """`read_status` of several: what they do, and why of some it cannot be told."""
-    found: list[EndpointStatus] = []
-    errors: dict[str, OnnxOpsError] = {}
-    for name in endpoints:
-        try:
-            found.append(read_status(ports, name))
-        except OnnxOpsError as error:
-            errors[name] = error
-    return tuple(found), errors
-
-
-def filter_endpoints(ports: Ports, wanted: HistoryFilter) -> tuple[str, ...]:
-    """Names of the bound endpoints that are asked for; with those that nobody can tell of, as their ledger is damaged.
-
-    Raises:
-        NotFoundError: one that was named is not bound.
-    """
-    for name in wanted.endpoints:
-        Journal.open(ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    names = wanted.endpoints or list_bound_endpoints(ports)
-    configs = {name: read_readable_state(ports, name).config for name in names}
-    return tuple(name for name, config in configs.items() if config is None or _fits(config, wanted))
-
-
-def read_history(ports: Ports, wanted: HistoryFilter) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
-    """Entries of ledgers, oldest first; also of endpoints that are gone, and of models that no endpoint serves.
-
-    Of a damaged ledger only what comes before the damage can be told, and why no more, by name.
-
-    Raises:
-        NotFoundError: an endpoint that was named has no history.
-    """
-    names = wanted.endpoints or ports.ledger.endpoints()
-    found: list[LedgerEntry] = []
-    errors: dict[str, CorruptStateError] = {}
-    for name in names:
-        entries, error = _entries(ports, name)
-        if not entries and error is None and wanted.endpoints:
-            known = ", ".join(ports.ledger.endpoints()) or "none"
-            raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
-        bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in entries)
-        if bound and not _was_ever(name, entries, wanted):
-            continue
-        if error is not None:
-            errors[name] = error
-        found += [e for e in entries if e.at >= wanted.since and wanted.actor in ("", e.actor)]
-    found.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    failed = {(e.endpoint, e.body.of) for e in found if isinstance(e.body, ActionOutcome) and not e.body.ok}
-    lines = [_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in found]
-    if wanted.traffic:
-        lines = [line for line in lines if line.traffic]
-    return tuple(lines[-wanted.limit :] if wanted.limit else lines), errors
-
-
-def _entries(ports: Ports, name: str) -> tuple[Sequence[LedgerEntry], CorruptStateError | None]:
-    try:
-        return ports.ledger.read(name), None
-    except CorruptStateError as error:
-        return ports.ledger.read_intact(name), error
-
-
-def _fits(config: EndpointConfig | None, wanted: HistoryFilter) -> bool:
-    return config is not None and wanted.model in ("", config.model) and wanted.target in ("", config.target)
-
-
-def _was_ever(name: str, entries: Sequence[LedgerEntry], wanted: HistoryFilter) -> bool:
-    """Whether the ledger is about that model and target."""
-    model, _, target = name.partition("@")
-    if target:
-        return wanted.model in ("", model) and wanted.target in ("", target)
-    if not (wanted.model or wanted.target):
-        return True
-    return any(isinstance(e.body, EndpointBound) and _fits(e.body.config, wanted) for e in entries)
-
-
-def _line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
-    what, why = _told(entry)
-    at = datetime.datetime.fromtimestamp(entry.at, tz=datetime.UTC).isoformat(timespec="seconds")
-    action = entry.body.action if isinstance(entry.body, Intent) else None
-    roles = {} if action is None else _by_role(action.roles)
-    return HistoryLine(
-        endpoint=entry.endpoint,
-        sequence=entry.sequence,
-        at=at,
-        actor=entry.actor,
-        kind=entry.body.kind if action is None else action.kind.value,
-        what=what,
-        why=why,
-        versions=roles,
-        traffic={} if action is None or failed else dict(action.state.split.weights),
-    )
-
-
-def _by_role(roles: Roles) -> dict[str, Deployment]:
-    named = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
-    return {role: deployment for role, deployment in named.items() if deployment is not None}
-
-
-def _told(entry: LedgerEntry) -> tuple[str, str]:
-    body = entry.body
-    match body:
-        case EndpointBound():
-            return f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
-        case Intent() | RollbackRequested():
-            asks = "asks for " if isinstance(body, RollbackRequested) else ""
-            return asks + _action_told(body.action), body.action.why
-        case ActionOutcome():
-            return f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
-        case OperatorCommandSent():
-            return f"operator says {body.command.value}", body.reason
-        case AliasesWritten():
-            told = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
-            return f"registry: {told}", ""
-        case VersionRefused():
-            restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
-            return f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
-        case OverrideRecorded():
-            return f"override for version {body.version}", body.reason
-        case (
-            EndpointDeleted()
-            | EndpointAbandoned()
-            | ThresholdsFixed()
-            | MetricsRecorded()
-            | RolloutPaused()
-            | NotificationSent()
-            | LeaseRenewed()
-            | RequestWithdrawn()
-        ):
-            return _noted_told(body)
-        case _:
-            assert_never(body)
-
-
-def _noted_told(
-    body: EndpointDeleted
-    | EndpointAbandoned
-    | ThresholdsFixed
-    | MetricsRecorded
-    | RolloutPaused
-    | NotificationSent
-    | LeaseRenewed
-    | RequestWithdrawn,
-) -> tuple[str, str]:
-    if isinstance(body, EndpointAbandoned | RequestWithdrawn):
-        what = f"left behind: {body.place}" if isinstance(body, EndpointAbandoned) else "withdrew what was owed"
-        return what, body.reason
-    if isinstance(body, EndpointDeleted):
-        return "deleted" if body.done else "is to be deleted", body.reason
-    if isinstance(body, RolloutPaused):
-        return f"goes on by a person only ({body.wait.value})", body.why
-    if isinstance(body, NotificationSent):
-        return f"sent notifications by {body.notifier}, up to entry {body.of}", ""
-    if isinstance(body, LeaseRenewed):
-        return f"still at it (entry {body.of})", ""
-    if isinstance(body, MetricsRecorded):
-        counts = sorted(body.reading.tallies.items())
-        return "read the counts", ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
-    found = body.thresholds
-    if found is None:
-        return "froze no latency thresholds", "too few requests to tell"
-    told = [
-        ", ".join(
-            f"{name.removeprefix('latency_')} {limit_s * 1e3:.3g} ms"
-            for name, limit_s in one.by_guardrail().items()
-            if name in LATENCY_QUANTILES
-        )
-        for one in (found, body.slower or found)
-    ]
-    what = f"{told[0]}, read off {found.requests} requests; the candidate's: {told[1]}"
-    return "froze latency thresholds", what
-
-
-def _action_told(action: Action) -> str:
-    """What the action does to traffic, and for a change of the stable version from which to which."""
-    weights, stable = action.state.split.weights, action.roles.stable
-    split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
-    before = next((name for name, weight in weights.items() if not weight), None)
-    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
-        return f"{action.kind.value} {before} -> {stable.name}: {split}"
-    return f"{action.kind.value}: {split}"
-
-
-_STORY = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineStep:
-    """One thing that was done or said. `at` is seconds since the epoch, `percent` the candidate's share afterwards."""
-
-    at: float
-    actor: str
-    what: str
-    why: str
-    percent: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutTimeline:
-    """A rollout from its start. `observations` are what was counted of it, also where it is over; `end` is how it
-    ended, None while it goes on."""
-
-    candidate: Deployment
-    stable: Deployment | None
-    steps: tuple[TimelineStep, ...]
-    policy: RolloutPolicy
-    observations: Observations | None
-    end: ActionKind | None
-
-
-def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTimeline | None:
-    """The endpoint's last rollout that had a step before its last one; None if there was none."""
-    state, found = ReleaseState(endpoint=endpoint), None
-    for entry in entries:
-        action = _done(state, entry)
-        state = apply_entry(state, entry)
-        if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
-            found = RolloutTimeline(
-                candidate=action.roles.candidate,
-                stable=action.roles.stable,
-                steps=(_step(entry, action),),
-                policy=state.policy,
-                observations=state.observations,
-                end=None,
-            )
-        elif found is not None and found.end is None:
-            done = action is not None and action.kind in _STORY
-            steps = [_step(entry, action)] if action is not None and done else _said(entry)
-            found = replace(
-                found,
-                steps=(*found.steps, *steps),
-                policy=state.policy,
-                observations=state.observations or found.observations,
-                end=action.kind if action is not None and done and state.roles.candidate is None else None,
-            )
-    return found
-
-
-def _done(before: ReleaseState, entry: LedgerEntry) -> Action | None:
-    """The action that this entry says was done, if it counts."""
-    body, opened = entry.body, before.open_intent
-    if isinstance(body, ActionOutcome) and body.ok and isinstance(opened, Intent) and body.of == before.generation:
-        return opened.action
-    return None
-
-
-def _step(entry: LedgerEntry, action: Action) -> TimelineStep:
-    candidate = action.roles.candidate
-    percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
-    return TimelineStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
-
-
-def _said(entry: LedgerEntry) -> list[TimelineStep]:
-    body = entry.body
-    if isinstance(body, OperatorCommandSent):
-        what, why = f"operator says {body.command.value}", body.reason
-    elif isinstance(body, ActionOutcome) and not body.ok:
-        what, why = "failed", body.detail
-    elif body.kind == "rollout-paused":
-        what, why = body.wait.value, body.why
-    else:
-        return []
-    return [TimelineStep(at=entry.at, actor=entry.actor, what=what, why=why)]
+    def matches(self, config: EndpointConfig) -> bool:
+        """Return whether an endpoint with this binding is selected by model and target."""
+        return self.model in ("", config.model) and self.target in ("", config.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
     """A rollout in progress. `step` indexes `steps`; `seconds` is how long it has been there.
 
-    `judged` and `evidence` are None and empty where no figures decide, or none could be read. `next` says in one line
-    what the next step of a driver would do, or what is waited for.
+    `judged` and `evidence` are None and empty without analysis, or where no metrics could be read. `next` says in one
+    line what a reconciliation would do next, or what is waited for.
     """
 
     endpoint: str
@@ -395,63 +115,318 @@ class RolloutView:
     evidence: tuple[EvidencePath, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineStep:
+    """One action or command. `at` is in seconds since the epoch, `percent` the candidate's share afterwards."""
+
+    at: float
+    actor: str
+    what: str
+    why: str
+    percent: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTimeline:
+    """A rollout from its start, with what was counted of it. `end` is how it ended, None while in progress."""
+
+    candidate: Deployment
+    stable: Deployment | None
+    steps: tuple[TimelineStep, ...]
+    policy: RolloutPolicy
+    observations: Observations | None
+    end: ActionKind | None
+
+
+def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
+    """Return the status of an endpoint. Raises NotFoundError if no pipeline has bound it."""
+    journal = Journal.open(ports, endpoint)
+    config = journal.config
+    provider = ports.provider(config.provider)
+    actual = provider.observe(config)
+    return EndpointStatus(
+        state=journal.state,
+        actual=actual,
+        address=provider.address(config),
+        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.is_unsupervised(config),
+    )
+
+
+def read_statuses(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
+    """Return the status of several endpoints, and the errors of others by name."""
+    statuses: list[EndpointStatus] = []
+    errors: dict[str, OnnxOpsError] = {}
+    for name in endpoints:
+        try:
+            statuses.append(read_status(ports, name))
+        except OnnxOpsError as error:
+            errors[name] = error
+    return tuple(statuses), errors
+
+
+def filter_endpoints(ports: Ports, selection: HistoryFilter) -> tuple[str, ...]:
+    """Return the selected endpoints that are bound, and those whose damaged ledger hides their binding.
+
+    Raises:
+        NotFoundError: a named endpoint is not bound.
+    """
+    for name in selection.endpoints:
+        Journal.open(ports, name).config  # noqa: B018 (raises NotFoundError for an unknown name)
+    names = selection.endpoints or list_bound_endpoints(ports)
+    configs = {name: read_readable_state(ports, name).config for name in names}
+    return tuple(name for name, config in configs.items() if config is None or selection.matches(config))
+
+
+def read_history(
+    ports: Ports, selection: HistoryFilter
+) -> tuple[tuple[HistoryLine, ...], dict[str, CorruptStateError]]:
+    """Return entries of ledgers, oldest first, deleted endpoints and models without endpoints included.
+
+    Of a damaged ledger the entries before the damage are returned, and its error by name.
+
+    Raises:
+        NotFoundError: a named endpoint has no history.
+    """
+    entries: list[LedgerEntry] = []
+    errors: dict[str, CorruptStateError] = {}
+    for name in selection.endpoints or ports.ledger.endpoints():
+        error = None
+        try:
+            found = ports.ledger.read(name)
+        except CorruptStateError as damaged:
+            found, error = ports.ledger.read_intact(name), damaged
+        if not found and error is None and selection.endpoints:
+            known = ", ".join(ports.ledger.endpoints()) or "none"
+            raise NotFoundError("no endpoint of that name", where=name, remedy=f"Known: {known}.")
+        is_bound = error is None or any(isinstance(entry.body, EndpointBound) for entry in found)
+        if is_bound and not _is_about(name, found, selection):
+            continue
+        if error is not None:
+            errors[name] = error
+        entries += [e for e in found if e.at >= selection.since and selection.actor in ("", e.actor)]
+    entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
+    failed = {(e.endpoint, e.body.of) for e in entries if isinstance(e.body, ActionOutcome) and not e.body.ok}
+    lines = [_build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries]
+    if selection.traffic:
+        lines = [line for line in lines if line.traffic]
+    return tuple(lines[-selection.limit :] if selection.limit else lines), errors
+
+
 def read_rollout_view(ports: Ports, endpoint: str) -> RolloutView | None:
-    """None if no rollout is in progress. Asks the endpoint and its metrics, never the registry.
+    """Return the rollout in progress, or None. Reads the endpoint and its metrics, never the registry.
 
     Raises:
         NotFoundError: no pipeline has bound this endpoint.
     """
+    from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
+
     journal = Journal.open(ports, endpoint)
-    config, state = journal.config, journal.state
+    config, state, now = journal.config, journal.state, ports.clock.now()
     stable, candidate = state.roles.stable, state.roles.candidate
     if stable is None or candidate is None:
         return None
-    from onnx_ops.statistics.rollout.judge import judge, trace_guardrails
-
-    seen = read_metrics(journal)
-    actual = ports.provider(config.provider).observe(config)
-    move = choose_action(journal, DesiredState(wanted=candidate), actual, seen)
-    found = seen.observations
-    began = state.observations.started_at if state.observations is not None else ports.clock.now()
+    snapshot = read_metrics(journal)
+    observed = ports.provider(config.provider).observe(config)
+    action = choose_action(journal, DesiredState(deployment=candidate), observed, snapshot)
+    counts = snapshot.observations
     return RolloutView(
         endpoint=endpoint,
         stable=stable.name,
         candidate=candidate.name,
         step=state.roles.step,
         steps=state.policy.planned(),
-        seconds=max(0.0, ports.clock.now() - began),
-        next=f"next: {move.why}" if isinstance(move, Action) else move.why,
-        judged=None if found is None else judge(found, state.policy),
-        evidence=() if found is None else trace_guardrails(found, state.policy),
+        seconds=max(0.0, now - state.observations.started_at) if state.observations is not None else 0.0,
+        next=f"next: {action.why}" if isinstance(action, Action) else action.why,
+        judged=None if counts is None else judge(counts, state.policy),
+        evidence=() if counts is None else trace_guardrails(counts, state.policy),
     )
 
 
+def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTimeline | None:
+    """Return the endpoint's last rollout that had a step before its last one, or None."""
+    state, timeline = ReleaseState(endpoint=endpoint), None
+    for entry in entries:
+        action = _find_completed_action(state, entry)
+        state = apply_entry(state, entry)
+        if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
+            timeline = RolloutTimeline(
+                candidate=action.roles.candidate,
+                stable=action.roles.stable,
+                steps=(_build_step(entry, action),),
+                policy=state.policy,
+                observations=state.observations,
+                end=None,
+            )
+        elif timeline is not None and timeline.end is None:
+            is_step = action is not None and action.kind in _TIMELINE
+            steps = [_build_step(entry, action)] if action is not None and is_step else _list_notes(entry)
+            timeline = replace(
+                timeline,
+                steps=(*timeline.steps, *steps),
+                policy=state.policy,
+                observations=state.observations or timeline.observations,
+                end=action.kind if action is not None and is_step and state.roles.candidate is None else None,
+            )
+    return timeline
+
+
 def render_pending_metrics(ports: Ports) -> str:
-    """Rollbacks and deletions that are owed, in Prometheus' text format: 0 where nothing is.
+    """Return pending rollbacks and deletions in Prometheus' text format, for an alarm that needs no message.
 
     Raises:
         ServiceUnavailableError: the ledger does not answer.
     """
     now = ports.clock.now()
     states = [read_readable_state(ports, name) for name in list_bound_endpoints(ports)]
-    rollbacks = {s.endpoint: max(0.0, now - s.pending_rollback.at) if s.pending_rollback else 0.0 for s in states}
+    pending = {s.endpoint: s.pending_rollback for s in states}
+    ages = {name: max(0.0, now - each.at) if each else 0.0 for name, each in pending.items()}
+    attempts = {name: each.attempts if each else 0 for name, each in pending.items()}
+    deletions = {s.endpoint: int(s.deleting) for s in states}
+    gauges: tuple[tuple[str, str, Mapping[str, float]], ...] = (
+        ("onnx_ops_rollback_owed_seconds", "Age of the pending rollback.", ages),
+        ("onnx_ops_rollback_failed_attempts", "Failed attempts to roll back.", attempts),
+        ("onnx_ops_deletion_owed", "Whether a deletion of the endpoint is pending.", deletions),
+    )
     return "".join(
-        (
-            *_gauge("onnx_ops_rollback_owed_seconds", "Age of the rollback that is owed.", rollbacks),
-            *_gauge(
-                "onnx_ops_rollback_failed_attempts",
-                "Attempts to roll back that failed.",
-                {s.endpoint: s.pending_rollback.attempts if s.pending_rollback else 0 for s in states},
-            ),
-            *_gauge(
-                "onnx_ops_deletion_owed",
-                "Whether the endpoint is still to be deleted.",
-                {s.endpoint: int(s.deleting) for s in states},
-            ),
-        )
+        f"# HELP {name} {text}\n# TYPE {name} gauge\n"
+        + "".join(f"{name}{{endpoint={json.dumps(key)}}} {value:g}\n" for key, value in sorted(values.items()))
+        for name, text, values in gauges
     )
 
 
-def _gauge(name: str, text: str, values: dict[str, float] | dict[str, int]) -> list[str]:
-    samples = [f"{name}{{endpoint={json.dumps(endpoint)}}} {value:g}\n" for endpoint, value in sorted(values.items())]
-    return [f"# HELP {name} {text}\n# TYPE {name} gauge\n", *samples]
+def _is_about(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilter) -> bool:
+    """Whether the ledger was ever about the selected model and target."""
+    model, _, target = name.partition("@")
+    if target:
+        return selection.model in ("", model) and selection.target in ("", target)
+    if not (selection.model or selection.target):
+        return True
+    return any(isinstance(e.body, EndpointBound) and selection.matches(e.body.config) for e in entries)
+
+
+def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
+    what, why = _describe_entry(entry.body)
+    action = entry.body.action if isinstance(entry.body, Intent) else None
+    roles = (
+        {} if action is None else {role: getattr(action.roles, role) for role in ("stable", "previous", "candidate")}
+    )
+    return HistoryLine(
+        endpoint=entry.endpoint,
+        sequence=entry.sequence,
+        at=datetime.datetime.fromtimestamp(entry.at, tz=datetime.UTC).isoformat(timespec="seconds"),
+        actor=entry.actor,
+        kind=entry.body.kind if action is None else action.kind.value,
+        what=what,
+        why=why,
+        versions={role: deployment for role, deployment in roles.items() if deployment is not None},
+        traffic={} if action is None or failed else dict(action.state.split.weights),
+    )
+
+
+def _describe_entry(body: EntryBody) -> tuple[str, str]:
+    """What an entry says, and why."""
+    why = ""
+    match body:
+        case EndpointBound():
+            what, why = f"bound to {body.config.model} on {body.config.target}", f"pipeline {body.config.pipeline}"
+        case Intent():
+            what, why = _describe_action(body.action), body.action.why
+        case RollbackRequested():
+            what, why = f"requested {_describe_action(body.action)}", body.action.why
+        case ActionOutcome():
+            what, why = f"{'done' if body.ok else 'failed'} (entry {body.of})", body.detail
+        case OperatorCommandSent():
+            what, why = f"operator command {body.command.value}", body.reason
+        case AliasesWritten():
+            aliases = ", ".join(f"{name} -> {version or 'none'}" for name, version in body.aliases.items())
+            what = f"registry: {aliases}"
+        case VersionRefused():
+            restored = f"restored to {body.restored_to}" if body.restored_to else "removed"
+            what, why = f"refused {body.alias} on version {body.version}, alias {restored}", body.reason
+        case OverrideRecorded():
+            what, why = f"override for version {body.version}", body.reason
+        case EndpointDeleted():
+            what, why = "deleted" if body.done else "deletion requested", body.reason
+        case EndpointAbandoned():
+            what, why = f"abandoned: {body.place}", body.reason
+        case RequestWithdrawn():
+            what, why = "withdrew the pending request", body.reason
+        case RolloutPaused() | NotificationSent() | LeaseRenewed() | MetricsRecorded() | ThresholdsFixed():
+            what, why = _describe_record(body)
+        case _:
+            assert_never(body)
+    return what, why
+
+
+def _describe_record(
+    body: RolloutPaused | NotificationSent | LeaseRenewed | MetricsRecorded | ThresholdsFixed,
+) -> tuple[str, str]:
+    why = ""
+    match body:
+        case RolloutPaused():
+            what, why = f"needs an operator ({body.wait.value})", body.why
+        case NotificationSent():
+            what = f"sent notifications by {body.notifier}, up to entry {body.of}"
+        case LeaseRenewed():
+            what = f"lease renewed (entry {body.of})"
+        case MetricsRecorded():
+            counts = sorted(body.reading.tallies.items())
+            what = "recorded metrics"
+            why = ", ".join(f"{name} {n.errors} of {n.requests} failed" for name, n in counts)
+        case ThresholdsFixed():
+            what, why = "fixed latency thresholds", _describe_thresholds(body)
+        case _:
+            assert_never(body)
+    return what, why
+
+
+def _describe_thresholds(body: ThresholdsFixed) -> str:
+    def describe(thresholds: LatencyThresholds) -> str:
+        return ", ".join(
+            f"{name.removeprefix('latency_')} {limit_s * 1e3:.3g} ms"
+            for name, limit_s in thresholds.by_guardrail().items()
+            if name in LATENCY_QUANTILES
+        )
+
+    fixed = body.thresholds
+    if fixed is None:
+        return "none: too few requests"
+    return f"{describe(fixed)}, from {fixed.requests} requests; the candidate's: {describe(body.slower or fixed)}"
+
+
+def _describe_action(action: Action) -> str:
+    """What the action does to traffic, and for a change of the stable version from which to which."""
+    weights, stable = action.state.split.weights, action.roles.stable
+    split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
+    before = next((name for name, weight in weights.items() if not weight), None)
+    if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
+        return f"{action.kind.value} {before} -> {stable.name}: {split}"
+    return f"{action.kind.value}: {split}"
+
+
+def _find_completed_action(before: ReleaseState, entry: LedgerEntry) -> Action | None:
+    """The action that this entry says was done, if the entry counts."""
+    body, opened = entry.body, before.open_intent
+    if isinstance(body, ActionOutcome) and body.ok and opened is not None and body.of == before.generation:
+        return opened.action
+    return None
+
+
+def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:
+    candidate = action.roles.candidate
+    percent = None if candidate is None else action.state.split.weights.get(candidate.name, 0)
+    return TimelineStep(at=entry.at, actor=entry.actor, what=action.kind.value, why=action.why, percent=percent)
+
+
+def _list_notes(entry: LedgerEntry) -> list[TimelineStep]:
+    """Commands, failures and pauses of a rollout."""
+    match entry.body:
+        case OperatorCommandSent(command=command, reason=why):
+            what = f"operator command {command.value}"
+        case ActionOutcome(ok=False, detail=why):
+            what = "failed"
+        case RolloutPaused(wait=wait, why=why):
+            what = wait.value
+        case _:
+            return []
+    return [TimelineStep(at=entry.at, actor=entry.actor, what=what, why=why)]

@@ -14,9 +14,9 @@ from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
 from tests.release.release_scenes import begun
 
-QUIET = StepReport(endpoint="digits", did="", why="nothing to do", settled=True)
-REFUSED = StepReport(endpoint="digits", did="refused", why="it failed", settled=True, refused=True)
-SILENT = StepReport(endpoint="digits", did="", why="waits", settled=True, registry_down="no answer")
+QUIET = StepReport(endpoint="digits", did="", why="nothing to do", stable=True)
+REFUSED = StepReport(endpoint="digits", did="refused", why="it failed", stable=True, refused=True)
+SILENT = StepReport(endpoint="digits", did="", why="waits", stable=True, registry_down="no answer")
 
 
 @pytest.mark.parametrize(

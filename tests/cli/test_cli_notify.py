@@ -102,7 +102,7 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
         told.append(report)
         heard.set()
 
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), every=3600.0, told=hear)
+    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=3600.0, on_event=hear)
     scene.bind()
     scene.serve(scene.publish("a"))
     with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 3600.0):
@@ -115,7 +115,7 @@ def test_a_watch_tells_people_while_it_runs_and_once_more_when_it_ends(tmp_path:
 
 def test_a_watch_with_nobody_to_tell_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
-    watcher = WatchLoop(scene.ports, ReconcileQueue(), every=1.0, told=lambda _: None)
+    watcher = WatchLoop(scene.ports, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()
     with _telling_people(Project(settings=load_settings(tmp_path), ports=scene.ports), watcher, (), 1.0):
         assert threading.active_count() == before

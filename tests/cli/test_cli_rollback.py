@@ -24,7 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_endpoints_must_be_clear(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["rollback", *arguments, "--reason", "slow"])
     assert result.exit_code == 2
-    assert "which endpoints?" in result.output
+    assert "no endpoints were selected" in result.output
 
 
 def test_all_of_a_model_that_nobody_serves() -> None:

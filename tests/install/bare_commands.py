@@ -96,7 +96,7 @@ CALLS = (
     Call("status", 4, "s3://b/x: package s3fs", extras="s3", environ={"ONNX_OPS_STORE": "s3://b/x"}),
     Call("history digits", 0, "digits"),
     Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
-    Call("rollback digits --reason slow --wait", 4, "accepted, still owed: all traffic to v1", extras="serve"),
+    Call("rollback digits --reason slow --wait", 4, "accepted, still pending: all traffic to v1", extras="serve"),
     Call("reconcile digits", 4, "onnx-ops reconcile, endpoint digits: packages httptools", extras="serve"),
     Call("rollback --withdraw digits --reason no", 0, "is owed no longer"),
     Call("delete digits --yes", 0, "digits: deleted"),

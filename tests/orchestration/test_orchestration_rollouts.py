@@ -15,7 +15,7 @@ from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
-from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
+from onnx_ops.release.rollout_metrics import RECORD_INTERVAL_S
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.notifiers import ROLLED_BACK
 from onnx_ops.testing.webhook_sink import WebhookSink
@@ -121,7 +121,7 @@ def test_one_that_is_rolled_back_fails_and_shows_the_evidence(
     def count() -> None:
         scene.world.provider.counted.count("v1", requests=90)
         scene.world.provider.counted.count("v2", requests=10)
-        scene.world.clock.advance(RECORD_EVERY_S)
+        scene.world.clock.advance(RECORD_INTERVAL_S)
 
     meanwhile(monkeypatch, count, count, count, scene.abort)
     state = driven(scene)

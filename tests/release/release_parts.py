@@ -134,7 +134,7 @@ class Scene:
 
     def settle(self, endpoint: str = "digits") -> list[StepReport]:
         reports = reconcile_until_stable(self.ports, endpoint)
-        assert reports[-1].settled, reports
+        assert reports[-1].stable, reports
         return reports
 
     def settle_some(self, endpoint: str = "digits") -> None:

@@ -51,7 +51,7 @@ def test_endpoint_that_moves_is_refused_and_left_behind_with_a_reason(
     assert scene.traffic() == {"v1": 100}
     assert scene.state().rejected == rejected
     lines, _ = read_history(scene.ports, HistoryFilter(endpoints=("digits",)))
-    assert "left behind: digits in a" in [line.what for line in lines]
+    assert "abandoned: digits in a" in [line.what for line in lines]
 
 
 def test_endpoint_that_the_file_names_no_longer_is_refused_and_unbound_with_a_reason(scene: Scene) -> None:

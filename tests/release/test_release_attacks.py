@@ -436,7 +436,7 @@ def snapshot_with_other_files(site: Site) -> None:
     snapshot = json.loads((folder / "snapshot.json").read_text())
     state = snapshot["state"]
     state["roles"]["stable"], state["known"]["3"] = three, three
-    state["rejected"], state["overrides_taken"] = {}, []
+    state["rejected"], state["used_overrides"] = {}, []
     (folder / "snapshot.json").write_text(json.dumps(snapshot))
 
 
@@ -493,7 +493,7 @@ LEDGER: dict[Callable[[Site], None], str] = {
     way_back_to_other_files: "no signed decision names its files",
     previous_version_replaced: "no signed decision names its files",
     snapshot_with_other_files: "no signed decision names its files",
-    bound_to_another_target: "serves digits on cpu, and never digits on gpu",
+    bound_to_another_target: "serves only digits on cpu",
     bound_to_trust_nobody: "no signed decision names its files",
 }
 BOTH: dict[Callable[[Site], None], str] = {

@@ -81,7 +81,7 @@ def test_the_owed_aliases_of_another_model_are_written(site: Site, number: int) 
     site.scene.world.registry.down = False
     bind_endpoint(site.scene.ports, FACES, RolloutPolicy(steps=(0.5, 1.0)))
     site.break_entry("faces", number)
-    assert reconcile_until_stable(site.ports, "digits")[-1].settled
+    assert reconcile_until_stable(site.ports, "digits")[-1].stable
     assert site.scene.aliases()[CHAMPION] == "1"
     with pytest.raises(CorruptStateError, match="not JSON"):
         reconcile_until_stable(site.ports, "faces")
@@ -113,7 +113,9 @@ def test_a_watch_goes_on_with_the_others(site: Site) -> None:
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
     told: list[WatchEvent] = []
-    WatchLoop(site.ports, ReconcileQueue(), every=5.0, endpoints=(), actor="", told=told.append).look_at_all()
+    WatchLoop(
+        site.ports, ReconcileQueue(), interval_s=5.0, endpoints=(), actor="", on_event=told.append
+    ).reconcile_all()
     assert site.scene.aliases()[CHAMPION] == "2"
     assert ["not JSON" in one.why for one in told if one.endpoint == "faces"] == [True]
     assert not [one for one in told if one.kind.value == "trouble" and one.endpoint == "digits"]
@@ -158,7 +160,7 @@ def test_a_sibling_that_does_not_answer_either_holds_the_champion(pair: Site) ->
 
 
 def test_one_of_two_is_pinned_although_the_others_ledger_is_damaged(pair: Site) -> None:
-    assert roll_back(pair.ports, "digits").owed == ()
+    assert roll_back(pair.ports, "digits").pending_aliases == ()
     reconcile_until_stable(pair.ports, "digits")
     assert pair.scene.aliases()[CHAMPION] == "2"
 
@@ -184,9 +186,9 @@ def test_people_are_told_about_the_others(site: Site) -> None:
     roll_back(site.ports, "digits")
     site.break_entry("faces", 1)
     told: list[DeliveryResult] = []
-    herald = NotificationLoop(site.ports, every=5.0, endpoints=lambda: ("faces", "digits"), told=told.append)
-    herald.look()
-    herald.look()
+    herald = NotificationLoop(site.ports, interval_s=5.0, endpoints=lambda: ("faces", "digits"), on_result=told.append)
+    herald.send_all()
+    herald.send_all()
     assert people.received
     assert [one.endpoint for one in told if one.trouble] == ["faces"]
     stopped = threading.Event()

@@ -9,7 +9,7 @@ from onnx_ops.domain.rollout_observations import RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decision_policy import read_published_rollback
-from onnx_ops.release.rollout_metrics import RECORD_EVERY_S
+from onnx_ops.release.rollout_metrics import RECORD_INTERVAL_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
 from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
 from tests.support.faults import Faults, Killed
@@ -122,7 +122,7 @@ def test_readings_are_written_once_a_minute_and_before_every_move() -> None:
         traffic(scene, 100)
     written = scene.world.ledger.read("digits")[before:]
     assert all(isinstance(entry.body, MetricsRecorded) for entry in written)
-    assert len(written) <= 1 + 100 * 5 / RECORD_EVERY_S
+    assert len(written) <= 1 + 100 * 5 / RECORD_INTERVAL_S
     assert len(written) >= 5
 
 

@@ -142,10 +142,10 @@ def kept(file: Path) -> FakeWorld:
 def reconcile(ports: Ports) -> None:
     """Passes over everything until one has done nothing."""
     did: list[WatchEvent] = []
-    watcher = WatchLoop(ports, ReconcileQueue(), every=1.0, told=did.append)
+    watcher = WatchLoop(ports, ReconcileQueue(), interval_s=1.0, on_event=did.append)
     for _ in range(10):
         before = sum(bool(report.did) for report in did)
-        watcher.look_at_all()
+        watcher.reconcile_all()
         if sum(bool(report.did) for report in did) == before:
             assert not [report for report in did if report.kind is WatchEventKind.TROUBLE]
             return

@@ -137,6 +137,6 @@ def assert_soon(condition: Callable[[], bool]) -> None:
 def test_only_the_open_intent_can_be_renewed() -> None:
     scene = serving("a")
     journal = Journal.open(scene.ports, "digits")
-    assert not journal.renewed(journal.state.generation)
+    assert not journal.renew_lease(journal.state.generation)
     journal.append(LeaseRenewed(of=journal.state.generation, expires_at=1e12))
     assert journal.state.open_intent is None

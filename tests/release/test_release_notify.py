@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx_ops.domain.ledger import LedgerEntry, NotificationSent, OperatorCommandSent, RolloutPaused, fold
 from onnx_ops.domain.notification import REPEAT_INTERVAL_S, Notification, NotificationKind, list_pending_notifications
 from onnx_ops.domain.rollout import ActionKind, OperatorCommand, Wait, WaitKind, plan_abort
-from onnx_ops.errors import ConflictError, OnnxOpsError, ServiceUnavailableError
+from onnx_ops.errors import LedgerConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import DeliveryResult, NotificationLoop, send_pending, send_pending_each, send_test_message
 from onnx_ops.release.reconcile import reconcile_until_stable
@@ -267,7 +267,7 @@ def test_a_writer_in_between_is_no_hindrance() -> None:
             Journal.open(scene.world.ports("other"), "digits").append(
                 OperatorCommandSent(command=OperatorCommand.PAUSE)
             )
-            raise ConflictError("somebody else was faster")
+            raise LedgerConflictError("another writer was first")
         append(entry)
 
     scene.world.ledger.append = late  # type: ignore[method-assign]
@@ -339,11 +339,13 @@ class Passes:
 
     def __init__(self, scene: Scene) -> None:
         self.told: list[DeliveryResult] = []
-        self.herald = NotificationLoop(scene.ports, every=5.0, endpoints=lambda: ("digits",), told=self.told.append)
+        self.herald = NotificationLoop(
+            scene.ports, interval_s=5.0, endpoints=lambda: ("digits",), on_result=self.told.append
+        )
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
-            self.herald.look()
+            self.herald.send_all()
 
 
 def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
@@ -371,9 +373,9 @@ def test_a_notifier_that_is_down_is_asked_less_and_less_often_and_told_of_once(
 def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, chat = with_chat(on_trial())
     stopped = threading.Event()
-    herald = NotificationLoop(scene.ports, every=3600.0, endpoints=lambda: ("digits",), told=lambda _: None)
+    herald = NotificationLoop(scene.ports, interval_s=3600.0, endpoints=lambda: ("digits",), on_result=lambda _: None)
     calls: list[int] = []
-    look = herald.look
+    look = herald.send_all
 
     def broken_once() -> None:
         calls.append(1)
@@ -381,7 +383,7 @@ def test_a_herald_outlives_a_bug_and_says_its_last_words(monkeypatch: pytest.Mon
             raise RuntimeError("a bug")
         look()
 
-    monkeypatch.setattr(herald, "look", broken_once)
+    monkeypatch.setattr(herald, "send_all", broken_once)
     thread = threading.Thread(target=herald.run, args=(stopped,))
     thread.start()
     alarm(scene)

@@ -52,7 +52,7 @@ def test_reconciling_beside_the_background_job_of_a_rollback() -> None:
 
         counted = Faults(between=between)
         scene.faults = counted
-        assert scene.settle()[-1].settled
+        assert scene.settle()[-1].stable
         assert scene.aliases() == alone.aliases()
         assert end_of(scene)["changes"] == end_of(alone)["changes"]
         assert effects(scene.world.ledger.read("digits")) == effects(alone.world.ledger.read("digits"))
@@ -75,7 +75,7 @@ def test_several_drivers_on_one_folder(tmp_path: Path) -> None:
         ]
         with ThreadPoolExecutor(DRIVERS) as pool:
             found = list(pool.map(lambda one: reconcile_until_stable(one, "digits"), ports))
-        assert all(reports[-1].settled for reports in found)
+        assert all(reports[-1].stable for reports in found)
         assert scene.aliases()[CHAMPION] == ("1" if turn % 2 == 0 else "2")
 
 

@@ -57,7 +57,7 @@ def scene() -> Scene:
 def test_back_to_the_previous_version(scene: Scene) -> None:
     rolled = scene.roll_back()
     assert (rolled.moved_from, rolled.moved_to, rolled.reason) == ("v3", "v2", "it is slow")
-    assert set(rolled.owed) == {CHAMPION, CHALLENGER, PREVIOUS}
+    assert set(rolled.pending_aliases) == {CHAMPION, CHALLENGER, PREVIOUS}
     assert scene.traffic() == {"v2": 100, "v3": 0}
     assert scene.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     scene.settle()
@@ -76,7 +76,7 @@ def test_back_to_a_version_by_name(scene: Scene) -> None:
 
 def test_a_version_that_was_rolled_back_is_no_way_back_unless_a_person_insists(scene: Scene) -> None:
     scene.roll_back()
-    with pytest.raises(RefusedError, match="v3 is known to be bad"):
+    with pytest.raises(RefusedError, match="v3 was rolled back itself"):
         scene.roll_back(to="3")
     scene.roll_back(to="3", force=True)
     assert scene.traffic()["v3"] == 100
@@ -130,7 +130,7 @@ def test_asking_again_lets_whoever_is_at_work_get_on_with_it(scene: Scene, monke
     other.append(Intent(action=pending.action, holder="other", expires_at=expires))
     with pytest.raises(StillPendingError) as caught:
         scene.roll_back()
-    assert "other is at work" in caught.value.why
+    assert "other is changing it" in caught.value.why
     assert scene.state().head == other.state.head
     scene.world.clock.advance(121.0)
     assert scene.roll_back().moved_to == "v2"
@@ -153,7 +153,7 @@ def test_looking_at_an_endpoint_that_hangs_does_not_hold_the_command_up(
     monkeypatch.setattr(rollback, "OBSERVE_TIMEOUT_S", 0.01)
     monkeypatch.setattr(scene.world.provider, "observe", lambda config: answers.wait() and observe(config))
     try:
-        assert not roll_back_each(scene.ports, ("digits",), patience_s=0.01)[0]
+        assert not roll_back_each(scene.ports, ("digits",), timeout_s=0.01)[0]
     finally:
         answers.set()
     assert scene.state().pending_rollback is not None
@@ -257,7 +257,7 @@ def test_a_person_who_moves_the_alias_later_outranks_it(scene: Scene) -> None:
 def test_what_was_rolled_back_does_not_come_back_by_itself(scene: Scene) -> None:
     scene.roll_back()
     scene.settle()
-    with pytest.raises(RefusedError, match="does not come back by itself") as caught:
+    with pytest.raises(RefusedError, match="rolled this release back") as caught:
         scene.promote("3")
     assert caught.value.why == "it is slow"
     for alias in (CHALLENGER, CHAMPION):
@@ -428,7 +428,7 @@ def test_an_abort_of_the_reconciler_that_was_cut_short_becomes_a_rollback(trial:
 
 def test_the_reconciler_finishes_a_rollback_that_was_cut_short(scene: Scene) -> None:
     interrupted(scene, scene.roll_back, reaches=False)
-    assert "is at work" in reconcile_step(scene.ports, "digits").why
+    assert "is changing it" in reconcile_step(scene.ports, "digits").why
     scene.restart()
     assert scene.settle()[0].did == "rollback"
     assert scene.traffic() == {"v2": 100}
@@ -636,10 +636,10 @@ def no_client(*_: object) -> NoReturn:
 
 def test_without_the_registrys_client_traffic_goes_back_and_the_aliases_wait(scene: Scene) -> None:
     ports = replace(scene.ports, registry=no_client)
-    assert roll_back(ports, "digits").owed
+    assert roll_back(ports, "digits").pending_aliases
     assert scene.traffic() == {"v2": 100, "v3": 0}
     last = reconcile_until_stable(ports, "digits")[-1]
-    assert (last.settled, "mlflow" in last.registry_down) == (True, True)
+    assert (last.stable, "mlflow" in last.registry_down) == (True, True)
     assert scene.state().pending_aliases
     scene.settle()
     assert scene.aliases()[CHAMPION] == "2"

@@ -249,7 +249,7 @@ SPOILT = {
     "about another model, version": about_another(manifest=digest_bytes(b"other")),
     "about another model, version or target": about_another(release=digest_bytes(b"other")),
     "another model, version or target": about_another(variant="int8"),
-    "defined otherwise": about_another(target_digest=digest_bytes(b"as it was")),
+    "has changed since": about_another(target_digest=digest_bytes(b"as it was")),
     "the registry holds": tampered,
 }
 

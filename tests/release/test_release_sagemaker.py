@@ -74,9 +74,9 @@ class SageMaker(Scene):
 
     def watch(self, passes: int) -> list[WatchEvent]:
         told: list[WatchEvent] = []
-        watcher = WatchLoop(self.ports, ReconcileQueue(), every=30.0, told=told.append)
+        watcher = WatchLoop(self.ports, ReconcileQueue(), interval_s=30.0, on_event=told.append)
         for _ in range(passes):
-            watcher.look_at_all()
+            watcher.reconcile_all()
             self.world.clock.advance(3600.0)
         return told
 

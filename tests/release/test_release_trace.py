@@ -36,7 +36,7 @@ def test_a_rollout_is_told_from_its_start_to_its_end() -> None:
     assert found is not None
     assert (found.candidate.name, found.stable and found.stable.name, found.end) == ("v3", "v2", None)
     waits = "waiting-for-approval"
-    assert whats(found) == ["start", waits, "operator says advance", "advance", waits]
+    assert whats(found) == ["start", waits, "operator command advance", "advance", waits]
     assert [step.percent for step in found.steps if step.percent is not None] == [10, 50]
     scene.say(OperatorCommand.ADVANCE)
     scene.settle()

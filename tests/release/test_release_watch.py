@@ -49,12 +49,12 @@ class Watch:
         self.registry = Counting(self.scene.world.registry)
         self.ports = replace(self.scene.ports, registry=lambda: cast("Registry", self.registry))
         self.bell = ReconcileQueue()
-        self.watcher = WatchLoop(self.ports, self.bell, every=5.0, told=self.told.append)
+        self.watcher = WatchLoop(self.ports, self.bell, interval_s=5.0, on_event=self.told.append)
 
     def look(self) -> list[str]:
         """One pass; what the registry was asked in it."""
         self.registry.asked.clear()
-        self.watcher.look_at_all()
+        self.watcher.reconcile_all()
         return list(self.registry.asked)
 
     def kinds(self) -> list[WatchEventKind]:
@@ -220,9 +220,9 @@ def test_a_bell_wakes_the_endpoints_of_its_model_only() -> None:
     watch.look()
     scene.set_alias(CHALLENGER, "2")
     watch.registry.asked.clear()
-    watch.watcher.look_at(frozenset({"another", "nobody's"}))
+    watch.watcher.reconcile_models(frozenset({"another", "nobody's"}))
     assert watch.registry.asked == []
-    watch.watcher.look_at(frozenset({"digits", "another"}))
+    watch.watcher.reconcile_models(frozenset({"digits", "another"}))
     assert watch.registry.asked[0] == "aliases"
     assert "all_aliases" not in watch.registry.asked
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -236,7 +236,7 @@ def test_what_a_wake_up_says_is_never_believed() -> None:
         scene.set_alias(CHALLENGER, version)
     scene.world.registry.delete_alias("digits", CHALLENGER)
     for _ in range(5):
-        watch.watcher.look_at(frozenset({"digits"}))
+        watch.watcher.reconcile_models(frozenset({"digits"}))
     assert scene.traffic() == {"v1": 100}
 
 
@@ -256,9 +256,9 @@ def test_it_stops_between_two_effects() -> None:
 
     def stop(report: WatchEvent) -> None:
         if report.did:
-            bell.stop()
+            bell.close()
 
-    WatchLoop(scene.ports, bell, every=5.0, told=stop).run()
+    WatchLoop(scene.ports, bell, interval_s=5.0, on_event=stop).run()
     state = scene.state()
     assert (state.open_intent, scene.traffic()) == (None, {"v2": 100, "v1": 0})
     assert state.pending_aliases
@@ -274,14 +274,14 @@ def test_a_running_watch_hears_its_bell() -> None:
         if report.did == "finish":
             served.set()
 
-    watcher = WatchLoop(scene.ports, bell, every=3600.0, told=told)
-    watcher.look_at_all()
+    watcher = WatchLoop(scene.ports, bell, interval_s=3600.0, on_event=told)
+    watcher.reconcile_all()
     thread = threading.Thread(target=watcher.run)
     thread.start()
     scene.set_alias(CHALLENGER, "2")
-    bell.wake("digits")
+    bell.add("digits")
     assert served.wait(30)
-    bell.stop()
+    bell.close()
     thread.join(30)
     assert not thread.is_alive()
 
@@ -289,8 +289,8 @@ def test_a_running_watch_hears_its_bell() -> None:
 def test_a_bell_keeps_a_bounded_number_of_names() -> None:
     bell = ReconcileQueue()
     for number in range(5000):
-        bell.wake(f"m-{number}")
-        bell.wake("m-0")
+        bell.add(f"m-{number}")
+        bell.add("m-0")
     assert len(bell.wait(0.0)) == 1000
     assert bell.wait(0.0) == frozenset()
 
@@ -300,7 +300,7 @@ def test_a_glance_touches_nothing() -> None:
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))
     told: list[StepReport] = []
-    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).settle("digits", told=told.append)[-1].settled
+    assert DryRun(scene.ports, lambda: read_registry(scene.ports)).reconcile("digits", on_step=told.append)[-1].stable
     assert len(told) == 1
     assert len(scene.world.ledger.read("digits")) == before
     assert DryRun(scene.ports, lambda: read_registry(scene.ports)).state("digits").config == config_of("digits")

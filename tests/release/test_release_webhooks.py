@@ -70,7 +70,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            WatchLoop(scene.ports, ReconcileQueue(), every=5.0, told=lambda report: None)
+            WatchLoop(scene.ports, ReconcileQueue(), interval_s=5.0, on_event=lambda report: None)
             for scene in (self.listening, self.other)
         ]
 
@@ -113,8 +113,8 @@ class Stage:
         models = self.bell.wait(0)
         assert models <= {MODEL}
         if models:
-            self.watchers[0].look_at(models)
-            self.watchers[1].look_at_all()
+            self.watchers[0].reconcile_models(models)
+            self.watchers[1].reconcile_all()
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def heard() -> Iterator[Heard]:
     bells, clock = list[ReconcileQueue](), FakeClock()
 
     def wake(model: str) -> None:
-        bells[-1].wake(model)
+        bells[-1].add(model)
 
     receiver = WebhookReceiver(
         "127.0.0.1", 0, secret=SECRET, clock=clock, wake=wake, refused=lambda why: None, metrics=str
