@@ -246,14 +246,17 @@ class PackedModelCache:
 
 
 def return_same_bits(first: Any, second: Any) -> bool:
-    """Return whether two sessions agree to the bit on zeros and random numbers."""
+    """Return whether two sessions agree to the bit on zeros and random numbers.
+
+    A model that cannot be run on them is no match.
+    """
     for draw in (None, np.random.default_rng(_SEED)):
-        feed = {node.name: _build_sample(_build_spec(node, Path()), draw) for node in first.get_inputs()}
         try:
+            feed = {node.name: _build_sample(_build_spec(node, Path()), draw) for node in first.get_inputs()}
             for a, b in zip(first.run(None, feed), second.run(None, feed), strict=True):
                 if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
                     return False
-        except RUNTIME_ERRORS:
+        except (UserError, *RUNTIME_ERRORS):
             return False
     return True
 
