@@ -1,16 +1,19 @@
-"""Models that a pipeline brings: a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec."""
+"""Models that users supply: a path of the project, a version in MLflow (`models:/…`), or a URL for fsspec."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file, digest_json
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, quoted
 from onnx_ops.plugins import imported, missing_package
+
+if TYPE_CHECKING:
+    from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 
 REGISTERED = "models:/"
 
@@ -18,21 +21,18 @@ _VERSION_OF_A_FILE = ("ETag", "etag", "size", "LastModified", "last_modified", "
 """What file systems tell of a file that changes when its content does."""
 
 
-class RegisteredModels(Protocol):
-    def fingerprint(self, uri: str) -> str: ...
-
-    def fetch(self, uri: str, folder: Path) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSuppliedModels:
-    """`root` is the project's folder; `registered` opens the registry when it is first asked for."""
+    """Resolves `model:` of pipelines.
+
+    `root` is the project's folder; `registered` opens the registry where a model needs it.
+    """
 
     root: Path
-    registered: Callable[[], RegisteredModels]
+    registered: Callable[[], MlflowModels]
 
     def digest(self, place: str) -> Digest:
-        """Return a digest that changes with the model; a remote model is queried, not fetched.
+        """Return a digest that changes with the model; a remote one is only queried.
 
         Raises:
             NotFoundError: there is no such model.
@@ -50,7 +50,10 @@ class UserSuppliedModels:
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
-        """Return the model as a local path; a remote one is fetched into `scratch`. Raises as `digest` does."""
+        """Return the model as a local path; a remote one is fetched into `scratch`.
+
+        Raises as `digest` does.
+        """
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)
             self.registered().fetch(place, scratch)

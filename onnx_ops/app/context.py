@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops import plugins
-from onnx_ops.adapters.external_model import RegisteredModels, UserSuppliedModels
+from onnx_ops.adapters.external_model import UserSuppliedModels
 from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
@@ -39,6 +39,7 @@ from onnx_ops.ports import (
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.isolation.process import ProcessLimits
+    from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 
 T = TypeVar("T")
 
@@ -142,7 +143,7 @@ def _registry(settings: Settings) -> Registry:
     )
 
 
-def _registered(settings: Settings) -> RegisteredModels:
+def _registered(settings: Settings) -> MlflowModels:
     from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 
     return MlflowModels(settings.tracking_uri)

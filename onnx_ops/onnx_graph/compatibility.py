@@ -68,7 +68,7 @@ def check_model(path: Path) -> None:
 
 
 def explain_version_limits(info: ModelInfo, target: Target) -> str:
-    """Why a target does not accept a model's versions; empty if it does."""
+    """Return why a target refuses a model's versions; empty if it accepts them."""
     opset = info.opsets.get("", 0)
     wanted = {"opset": (opset, target.max_opset), "ir_version": (info.ir_version, target.max_ir_version)}
     settings = [f"export.{name}: {most}" for name, (version, most) in wanted.items() if version > most]
@@ -81,7 +81,9 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 
 
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Operators that neither ONNX nor the runtime defines nor the model itself as a function: `domain::type` -> nodes.
+    """Return operators that ONNX, the runtime and the model leave undefined.
+
+    Keys are `domain::type`, values the names of their nodes.
 
     A node without a name is told by its first output.
     """
@@ -95,7 +97,7 @@ def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
 
 
 def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: Target) -> str:
-    """Which custom operators a target has no library for, with their nodes; empty if none."""
+    """Return the custom operators that a target lacks, with their nodes; or ""."""
     domains = {domain for library in target.custom_ops for domain in library.domains}
     missing = {name: at for name, at in operators.items() if name.partition("::")[0] not in domains}
     if not missing:
@@ -105,19 +107,19 @@ def explain_missing_operators(operators: Mapping[str, tuple[str, ...]], target: 
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Why a target cannot run a file, as far as the file tells; empty if nothing speaks against it."""
+    """Return why a target cannot run a file; empty if nothing in it prevents that."""
     return explain_version_limits(read_model_info(path), target) or explain_missing_operators(
         find_custom_operators(read_structure(path)), target
     )
 
 
 def is_unsafe_without_rows(path: Path) -> bool:
-    """Whether ONNX Runtime would abort the process if the model were asked for an empty batch."""
+    """Return whether an empty batch would make ONNX Runtime abort the process."""
     return any(node.op_type in _ABORT_WITHOUT_ROWS for node in iterate_nodes(read_structure(path)))
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
-    """Whether libraries are those that a target names: loading one runs its code.
+    """Check that libraries have the digests of their target before they are loaded.
 
     Raises:
         NotFoundError: there is no such file.
@@ -137,7 +139,9 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 
 
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
-    """Copy the libraries whose domains a model uses beside it, by target: they become files of its version.
+    """Copy the operator libraries that a model uses beside it, by target.
+
+    They become files of the version.
 
     Functions of the model count too: where a library registers one's name, sessions take the kernel.
 
@@ -173,7 +177,7 @@ DROPPED_ZIPMAPS = "onnx-ops.zipmap.dropped"
 
 
 def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
-    """Why a file is not taken as it is: it is newer than asked for; empty if it is not."""
+    """Return why a file is too new for the section; empty if it is not."""
     opset = model_info.opsets.get("", 0)
     if opset <= section.opset and model_info.ir_version <= section.ir_version:
         return ""
@@ -193,7 +197,7 @@ def suggest_versions(model_info: ModelInfo) -> str:
 
 
 def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Let outputs that ZipMap makes a sequence of maps of be the matrix before it, a column a class.
+    """Replace ZipMap outputs by the matrix before them, with a column per class.
 
     Returns:
         The outputs that have become tensors; the model's metadata names them too.
@@ -223,7 +227,7 @@ def _zipmaps(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def explain_non_tensors(path: Path) -> str:
-    """Which inputs and outputs are no tensors, and cannot be made some; empty if none."""
+    """Return which inputs and outputs cannot become tensors; empty if none."""
     model = read_structure(path)
     graph, zipped = model.graph, _zipmaps(model)
     values = [*graph.input, *(value for value in graph.output if value.name not in zipped)]
@@ -239,7 +243,10 @@ def explain_non_tensors(path: Path) -> str:
 
 
 def list_user_model_notes(place: Path) -> list[str]:
-    """List what a pipeline changes in a supplied file; raises as `list_user_model_problems` does."""
+    """List what a pipeline changes in a supplied file.
+
+    Raises as `list_user_model_problems` does.
+    """
     path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"
@@ -251,7 +258,7 @@ def list_user_model_notes(place: Path) -> list[str]:
 
 
 def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
-    """Why the file cannot be brought, or what a target refuses of it."""
+    """List why a file cannot be used, and what targets refuse of it."""
     path = find_model_file(place)
     model_info = read_model_info(path)
     operators = find_custom_operators(read_structure(path))

@@ -68,7 +68,7 @@ def write_with_fp16_weights(source: Path, path: Path) -> None:
 
 
 def write_dequantized(source: Path, derived: Path, path: Path) -> None:
-    """Write the quantized model with activations in float32 and weights as the numbers that they stand for.
+    """Write a quantized model in float32, with the values that its weights stand for.
 
     Args:
         source: the float original, which has the ReLU and Clip that ranges of the quantized model stand for.

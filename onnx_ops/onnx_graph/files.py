@@ -60,7 +60,10 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the constant tensors of the main graph by name: initializers and values of Constant nodes."""
+    """Return the constant tensors of the main graph by name.
+
+    These are initializers and values of Constant nodes.
+    """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -88,7 +91,7 @@ def find_model_file(path: Path) -> Path:
 
 
 def list_external_names(path: Path) -> tuple[str, ...]:
-    """Names of the files that a model's weights are said to lie in; they need not be there.
+    """List the names of a model's weight files, which need not exist.
 
     Raises:
         NotFoundError, UserError: as for `parse_model`.
@@ -98,7 +101,7 @@ def list_external_names(path: Path) -> tuple[str, ...]:
 
 
 def digest_model(path: Path) -> Digest:
-    """Digest of a model and of the files of its weights, whatever they are called elsewhere.
+    """Digest a model and its weight files, regardless of their names.
 
     Raises:
         NotFoundError, UserError: as for `parse_model`; a file of its weights is not there.
@@ -110,7 +113,7 @@ def digest_model(path: Path) -> Digest:
 
 
 def parse_model(path: Path) -> onnx.ModelProto:
-    """Parse the file itself, without external weights; of a file in ORT format its structure.
+    """Parse a file without external weights; of an ORT file its structure.
 
     Raises:
         NotFoundError: there is no such file.
@@ -176,7 +179,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def write_model(model: onnx.ModelProto, path: Path) -> None:
-    """Write a model, its weights beside it under a fixed name if they are too large for one file.
+    """Write a model, with weights in a file beside it if they are too large.
 
     Converters import operator sets in the order of a hash table, which is another in every process, and some of them
     twice, which quantizers refuse: they are sorted, and each stands once.
@@ -197,7 +200,10 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 
 def copy_model(source: Path, path: Path) -> None:
-    """Copy a model under another name, and its weights under theirs beside it; raises as `read_structure` does."""
+    """Copy a model to another name, with its weight files.
+
+    Raises as `read_structure` does.
+    """
     for file in resolve_external_files(read_structure(source), source.parent):
         place = path.parent / file.relative_to(source.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -206,12 +212,14 @@ def copy_model(source: Path, path: Path) -> None:
 
 
 def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """Return the files beside the model that hold its weights; raises as `resolve_files` does."""
+    """Return the files that hold a model's weights; raises as `resolve_files` does."""
     return resolve_files(iterate_tensors(model), folder)
 
 
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant tensor of a model: initializers and attributes, subgraphs, functions and training included.
+    """Yield every constant tensor of a model.
+
+    These are initializers and attributes, those of subgraphs, functions and training included.
 
     What an attribute holds counts, whatever type it claims to have.
     """
@@ -228,7 +236,7 @@ def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yield the model's graph, its training graphs, and all subgraphs of nodes and functions."""
+    """Yield the model's graphs: main, training, and all subgraphs."""
     yield model.graph
     for training in model.training_info:
         yield from (training.initialization, training.algorithm)
@@ -239,7 +247,7 @@ def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def iterate_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Every node of a model, of subgraphs, functions and training too."""
+    """Yield every node of a model, of subgraphs, functions and training too."""
     waiting: list[onnx.NodeProto] = [*model.graph.node]
     for training in model.training_info:
         waiting += [*training.initialization.node, *training.algorithm.node]
@@ -272,7 +280,10 @@ _AGAIN = "Save the model again with its weights beside it."
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class TensorLocation:
-    """Bytes `start` to `end` (exclusive) of a file that hold one tensor; `file` is its real path."""
+    """Where a file holds one tensor.
+
+    Its bytes are `start` to `end` (exclusive) of `file`, a real path.
+    """
 
     file: Path
     start: int
@@ -303,7 +314,7 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
 
 
 def get_element_bits(data_type: int) -> int | None:
-    """Bits of one element of an ONNX type; None for texts and for types that do not exist."""
+    """Return the bits of an element; None for texts and unknown types."""
     from onnx import TensorProto
 
     return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None

@@ -60,7 +60,10 @@ class InputBounds:
 
 
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
-    """Derive the bounds of each input; an input that is computed with before it becomes an index has none."""
+    """Derive the bounds of each input from the operators that read it.
+
+    An input that is computed with before it becomes an index has none.
+    """
     model = read_structure(path)
     stored = collect_constants(model)
     users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
@@ -88,7 +91,10 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
 
 
 def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest valid index of each index input; raises as `read_input_bounds` does."""
+    """Return the smallest and largest valid index of each index input.
+
+    Raises as `read_input_bounds` does.
+    """
     return {name: bounds.index for name, bounds in read_input_bounds(path).items() if bounds.index is not None}
 
 

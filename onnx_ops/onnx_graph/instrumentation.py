@@ -55,7 +55,7 @@ def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
 
 
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
-    """Write a copy of the model that gives the named values too, after its own outputs.
+    """Write a copy of the model with the named values as further outputs.
 
     Weights outside the file are not read: the copy refers to the same ones, and so must stand in the same folder.
 
@@ -106,7 +106,7 @@ _TABLE = 1024
 
 
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
-    """Names of the operators that a search quantizes by the method, in the order of the graph.
+    """List the nodes that a search quantizes by a method, in graph order.
 
     Nodes without a name cannot be excluded, and so are not among them; nor, for dynamic quantization, are products of
     two activations, and choices from anything but a table of floats.
@@ -130,7 +130,7 @@ def _is_table(tensor: onnx.TensorProto) -> bool:
 
 
 def list_activations(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the activations that each matrix product and convolution reads, by node name."""
+    """Return the activations of each matrix product and convolution, by node."""
     model = read_structure(path)
     stored = set(collect_constants(model))
     return {

@@ -71,7 +71,7 @@ class _Graph:
 
 
 def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str] = ()) -> Int8Coverage:
-    """Which operators of a quantized variant run in int8.
+    """Report which operators of a quantized variant run in int8.
 
     Args:
         source: the float export, whose names are told.
@@ -168,7 +168,7 @@ class _Types:
 def advise(
     variant: Path, rewritten: Path, target: Target, machine: Arithmetic, coverage: Int8Coverage | None
 ) -> tuple[Advice, ...]:
-    """All that is found, what costs most first.
+    """Return all advice on a variant, the most costly finding first.
 
     Args:
         variant: the derived file.

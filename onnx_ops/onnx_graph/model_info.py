@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_model_info(path: Path) -> ModelInfo:
-    """Versions, inputs, outputs and size, without loading weights.
+    """Read versions, inputs, outputs and size, without loading weights.
 
     Raises:
         NotFoundError: there is no such file.
@@ -37,7 +37,9 @@ def read_model_info(path: Path) -> ModelInfo:
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
-    """Count the nodes by operator and the version of its definition, such as `Gemm-13`, the most frequent first.
+    """Count nodes by operator and definition, such as `Gemm-13`.
+
+    The most frequent come first.
 
     A version is the newest opset, at most the one that the model imports, that changed the operator. Operators of other
     domains have theirs in front; of those that ONNX does not define, no version is known. Nodes of subgraphs and
@@ -86,7 +88,10 @@ _LARGEST_VERSION = (1 << 63) - 1
 
 
 def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
-    """Add properties to a model file, in place; the same properties give the same bytes. External weights stay put."""
+    """Add properties to a model file in place; its weights are not touched.
+
+    The same properties give the same bytes.
+    """
     model = read_structure(path)
     merged = {prop.key: prop.value for prop in model.metadata_props} | dict(properties)
     del model.metadata_props[:]
@@ -96,12 +101,14 @@ def write_lineage(path: Path, properties: Mapping[str, str]) -> None:
 
 
 def read_lineage(path: Path) -> dict[str, str]:
-    """All properties of a model file."""
+    """Return all properties of a model file."""
     return {prop.key: prop.value for prop in read_structure(path).metadata_props}
 
 
 def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
-    """Copy a model with its external weights and set what it says about itself; `output` may be the model itself.
+    """Copy a model with its weights and set its author, version or metadata.
+
+    `output` may be the model itself.
 
     Args:
         path: the model.

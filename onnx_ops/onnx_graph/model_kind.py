@@ -35,7 +35,7 @@ class ModelKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateKind:
-    """The kind of a candidate beside that of its baseline. `changes` lists what else differs, in words."""
+    """Kinds of a candidate and its baseline, and what else differs."""
 
     baseline: ModelKind
     candidate: ModelKind
@@ -43,7 +43,7 @@ class CandidateKind:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the candidate was made of a float32 baseline by rounding."""
+        """Whether the candidate was rounded from a float32 baseline."""
         return self.baseline.precision == "float32" != self.candidate.precision
 
     def describe(self) -> str:

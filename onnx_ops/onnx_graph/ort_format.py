@@ -22,13 +22,15 @@ _VALUE, _PARAMETER = 1, 2
 
 
 def is_ort_format(path: Path) -> bool:
-    """Whether the file is in ORT format, whatever its name says."""
+    """Return whether a file is in ORT format, whatever its name."""
     with path.open("rb") as file:
         return file.read(8)[4:] == _MAGIC
 
 
 def read_ort_structure(path: Path) -> onnx.ModelProto:
-    """Read the structure: versions, inputs, outputs, operators and weight shapes; no attributes, no weights.
+    """Read versions, inputs, outputs, operators and weight shapes.
+
+    Attributes and weights are left out.
 
     Raises:
         UserError: the file is damaged.

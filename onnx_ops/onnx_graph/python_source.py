@@ -79,7 +79,9 @@ class _Writer:
 
 
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
-    """Write source that builds the model, and its large constants beside it; returns the files.
+    """Write source that builds the model, and its large constants beside it.
+
+    Returns the files.
 
     External weights are not copied: the model that is built names them as the original does. The source was run, and
     what it built was held against the original, before this returns.

@@ -101,7 +101,9 @@ class _Rewriting:
 
 
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return the model with each integer operator between DequantizeLinear and QuantizeLinear; itself without any.
+    """Rewrite integer operators as operators between quantization pairs.
+
+    Returns the model itself if it has none.
 
     What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
     that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
@@ -225,7 +227,7 @@ _WIDEST = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedActivation:
-    """One QuantizeLinear of the main graph with fixed parameters, and a DequantizeLinear that reads it.
+    """A QuantizeLinear with fixed parameters and a DequantizeLinear after it.
 
     `name` is the float value that is written, `origin` its name in the float export, `read` the value read back. `low`
     and `high` are what the least and the largest level stand for, `step` their distance. A range that begins at 0 clips
@@ -241,7 +243,7 @@ class QuantizedActivation:
 
 
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
-    """Every pair of QuantizeLinear and DequantizeLinear with one constant scale, in the order of the graph.
+    """Return the quantization pairs with one constant scale, in graph order.
 
     Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.expand_integer_operators`.
 
@@ -275,7 +277,10 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 
 def find_folded_values(path: Path) -> dict[str, str]:
-    """Return the outputs of a ReLU or Clip by its input, where nothing else reads that input."""
+    """Return the output of each ReLU or Clip by its input, if only it reads that.
+
+    A quantized range can replace such an operator.
+    """
     graph = read_structure(path).graph
     users: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -290,12 +295,18 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
-    """Values of functions with a range of their own, which quantizers take whatever the rows are."""
+    """Return the outputs of functions with a fixed range, such as Softmax.
+
+    Quantizers use that range whatever the rows are.
+    """
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 
 def read_levels(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[float, float, float] | None:
-    """Return step, lowest and highest value of a QuantizeLinear with constant parameters; else None."""
+    """Return step, lowest and highest value of a constant QuantizeLinear.
+
+    None if its parameters are computed or differ by channel.
+    """
     from onnx import numpy_helper
 
     if len(node.input) < 3 or not {node.input[1], node.input[2]} <= set(stored):

@@ -28,7 +28,9 @@ _KEPT_SPACINGS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """One weight or bias. `scale` is the quantization step, of a shape that broadcasts against the other two.
+    """One weight or bias beside its float original.
+
+    `scale` is the quantization step; its shape broadcasts against the other two.
 
     A step is never taken as finer than the spacing of float32 at the original's own values, which is all that an
     int32 bias with a tiny scale could resolve. A constant that stayed in float has a step of 8 such spacings at its
@@ -60,7 +62,7 @@ class _Stored:
 
 
 def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Every quantized weight and bias of `derived` with its float original in `source`, in order of name.
+    """Return the quantized weights of `derived` with their originals, by name.
 
     Reads what static quantization stores (constants behind a DequantizeLinear, or of QLinearConv and its like), what
     dynamic quantization does (constants of MatMulInteger and ConvInteger), weights in float16, and weights in blocks
@@ -85,7 +87,7 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 
 
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Return the float constants that both files have, which `read_quantized_weights` leaves out.
+    """Return the constants that are float in both files.
 
     Here a dropped bias of a dynamically quantized model shows itself.
     """
@@ -264,7 +266,7 @@ ends of a block by up to a step more than rounding does."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowWeight:
-    """One weight: the original's name, its values, and the step of each; shapes are equal.
+    """One weight: name, values and step of each value, in equal shapes.
 
     `spacing` is the distance of neighbouring levels. `transposable`: it is stored for a MatMul, whichever way the
     original's operator takes it.
@@ -280,7 +282,10 @@ class NarrowWeight:
 def iterate_fp16_weights(
     originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]
 ) -> Iterator[NarrowWeight]:
-    """Constants that were float32 and are float16; a step is the spacing of float16 there."""
+    """Yield constants that were float32 and are float16.
+
+    A step is the spacing of float16 at the value.
+    """
     from onnx import numpy_helper
 
     for name, tensor in tensors.items():
@@ -292,7 +297,7 @@ def iterate_fp16_weights(
 
 
 def iterate_block_weights(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[NarrowWeight]:
-    """Matrices (K, N) of every MatMulNBits, read out of their blocks."""
+    """Yield the matrix (K, N) of every MatMulNBits, read from its blocks."""
     from onnx import numpy_helper
 
     for node in model.graph.node:
@@ -335,7 +340,7 @@ ErrorSumNames = tuple[str, str]
 def write_with_layer_errors(
     source: Path, weights: Sequence[QuantizedWeight], copy: Path
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
-    """Write a copy of the float model that gives, for each layer of the weights, the squared errors of its answers.
+    """Write a copy of the float model that outputs squared errors of layers.
 
     A layer is linear in its weight, so that the error of its answer is the answer of the weight's error.
 

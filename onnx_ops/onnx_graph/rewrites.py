@@ -19,7 +19,7 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
-    """Give a derived model its source's IR version and metadata, and import only the operator sets that it uses.
+    """Give a derived model its source's IR version, metadata and opset imports.
 
     Inferred shapes are left out: a later tool that infers others refuses a file in which they stand. The opset of the
     default domain stays what the tool wrote, since its nodes are of that opset.
@@ -43,7 +43,7 @@ def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
 
 
 def flatten_biases(model: onnx.ModelProto) -> None:
-    """Make biases of Gemm that are stored as one row (1, n) vectors (n), which is what quantizers expect.
+    """Make Gemm biases of shape (1, n) vectors (n), as quantizers expect.
 
     A bias that another operator uses too keeps its shape.
     """
@@ -57,7 +57,9 @@ def flatten_biases(model: onnx.ModelProto) -> None:
 
 
 def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
-    """Count anew, in order of appearance, the numbers in generated names, which a converter counts per process.
+    """Renumber generated names, which a converter numbers per process.
+
+    Numbers follow the order of appearance.
 
     Weights take the order in which nodes use them: converters keep them in sets.
 
@@ -147,14 +149,17 @@ _CAST_OPSET = 13
 
 
 def read_boundary_types(model: Path) -> dict[str, int]:
-    """Return the element types of inputs and outputs by name; float32 for bfloat16, which NumPy lacks."""
+    """Return the element types of inputs and outputs by name.
+
+    float32 stands for bfloat16, which NumPy lacks.
+    """
     ends = _ends(read_structure(model))
     types = {value.name: value.type.tensor_type.elem_type for value in ends}
     return {name: _FLOAT if kind == _BFLOAT else kind for name, kind in types.items()}
 
 
 def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path) -> str:
-    """Write the model with casts around it where its inputs are floats of another type than wanted.
+    """Write the model with casts around float inputs of another type.
 
     Outputs are cast too then. Shapes, names and other types stay as they are.
 
@@ -221,8 +226,9 @@ REMEDY = "Names are those of the exported file; `quantize.exclude` lists them."
 
 
 def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Where each named node of `source` went in `prepared`, a rewrite of it: by its name, else by what it makes, else
-    by its weights.
+    """Find the nodes of `prepared` that came from named nodes of `source`.
+
+    They are matched by name, else by output, else by weights.
 
     Raises:
         UserError: a name is unknown (all such names at once), or nothing is left of its node.
@@ -248,7 +254,7 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
 
 
 def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewritten: str) -> tuple[str, ...]:
-    """Those of the excluded nodes that `derived` does not hold in float.
+    """Return the excluded nodes that are quantized in `derived` all the same.
 
     Args:
         excluded: names of nodes before quantization.

@@ -36,7 +36,7 @@ class _Growing:
 
 
 def has_trees(path: Path) -> bool:
-    """Whether a file holds a tree ensemble; raises as `read_structure` does."""
+    """Return whether a file holds a tree ensemble; raises as `read_structure` does."""
     return any(node.op_type in ENSEMBLES for node in iterate_nodes(read_structure(path)))
 
 
@@ -161,7 +161,7 @@ class _Split:
 
 
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Two rows for every split of a tree ensemble, one on each side of its threshold and close to it.
+    """Build two rows for every split, one on each side of its threshold.
 
     A row is a real one that comes by that split, with the split's feature moved. A split that stands elsewhere, leads
     elsewhere or looks at another feature then gives another answer, though no real row may be near it. Of very many

@@ -69,7 +69,9 @@ _RESTORE = "Restore it with `git checkout`, or make it again with `dvc add`, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DvcSettings:
-    """`path` is a file in the repository, as DVC knows it; `repo` a folder relative to the project's root, or a URL.
+    """Settings of data in a DVC repository.
+
+    `path` is a file as DVC knows it, relative to `repo`: a folder below the project's root, or a URL.
 
     `rev` is a tag, branch or commit; empty for what is checked out. `remote` names the DVC remote; empty for that of
     the pointer, else the repository's default. `md5` is what the pointer must say, if given. `requirements` are the
@@ -91,7 +93,9 @@ class DvcSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DvcPointer:
-    """What DVC says of one output: its pointer file, MD5 and size (-1 if unknown), and where its objects lie.
+    """What DVC states about one output.
+
+    These are its pointer file, MD5 and size (-1 if unknown), and where its objects lie.
 
     `remote` is the remote that the pointer names, `scheme` that of its URL, `cache` the folder of objects on this
     machine (empty if there is none). `legacy` objects are those of DVC 1 and 2, which are stored elsewhere.
@@ -136,7 +140,7 @@ class DvcSource:
         return replace(self, environments=environments, repositories=kept / "repositories")
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """Return the MD5 of the pointer, the size, and the file's path within a tracked folder."""
+        """Return MD5, size, and the file's path within a tracked folder."""
         tracked = self._find(section, root)
         below = tracked.path[len(tracked.pointer.out) + 1 :]
         return f"dvc {tracked.pointer.md5} {tracked.pointer.size} {below}".rstrip()
@@ -154,7 +158,7 @@ class DvcSource:
         }
 
     def rests_on(self, section: DataSection) -> Iterable[str]:
-        """Yield the possible pointer files of the project; none for a pinned revision, which no commit changes."""
+        """Yield the possible pointer files; none for a pinned revision."""
         settings = _read_settings(section)
         if settings.is_url or settings.rev:
             return
@@ -165,7 +169,7 @@ class DvcSource:
             yield posixpath.join(path, "dvc.lock")
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Read the first rows of the copy in the checkout, whose digest only `load` checks."""
+        """Read the first rows of the copy in the checkout, unchecked."""
         settings = _read_settings(section)
         if settings.is_url:
             return None

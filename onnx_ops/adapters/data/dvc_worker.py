@@ -24,7 +24,7 @@ from onnx_ops.errors import (
 
 
 class DvcWorker:
-    """Opens one repository at one revision, and keeps it open from one request to the next."""
+    """Serves DVC; keeps one repository open from one request to the next."""
 
     where = "data"
     refusing: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class DvcWorker:
         self._repo: Any = None
 
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
-        """Return the outputs that are or hold `path`, relative to the top of the git repository.
+        """Return the outputs that are or hold `path`, relative to git's top folder.
 
         An empty `rev` reads the working tree. `remote` is the one to use, empty for that of the pointer or the default.
         """
@@ -62,7 +62,7 @@ class DvcWorker:
             ]
 
     def fetch(self, repo: str, rev: str, remote: str, md5: str, legacy: bool, copy: str) -> dict[str, Any]:
-        """Copy an object from the remote to `copy`; return its place without credentials, and whether it is there."""
+        """Copy an object from the remote; return its place, and whether it exists."""
         from dvc.config import ConfigError, RemoteConfigError
 
         where = f"DVC remote {remote}" if remote else "the default DVC remote"

@@ -47,13 +47,15 @@ class FileSource:
 
 
 def sample_arrays(path: Path, *, where: str) -> Sample:
-    """Read the first rows of a file, all of them if it is small; raises as `read_arrays` does."""
+    """Read the first rows of a file, all if it is small; raises as `read_arrays`."""
     whole = path.stat().st_size <= _SMALL_BYTES
     return Sample(arrays=read_arrays(path, where=where, most_bytes=None if whole else _HEAD_BYTES), whole=whole)
 
 
 def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | None = None) -> Mapping[str, Array]:
-    """All arrays of a `.npz` file or columns of a table, of equal length along axis 0; nothing is unpickled.
+    """Read the arrays of a `.npz` file or the columns of a table.
+
+    They have equal lengths along axis 0; nothing is unpickled.
 
     Args:
         path: of the file.
@@ -185,7 +187,7 @@ _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 
 
 def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
-    """All columns of a table, by name; with `most_bytes` so much of its first rows.
+    """Read the columns of a table by name; `most_bytes` limits the rows.
 
     Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
     value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.

@@ -20,7 +20,9 @@ _SHAPES = {"digits": (64, 10), "iris": (4, 3), "wine": (13, 3), "breast_cancer":
 
 
 class SklearnSource:
-    """`sklearn: NAME`, whole or one side of a split by seed; stratified where the target is a class.
+    """Loads `sklearn: NAME`, whole or one side of a split by seed.
+
+    Splits are stratified where the target is a class.
 
     Arrays: `data` float32 (rows, features), `target` int64 (classes) or float32 (a quantity), and for digits `images`
     float32 (rows, 1, 8, 8) in [0, 1].
@@ -36,7 +38,7 @@ class SklearnSource:
         return f"{brought}: {wanted.sklearn} {wanted.split} {wanted.test_size!r} seed {wanted.seed}"
 
     def sample(self, section: DataSection, root: Path) -> Sample:
-        """One row of each class, of zeros: their shapes are known without importing scikit-learn."""
+        """Return a row of zeros for each class, without importing scikit-learn."""
         del root
         import numpy as np
 

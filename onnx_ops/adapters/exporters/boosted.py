@@ -40,7 +40,7 @@ class _BoostedExporter(SklearnExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """As for scikit-learn's; to no rows at all, answers of the wrong shape are none.
+        """Run the estimator; an empty batch is refused, as its output shape is wrong.
 
         Raises:
             ValueError: the estimator refuses the inputs, or there are no rows.

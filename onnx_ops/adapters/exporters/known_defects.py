@@ -13,7 +13,7 @@ ConversionDefect = tuple[str, str, str]
 
 
 def check_convertible(parts: list[object]) -> None:
-    """Refuse an estimator, or a step of a pipeline, of which the converters make something else.
+    """Refuse estimators and steps that the converters get wrong.
 
     Raises:
         UserError: with the reason and what to take instead.

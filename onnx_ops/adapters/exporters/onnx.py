@@ -35,7 +35,10 @@ _THIS_BUILD = Target(name="this-build", description="What the ONNX Runtime of th
 
 
 class OnnxExporter:
-    """The model object is the path of the file. Its source is unknown, so it is held against itself unoptimised."""
+    """Takes ready files; the model object is the path.
+
+    The source is unknown, so the file is compared with itself without optimizations.
+    """
 
     tools: tuple[str, ...] = ("onnx",)
     options: tuple[str, ...] = (CONVERT,)
@@ -49,7 +52,7 @@ class OnnxExporter:
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the one `.onnx` file of a folder, with its external data; what ZipMap gives becomes a tensor.
+        """Copy a file, or the one of a folder, with its weights; drop ZipMaps.
 
         Raises:
             UserError: it is not ONNX.
@@ -92,7 +95,7 @@ class OnnxExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Answers of the file itself without graph optimisations; there is no source in float64.
+        """Run the file without graph optimizations; None in float64.
 
         A file that is too new for this runtime is computed by ONNX's own evaluator.
 

@@ -28,7 +28,10 @@ OPSETS = (11, 21)
 
 
 class PaddleExporter:
-    """A layer made static: `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`."""
+    """Exports static PaddlePaddle layers with paddle2onnx.
+
+    Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`.
+    """
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
     options: tuple[str, ...] = ()
@@ -102,7 +105,7 @@ class PaddleExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """In float32 only: a saved program fixes its precision.
+        """Run the layer; None in float64, as a saved program fixes its precision.
 
         Raises:
             ValueError: the layer refuses the inputs.

@@ -23,7 +23,7 @@ def get_free_axes(section: Export, name: str) -> Mapping[int, str]:
 
 
 def name_outputs(answer: object) -> list[str]:
-    """Names of a framework's answer: of one value, a list of them, or a dictionary."""
+    """Name a framework's outputs: one value, a list, or a dictionary of them."""
     if isinstance(answer, Mapping):
         return [str(key) for key in answer]
     count = len(answer) if isinstance(answer, list | tuple) else 1
@@ -38,7 +38,7 @@ def list_output_values(answer: object) -> tuple[Any, ...]:
 
 
 def name_axes(model: Any, section: Export) -> None:
-    """Give free axes of inputs their names, and the outputs' first axis that of the batch.
+    """Name the free axes of inputs, and the first axis of outputs like the batch.
 
     Args:
         model: the ONNX model, changed in place; names of its other free axes are taken away.
@@ -54,7 +54,7 @@ def name_axes(model: Any, section: Export) -> None:
 
 
 def rename_outputs(model: Any, names: Sequence[str]) -> None:
-    """Call the outputs, in their order, by these names, wherever the graph mentions them."""
+    """Give the outputs these names, in order, wherever the graph uses them."""
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
         value.name = renamed.get(value.name, value.name)
@@ -64,7 +64,9 @@ def rename_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Refuse an opset that the converter does not write; some converters end the process instead.
+    """Refuse an opset that the converter does not write.
+
+    Some converters end the process instead.
 
     Raises:
         UserError: the opset is out of range.
@@ -86,7 +88,7 @@ def _rename_axis(dimension: Any, name: str) -> None:
 
 
 def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
-    """Check that free axes are those of inputs that exist, and that the exporter has the options.
+    """Check that free axes belong to inputs, and that options exist.
 
     Raises:
         UserError: an entry would take no effect.

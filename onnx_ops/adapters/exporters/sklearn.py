@@ -52,7 +52,10 @@ _ML_OPSET = 3
 
 
 class SklearnExporter:
-    """A matrix, a vector of texts, or columns of a table in; label and probabilities, or a variable, out."""
+    """Exports scikit-learn estimators and pipelines with skl2onnx.
+
+    Inputs are a matrix, a vector of texts, or columns of a table; outputs are label and probabilities, or a variable.
+    """
 
     tools: tuple[str, ...] = ("scikit-learn", "scipy", "numpy")
     options: tuple[str, ...] = ()
@@ -63,7 +66,10 @@ class SklearnExporter:
         _joblib().dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Unpickles, which runs code: of a folder that the store has verified, or of the user's own `model:`."""
+        """Load the pickled estimator, which runs its code.
+
+        The folder is verified by the store, or it is the user's own `model:`.
+        """
         files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
         if len(files) != 1:
             raise NotFoundError(f"no {FILE}, and not one file only", where=str(folder))
@@ -109,7 +115,9 @@ class SklearnExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """float32 is the estimator with its own arrays rounded, so that rounded weights count as its noise.
+        """Run the estimator; in float32 with its own arrays rounded.
+
+        Rounded weights so count as noise of the source.
 
         Raises:
             ValueError: the estimator refuses the inputs (NaN, no rows).
@@ -128,7 +136,7 @@ class SklearnExporter:
             raise
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """Those of a decision tree, a forest or gradient boosting, alone or at the end of a pipeline; else None."""
+        """Return the trees that the model ends in; None if it is no tree ensemble."""
         from onnx_ops.adapters.exporters.sklearn_trees import read_source_trees
 
         return read_source_trees(model)
@@ -341,5 +349,5 @@ def _round_in_place(thing: Any, visited: set[int]) -> Any:
 
 
 def _plain(sequence: Any) -> bool:
-    """A list or tuple, and no named tuple, which is made otherwise."""
+    """Return whether it is a list or tuple, and no named tuple."""
     return type(sequence) in (list, tuple)

@@ -71,7 +71,7 @@ def choose_layout(model: object, parts: list[object], samples: Tensors) -> Input
 
 
 def build_rows(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
-    """Build the argument of `predict`: a data frame where the estimator was fitted on one."""
+    """Build the argument of `predict`: an array, or a data frame if fitted on one."""
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
@@ -95,7 +95,7 @@ def build_rows(model: object, inputs: Tensors, precision: Literal["float32", "fl
 
 
 def read_fitted_names(model: object) -> list[str] | None:
-    """Names of the columns of the data frame that the estimator was fitted on; None if it was fitted on an array."""
+    """Return the column names that the estimator was fitted on; None for arrays."""
     try:
         names = getattr(model, "feature_names_in_", None)
     except (AttributeError, ValueError):
@@ -104,7 +104,7 @@ def read_fitted_names(model: object) -> list[str] | None:
 
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
-    """Give the graph the inputs of the data: joined, split, or cast in front where the converter knows no such type.
+    """Give the graph the inputs of the data: joined, split, or cast.
 
     Args:
         converted: changed in place.
@@ -162,7 +162,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
 
 
 def order_inputs(samples: Tensors, layout: InputLayout) -> list[str]:
-    """Names of the inputs in the order of the layout's columns."""
+    """Return the names of the inputs in the order of the layout's columns."""
     names = [name for name, _, _ in layout.types]
     return names if set(names) == set(samples) else list(samples)
 
@@ -246,7 +246,7 @@ def check_runnable(model: object) -> None:
 
 
 def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:
-    """Labels as a vector, and a regressor's one answer under its usual name.
+    """Make labels a vector, and name the one output of a regressor.
 
     Args:
         converted: changed in place.

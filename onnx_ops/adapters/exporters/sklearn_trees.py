@@ -15,7 +15,9 @@ _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
 def read_source_trees(model: object) -> tuple[Tree, ...] | None:
-    """Return the trees of a decision tree, a forest or gradient boosting, alone or last in a pipeline; else None.
+    """Return the trees of a decision tree, forest or boosting; else None.
+
+    The estimator stands alone or at the end of a pipeline.
 
     A forest averages its trees: each leaf weighs 1/n. Boosting adds them up, each times the learning rate; with k
     classes tree i belongs to class i modulo k. Of two classes a file holds the weights of the second only.
@@ -93,7 +95,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 
 
 def route_missing_values(converted: Any, model: object) -> None:
-    """Let NaN take the way in the export that it takes in the source, which the converter does not tell.
+    """Let NaN take the same branches in the export as in the source.
+
+    The converter leaves them out.
 
     A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.
 

@@ -39,7 +39,10 @@ _GENERATED = r"__(\d+)"
 
 
 class TensorflowExporter:
-    """Inputs are passed by name to a SavedModel; to a Keras model by name where it has such inputs, else in order."""
+    """Exports Keras models and SavedModels with tf2onnx.
+
+    Inputs are passed by name where the model names them so, else in order.
+    """
 
     tools: tuple[str, ...] = ("tensorflow-cpu", "numpy")
     options: tuple[str, ...] = ()
@@ -111,7 +114,7 @@ class TensorflowExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """In float32 only: Keras layers and SavedModels fix their precision.
+        """Run the model; None in float64, as layers fix their precision.
 
         Raises:
             ValueError: the model refuses the inputs.
@@ -153,7 +156,7 @@ class TfliteExporter:
         return files[0]
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Convert the file with tf2onnx; its inputs get the names of the data's inputs, in order."""
+        """Convert the file with tf2onnx and name its inputs like those of the data."""
         section = request.section
         check_section(section, request.samples)
         check_opset(section, *OPSETS, "tf2onnx")
@@ -204,7 +207,7 @@ def import_tensorflow() -> Any:
 
 
 def write_converted(converted: Any, names: list[str], request: ExportRequest) -> None:
-    """Write what a converter gave, under the names of the pipeline and without traces of the process."""
+    """Write a converted model under the pipeline's names, without local traces."""
     rename_outputs(converted, names)
     name_axes(converted, request.section)
     converted.ir_version = request.section.ir_version

@@ -56,7 +56,10 @@ class TorchExporter:
         torch.save(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Unpickles, which runs code: of a folder that the store has verified, or of the user's own `model:`."""
+        """Load the pickled module, which runs its code.
+
+        The folder is verified by the store, or it is the user's own `model:`.
+        """
         torch = importlib.import_module("torch")
         files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
         if len(files) != 1:
@@ -82,7 +85,7 @@ class TorchExporter:
         write_model(proto, request.path)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """Values of the exported program, whose names the file keeps; its outputs under the file's names."""
+        """Return a tracer of the exported program, whose names the file keeps."""
         torch = importlib.import_module("torch")
         program = _export(torch, model, request).exported_program
 
@@ -97,7 +100,7 @@ class TorchExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """None in float64 for a module that makes float32 tensors of its own.
+        """Run the module; None in float64 if it creates float32 tensors.
 
         Raises:
             ValueError: the module refuses the inputs.
@@ -335,8 +338,10 @@ KERAS_BACKEND = "torch"
 
 
 class KerasExporter(TorchExporter):
-    """Inputs are passed in the order of the data set's `inputs:`. Models of other backends are read too: a `.keras`
-    file knows none."""
+    """Exports Keras 3 models on their PyTorch backend.
+
+    Inputs are passed in the order of the data set's `inputs:`. Models of other backends load too.
+    """
 
     tools = ("keras", *TorchExporter.tools)
 
@@ -366,7 +371,9 @@ class KerasExporter(TorchExporter):
 
 
 def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's own classes, which register them there: Keras imports none but its own.
+    """Import the modules of a `.keras` file's own classes, to register them.
+
+    Keras imports none but its own.
 
     Raises:
         ImportError: a module cannot be imported.
@@ -403,8 +410,10 @@ TRANSFORMERS_CONFIG = "config.json"
 
 
 class HuggingfaceExporter(TorchExporter):
-    """The data set's `inputs:` are the names of `forward`'s arguments: input_ids, attention_mask, pixel_values,
-    decoder_input_ids. The outputs are the tensors that the model answers: logits, last_hidden_state …"""
+    """Exports models of transformers.
+
+    The data set's `inputs:` are names of arguments of `forward`, the outputs are the tensors that it returns.
+    """
 
     tools = ("transformers", *TorchExporter.tools)
 
@@ -426,7 +435,7 @@ class HuggingfaceExporter(TorchExporter):
         model.save_pretrained(folder)
 
     def load(self, folder: Path) -> object:
-        """Load a folder that `save_pretrained` wrote, without network access and without running code of the folder."""
+        """Load a folder of `save_pretrained`, without network or running its code."""
         transformers = importlib.import_module("transformers")
         if not (folder / TRANSFORMERS_CONFIG).is_file():
             raise NotFoundError(

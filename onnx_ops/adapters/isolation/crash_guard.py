@@ -30,7 +30,10 @@ _PRELOADED = ["onnx", "onnxruntime", __name__]
 
 
 class ProcessCrashError(Exception):
-    """The function did not return. `how` is why, in words; `said` its last lines of output; `late`: its time was up."""
+    """A guarded function did not return.
+
+    `how` is the reason, `said` the last lines of output, `late` whether its time was up.
+    """
 
     def __init__(self, how: str, said: str = "", *, late: bool = False) -> None:
         super().__init__(how)
@@ -42,7 +45,9 @@ class ProcessCrashError(Exception):
 def run_guarded(
     work: Callable[..., T], *arguments: object, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None
 ) -> T:
-    """Call a function in a forked process and return its result. Everything passed must be picklable.
+    """Call a function in a forked process and return its result.
+
+    Function, arguments and result must be picklable.
 
     Args:
         work: a function of a module.

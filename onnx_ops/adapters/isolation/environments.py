@@ -32,7 +32,7 @@ _LAYOUT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonEnvironments:
-    """Environments below a folder, each named for the digest of its requirements and Python version."""
+    """Python environments, named for digests of their requirements."""
 
     folder: Path
     base: Sequence[str] = BASE
@@ -40,8 +40,9 @@ class PythonEnvironments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of the environment; make the environment if it is missing. An existing one needs no
-        network.
+        """Return the interpreter of an environment, which is made if missing.
+
+        An existing environment needs no network.
 
         Raises:
             UserError: a requirement is none.
@@ -54,7 +55,7 @@ class PythonEnvironments:
         return python
 
     def place(self, wanted: Environment) -> Path:
-        """Where the environment is, or would be."""
+        """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
                 raise UserError(
@@ -109,12 +110,12 @@ NPM_REMEDY = "Install npm (Debian, Ubuntu: `apt-get install nodejs npm`), or bri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpmPackages:
-    """Folders of packages below a folder, each named for the digest of its requirements."""
+    """Folders of npm packages, named for digests of their requirements."""
 
     folder: Path
 
     def installed(self, requirements: Sequence[str]) -> Path:
-        """Return the folder whose `node_modules` holds the packages; make it if it is missing.
+        """Return the folder with `node_modules`, which is made if missing.
 
         No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
 
@@ -130,7 +131,7 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Versions by name.
+    """Return versions by package name.
 
     Raises:
         UserError: a requirement is not `package@1.2.3`.
@@ -164,7 +165,7 @@ MARKER = "onnx-ops.json"
 
 
 def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
-    """Have `make` fill the folder `place`, unless it is whole; its answer is kept in the marker.
+    """Fill a folder with `make` unless it is complete; keep its document.
 
     Args:
         place: the folder; others may ask for it at the same time.
@@ -208,7 +209,7 @@ def run_installer(command: list[str], environ: Mapping[str, str], folder: Path |
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold a file's lock; the file is made if it is not there."""
+    """Hold the lock of a file, which is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

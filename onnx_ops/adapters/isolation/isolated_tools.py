@@ -35,7 +35,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteModel:
-    """A model that was loaded elsewhere: the folder it was saved in, and the process that holds it."""
+    """A model in another process, and the folder that it was loaded from."""
 
     folder: Path
     process: IsolatedProcess
@@ -43,7 +43,7 @@ class RemoteModel:
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedExporter:
-    """Does in another process what an exporter does here. The process lives as long as the model that it holds.
+    """Runs an exporter in another process, which ends with the loaded model.
 
     Args:
         exporter: `module:Class`, as its entry point says.
@@ -153,7 +153,9 @@ _OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_optimizer"
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedOptimizer:
-    """Does in another process what an optimizer does here; what needs no package of its own is asked here.
+    """Runs an optimizer in another process.
+
+    What needs none of its packages is done in this process.
 
     Args:
         here: the optimizer.

@@ -41,8 +41,10 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """`memory` in bytes of the process's own data, by default what the machine has; `timeout` in seconds of one
-    answer."""
+    """Limits of a process: `memory` in bytes, `timeout` in seconds per answer.
+
+    Memory defaults to that of the machine.
+    """
 
     memory: int | None = None
     timeout: float | None = None
@@ -81,12 +83,16 @@ class IsolatedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether the process can take another request."""
         return self._end.alive and self._process.poll() is None
 
     @property
     def folder(self) -> Path:
-        """A folder that both sides see. Raises StageError if the process has ended."""
+        """Folder that both processes see.
+
+        Raises:
+            StageError: the process has ended.
+        """
         if not self._end.alive:
             raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
         return self._scratch.path
@@ -196,7 +202,7 @@ Command = Callable[[Path, int, int], list[str]]
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Return a command that calls a function of this package in an isolated environment.
+    """Build the command that calls a function in an isolated environment.
 
     Args:
         python: the interpreter.
@@ -235,7 +241,7 @@ _MUCH = 1_000_000
 
 @dataclass(frozen=True)
 class LineListener:
-    """Lines that begin with `mark` go to `tell`, without it, as they come; they are not kept."""
+    """Passes lines that begin with `mark` to `tell`, without the mark."""
 
     mark: bytes
     tell: Callable[[str], None]
@@ -253,13 +259,13 @@ class OutputTail:
         self._thread.start()
 
     def text(self, patience: float = 2.0) -> str:
-        """Its last lines. A process that has ended may have left something to read."""
+        """Return the last lines, after waiting for output that is still unread."""
         self._thread.join(patience)
         with self._lock:
             return select_last_lines(self._kept)
 
     def summary(self) -> str:
-        """Its last lines, and how much there was if it was much."""
+        """Return the last lines, and the amount of output if it was large."""
         text = self.text()
         return f"{text}\n({self.total / 1e6:.0f} MB of output in all)" if self.total > _MUCH else text
 
@@ -297,7 +303,7 @@ def select_last_lines(output: bytes) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended: its signal or exit code."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -308,7 +314,7 @@ class RetainedProcess:
     _kept: tuple[str, IsolatedProcess] | None = None
 
     def get(self, key: str, start: Callable[[], IsolatedProcess]) -> IsolatedProcess:
-        """Return the process that was started under the key if it is alive; else stop it and start a new one."""
+        """Return the live process of the key; else replace the old one."""
         if self._kept is not None:
             key_of_process, process = self._kept
             if key_of_process == key and process.alive:
@@ -326,5 +332,5 @@ class RetainedProcess:
 
 
 def build_clean_environ() -> dict[str, str]:
-    """Return the environment variables without those that select another Python or expose its packages."""
+    """Return the environment without variables that affect another Python."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RequestHandler(Protocol):
-    """Its methods are what can be asked for, by name; they take and give what JSON can say.
+    """Handles requests by methods of their names, with JSON values.
 
     `where` is what errors name; `refusing` are the methods that refuse inputs by ValueError.
     """
@@ -32,8 +32,10 @@ class RequestHandler(Protocol):
 
 
 def serve(worker: RequestHandler) -> None:
-    """Answer until nobody asks. Arguments of the process: the folder of visible packages, the file descriptor for
-    answers, bytes of memory."""
+    """Answer requests until standard input is closed.
+
+    Arguments of the process: folder of visible packages, file descriptor for answers, bytes of memory.
+    """
     faulthandler.enable(all_threads=False)
     limit = int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -93,7 +95,7 @@ PREFIX = "input/"
 
 
 def save_arrays(tensors: Tensors, path: Path) -> Path:
-    """Write named tensors to an `.npz` file; texts as such, since objects would need pickle.
+    """Write named tensors to an `.npz` file; texts without pickle.
 
     Raises:
         MeasurementError: a value is no tensor.

@@ -58,7 +58,7 @@ class ShapeOptions:
 
 
 class GraphOptimizer:
-    """The graph as ONNX Runtime optimizes it, saved, so that loading does not do it again.
+    """Saves the graph as ONNX Runtime optimizes it, to load faster.
 
     Option `level`: basic and extended hold on every machine; all also lays out convolutions for the registers of the
     machine, so that the targets must be alike.
@@ -165,7 +165,7 @@ class ShapeOptimizer:
 
 
 def _checked(request: OptimizeRequest, source: Any) -> Any:
-    """The source. What is excluded must be there; in float it stays by itself."""
+    """Return the source after checking that excluded nodes exist."""
     trace_nodes(request.section.exclude, source, source)
     return source
 
@@ -236,6 +236,7 @@ class _CleanupOptimizer:
         return PassesOptions if self.option == "passes" else SkipOptions
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
+        """Run the tool in a forked process."""
         chosen = tuple(read_options(request.section, self.options).get(self.option, ()))
         where = f"variant {request.section.name}"
         source = read_model(request.source)
@@ -281,7 +282,7 @@ def _optimize(source: Path, result: Path, passes: Sequence[str]) -> None:
 
 
 class SlimOptimizer(_CleanupOptimizer):
-    """onnxslim: constants folded, what repeats or does nothing removed, neighbours fused. Option `skip`."""
+    """Cleans up with onnxslim. Option `skip`."""
 
     tool = "onnxslim"
     option = "skip"
@@ -290,7 +291,7 @@ class SlimOptimizer(_CleanupOptimizer):
 
 
 class SimplifyOptimizer(_CleanupOptimizer):
-    """onnxsim: constants folded by ONNX Runtime, shapes inferred, its own set of fusions. Option `skip`."""
+    """Cleans up with onnxsim. Option `skip`."""
 
     tool = "onnxsim"
     option = "skip"
@@ -299,7 +300,7 @@ class SimplifyOptimizer(_CleanupOptimizer):
 
 
 class PassOptimizer(_CleanupOptimizer):
-    """onnxoptimizer: its passes that eliminate and fuse, until nothing changes; or those of option `passes`."""
+    """Cleans up with passes of onnxoptimizer. Option `passes`."""
 
     tool = "onnxoptimizer"
     option = "passes"

@@ -52,7 +52,7 @@ _QUANTIZED = frozenset(
 
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
-    """Nothing is printed; root logger and levels are afterwards as they were."""
+    """Suppress printed output and logs; restore loggers afterwards."""
     ort = importlib.import_module("onnxruntime")
     root = logging.getLogger()
     handlers, level, disabled = list(root.handlers), root.level, root.manager.disable
@@ -86,7 +86,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Clients and gates go by names, types and free dimensions.
+    """Check that a tool kept names, types and free dimensions.
 
     Raises:
         StageError: the tool changed one.
@@ -105,7 +105,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
 def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
-    """Return the error of a variant in which nothing was quantized, with the reason for each kind of operator.
+    """Build the error of a variant in which nothing was quantized.
 
     Args:
         section: the variant.
@@ -165,7 +165,9 @@ BATCH = 16
 
 
 class BatchReader:
-    """Batches in the order of the rows. A model with a fixed batch gets exactly that many; rows left over go unused.
+    """Yields calibration batches in the order of the rows.
+
+    A model with a fixed batch gets exactly that many rows; rows left over go unused.
 
     The quantizer asks for ranges of batches (`set_range`), so that it holds the activations of one range only.
 

@@ -42,7 +42,7 @@ class WeightOnlyOptions:
 
 
 class WeightOnlyQuantizer:
-    """Constant matrices in blocks of few bits. A recipe for size, and for memory-bound models.
+    """Stores constant matrices in blocks of few bits, for size.
 
     Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq have 4 bits only and
     move weights so as to keep answers, gptq by calibration rows), `accuracy` (4: activations in 8 bits too).

@@ -47,7 +47,7 @@ class OliveOptions:
 
 
 class OliveOptimizer:
-    """Runs the passes of an Olive configuration, in order, in an environment of its own.
+    """Runs the passes of an Olive configuration in an isolated environment.
 
     Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and `systems`, `host`
     and `target` where they are local; the model, the folders and the evaluation are the pipeline's. Its data sets are
@@ -94,7 +94,7 @@ class OliveOptimizer:
         return replace(section, options={**section.options, CONFIG: _used(config, where)})
 
     def quantizes(self, section: Quantize) -> bool:
-        """Whether a pass changes what is computed, told by the name of its type."""
+        """Return whether the name of a pass says that it changes what is computed."""
         config: Any = section.options[CONFIG]
         return any(_NARROWING.search(str(entry["type"])) for entry in _passes(config["passes"]))
 

@@ -96,7 +96,7 @@ class StaticOptions(DynamicOptions):
 
 
 class DynamicQuantizer:
-    """Weights of MatMul and Gemm in int8, activations quantized anew in every run. Needs no data.
+    """Quantizes weights to int8, and activations in each run. Needs no data.
 
     Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it is set.
     """
@@ -119,7 +119,7 @@ class DynamicQuantizer:
 
 
 class StaticQuantizer:
-    """Weights and activations in 8 bits with ranges from calibration rows, as QuantizeLinear pairs.
+    """Quantizes weights and activations to 8 bits, by calibration rows.
 
     Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8), `reduce_range` (7-bit weights)
     and `symmetric` (activations around 0), which follow the targets' machines unless they are set.

@@ -33,7 +33,7 @@ _LAST_LINES = 15
 
 @contextmanager
 def store_feed(feed: Tensors) -> Iterator[Path]:
-    """One request as a file, for processes that have none of this one's memory."""
+    """Store one request as a file for fresh processes."""
     with Scratch() as folder:
         yield save_arrays(feed, folder / "feed.npz")
 
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
-    """Nanoseconds to build the session and of the first inference; bytes added at the peak, or UNKNOWN."""
+    """Measure nanoseconds of load and first inference, and bytes added."""
     model, target = Path(request["model"]), codec.from_json(request["target"], Target)
     feed = dict(load_arrays(Path(request["feed"])))
     check_machine(target)  # imports the runtime
@@ -132,7 +132,7 @@ def measure_in_this_process(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_memory() -> tuple[int, int]:
-    """Bytes resident now, and the highest so far, which the kernel is asked to forget first.
+    """Return resident bytes and their peak, which is reset first.
 
     Where there is no /proc, both are the highest so far.
     """
@@ -146,7 +146,7 @@ def mark_memory() -> tuple[int, int]:
 
 
 def compute_added_memory(resident: int, mark: int) -> int:
-    """Peak of resident memory since `mark_memory`, less `resident`; UNKNOWN if it has not risen above `mark`."""
+    """Return the bytes added at the peak; UNKNOWN if it did not rise above `mark`."""
     highest = _status().get("VmHWM") or _highest()
     return highest - resident if highest > mark else UNKNOWN
 

@@ -49,7 +49,7 @@ _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedRuntime:
-    """Fulfils `ports.RewritingRuntime` for targets with `env`: the adapter of this process, run in that environment.
+    """Runs ONNX Runtime of another build in an isolated environment.
 
     The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
     """

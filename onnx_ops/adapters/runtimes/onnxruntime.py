@@ -43,7 +43,7 @@ Timed = Callable[[], tuple[int, bool]]
 
 
 class OnnxRuntime:
-    """Fulfils `RewritingRuntime` and `PackagingRuntime` of the ports. Every call builds the sessions that it needs."""
+    """Runs models in this process; every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the hardware and runtime that measurements on the target are bound to."""
@@ -67,7 +67,7 @@ class OnnxRuntime:
         )
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
-        """Graphs of providers that compile their part cannot be written."""
+        """Write the optimized graph; graphs that a provider compiles cannot be written."""
         build_session(model, target, write_to=copy)
 
     def package(self, model: Path, target: Target, folder: Path) -> None:

@@ -55,7 +55,7 @@ def fingerprint_target(target: Target) -> HardwareFingerprint:
 
 
 def check_machine(target: Target) -> None:
-    """Whether this machine has what the target asks for; packages that it names are plugged in.
+    """Check that this machine has the target's providers; load its plug-ins.
 
     Raises:
         MeasurementError: it lacks an execution provider, a package of one, or a device for it, or the target is not
@@ -131,7 +131,7 @@ def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
 
 @contextmanager
 def convert_runtime_errors(model: Path) -> Iterator[None]:
-    """Raise the runtime's exceptions, which share no base class, as measurement errors."""
+    """Raise exceptions of the runtime, which share no base, as MeasurementError."""
     try:
         yield
     except Exception as error:
@@ -177,13 +177,13 @@ def list_providers() -> tuple[str, ...]:
 
 
 def list_devices() -> tuple[str, ...]:
-    """Devices that ONNX Runtime finds by itself, each with the provider that takes it and its vendor."""
+    """List the devices that ONNX Runtime detects, with provider and vendor."""
     pairs = ((entry.ep_name, entry.device) for entry in _ort().get_ep_devices() if entry.ep_name not in _PLUGGED)
     return tuple(f"{name} on {device.type.name} ({device.vendor or 'unknown'})" for name, device in pairs)
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
-    """Register the library of a provider's package, once in a process; it stays until the process ends.
+    """Register the library of a provider's package, once in a process.
 
     Raises:
         MeasurementError: the package is not installed, is no plug-in, or its library cannot be loaded.
@@ -215,8 +215,9 @@ def register_plugin(provider: Provider, target: Target) -> None:
 
 
 def append_provider(options: Any, provider: Provider, values: Mapping[str, str]) -> None:
-    """Add a provider to session options. One that is plugged in and named in a session's `providers` is left out in
-    silence by ONNX Runtime 1.31; only its devices bring it in.
+    """Add a provider to session options.
+
+    ONNX Runtime 1.31 silently ignores plug-ins in a session's `providers`; only devices add them.
     """
     if provider.package:
         devices = [device for device in _ort().get_ep_devices() if device.ep_name == provider.name]
@@ -226,7 +227,7 @@ def append_provider(options: Any, provider: Provider, values: Mapping[str, str])
 
 
 def check_devices(provider: Provider, target: Target) -> None:
-    """Whether a plug-in finds a device here.
+    """Check that a plug-in detects a device.
 
     Raises:
         MeasurementError: it finds none.

@@ -32,7 +32,9 @@ _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all
 
 
 def prepare_model_file(model: Path, target: Target) -> Path:
-    """Return the file that runs on the target: the model, or its `.ort` file, made once per process.
+    """Return the file that runs on the target: the model or its `.ort` file.
+
+    The latter is made once in a process.
 
     Raises:
         MeasurementError: it cannot be made.
@@ -54,7 +56,7 @@ def prepare_model_file(model: Path, target: Target) -> Path:
 
 
 def write_package(model: Path, target: Target, folder: Path) -> None:
-    """Write what a device needs of a model into a folder: `MODEL`, `OPERATORS`, `USABILITY`.
+    """Write the files that a device needs: `MODEL`, `OPERATORS`, `USABILITY`.
 
     Raises:
         MeasurementError: it cannot be made.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TargetedRuntime:
-    """Fulfils `RewritingRuntime`, `PackagingRuntime` and `HousedRuntime` of the ports, where each target says."""
+    """Runs ONNX Runtime where each target places it."""
 
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime",)
 
@@ -140,7 +140,10 @@ class GuardedRuntime(OnnxRuntime):
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """Return the runtime with a crash guard around runs in this process; `timeout` is in seconds per call."""
+    """Return the runtime with a crash guard around runs in this process.
+
+    `timeout` is in seconds per call.
+    """
     shield = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=shield)

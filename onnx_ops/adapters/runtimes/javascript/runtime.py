@@ -331,7 +331,7 @@ def read_program_version(names: Sequence[str]) -> str:
 
 
 def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
-    """One line: what is there, or what is missing. A runtime that nobody uses here is no fault."""
+    """Report which programs are installed; a missing one is no fault."""
     missing = [names[0] for names in needs if find_program(names) is None]
     if missing:
         remedy = " ".join(_REMEDIES[name] for name in missing)
@@ -370,7 +370,7 @@ _TYPES = {
 
 
 def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
-    """Write each tensor to a file `stem-<number>`, and tell what a worker must know of them.
+    """Write tensors to files `stem-<number>` and describe them for a worker.
 
     Raises:
         MeasurementError: a tensor has a type that JavaScript has not.
