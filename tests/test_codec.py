@@ -73,6 +73,7 @@ for kind, strategy in (
     (Deployment, deployments),
     (TrafficSplit, splits),
     (EndpointState, states()),
+    (EndpointConfig, st.builds(EndpointConfig, settings=st.dictionaries(text, json_values, max_size=2))),
     (float, numbers),
     (str, text),
 ):

@@ -79,11 +79,11 @@ CALLS = (
     Call("drift check", 4, "onnx-ops drift check, registry: package mlflow", extras="mlflow"),
     Call("promote digits 1 -t cpu", 4, "onnx-ops promote, registry: package mlflow", extras="mlflow"),
     Call("rollout status digits", 0, "no rollout in progress"),
-    Call("rollout pause digits", 4, "onnx-ops rollout, registry: package mlflow", extras="mlflow"),
+    Call("rollout pause digits", 4, "onnx-ops rollout pause, registry: package mlflow", extras="mlflow"),
     Call("rollout abort digits", 2, "no rollout is in progress"),
     Call("reconcile", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
     Call("reconcile digits --watch", 4, "onnx-ops reconcile, registry: package mlflow", extras="mlflow"),
-    Call("webhooks check", 4, "onnx-ops webhooks, registry: package mlflow", extras="mlflow"),
+    Call("webhooks check", 4, "onnx-ops webhooks check, registry: package mlflow", extras="mlflow"),
     Call("notify", 2, "no notifier is set"),
     Call(
         "notify --test",
