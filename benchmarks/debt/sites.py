@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from benchmarks.debt.project import Place, config_of
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.local_server import LocalServer
-from onnx_ops.adapters.endpoints.sagemaker_layout import archive_key
+from onnx_ops.adapters.endpoints.sagemaker_layout import build_archive_key
 from onnx_ops.adapters.endpoints.sagemaker_settings import read_sagemaker_settings
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.quantities import Json
@@ -305,7 +305,7 @@ class SageMaker(Site):
 
     def _drop_archive(self, place: Place) -> None:
         prefix = read_sagemaker_settings(self.settings).prefix
-        key = archive_key(prefix, place.config.endpoint, place.version("1"))
+        key = build_archive_key(prefix, place.config.endpoint, place.version("1"))
         client(self._fake, "s3").delete_object(Bucket=BUCKET, Key=key)
 
 
@@ -370,11 +370,11 @@ class AzureMl(Site):
     def _no_start(self, place: Place, variant: bool) -> Repair:
         del variant
         broken = self._cloud.conditions.broken
-        broken.add(azure_name(place.version("1")))
+        broken.add(build_azure_name(place.version("1")))
         return broken.clear
 
     def _drop_blobs(self, place: Place) -> None:
-        folder = f"{place.config.endpoint}/{azure_name(place.version('1'))}/"
+        folder = f"{place.config.endpoint}/{build_azure_name(place.version('1'))}/"
         for name in [name for name in self._cloud.blobs.data if folder in name]:
             del self._cloud.blobs.data[name]
 

@@ -69,7 +69,7 @@ class AwsAccess:
     api_timeout: Annotated[float, Unit("s"), Ge(0.1), Le(600)] = API_TIMEOUT_S
 
 
-def access_in(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
+def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
     """Return the access that settings choose among others; later ones win.
 
     Raises:
@@ -80,7 +80,7 @@ def access_in(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
     return bind_settings(given, AwsAccess, where=where)
 
 
-def clients(access: AwsAccess, *, where: str = "") -> Clients:
+def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
     """Return the clients for a region and a profile.
 
     They retry, six times at most, what may be tried again: throttling, 5xx, connections that break, answers that do not
@@ -96,7 +96,7 @@ def clients(access: AwsAccess, *, where: str = "") -> Clients:
     from botocore.config import Config
 
     core = botocore.session.Session(profile=access.profile or None)
-    with translated(where):
+    with translate_errors(where):
         core.register_component("data_loader", _models(core.get_config_variable("data_path")))
         session = boto3.session.Session(region_name=access.region or None, botocore_session=core)
     if session.region_name is None:
@@ -111,7 +111,7 @@ def clients(access: AwsAccess, *, where: str = "") -> Clients:
 
     def client(service: str) -> Any:
         if service not in made:
-            with translated(where):
+            with translate_errors(where):
                 made[service] = session.client(service, config=how)
         return made[service]
 
@@ -135,7 +135,7 @@ _IDENTITY_SETTINGS = (
 )
 
 
-def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
+def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
     """Return the error of missing credentials, without a request; None if unknown.
 
     A machine in AWS may have a role, which only a request would show.
@@ -146,7 +146,7 @@ def missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError |
 
     core = botocore.session.Session(profile=access.profile or None)
     try:
-        with translated(where):
+        with translate_errors(where):
             if not access.region and core.get_config_variable("region") is None:
                 return _no_region(where)
             known = core.full_config.get("profiles", {}).get(core.profile or "default", {})
@@ -166,7 +166,7 @@ def _models(data_path: str | None) -> Any:
 
 
 @contextmanager
-def translated(where: str) -> Iterator[None]:
+def translate_errors(where: str) -> Iterator[None]:
     """Raise boto3's errors as errors of onnx-ops, each with its remedy."""
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -189,28 +189,28 @@ def create_once(send: Callable[[], object]) -> None:
     from botocore.exceptions import ClientError
 
     try:
-        retry(send, lambda error: isinstance(error, ClientError) and code_of(error) in _RACED, _ATTEMPTS)
+        retry(send, lambda error: isinstance(error, ClientError) and get_error_code(error) in _RACED, _ATTEMPTS)
     except ClientError as error:
-        if code_of(error) not in _TAKEN:
+        if get_error_code(error) not in _TAKEN:
             raise
 
 
-def code_of(error: Any) -> str:
+def get_error_code(error: Any) -> str:
     """Return the service's code of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def message_of(error: Any) -> str:
+def get_error_message(error: Any) -> str:
     """Return the service's message of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Message", ""))
 
 
-def says(error: Any, *texts: str) -> bool:
+def has_error_text(error: Any, *texts: str) -> bool:
     """Return whether a `ClientError`'s message contains a text, in any case."""
-    return any(text.lower() in message_of(error).lower() for text in texts)
+    return any(text.lower() in get_error_message(error).lower() for text in texts)
 
 
-def variant_of(deployment: str) -> str:
+def build_variant_name(deployment: str) -> str:
     """Return the name of a deployment's variant: its own where that is allowed."""
     if _NAME.fullmatch(deployment):
         return deployment
@@ -218,14 +218,14 @@ def variant_of(deployment: str) -> str:
     return f"{plain or 'd'}-{hex_digits(digest_bytes(deployment.encode()))[:8]}"
 
 
-def is_name(text: str) -> bool:
+def is_valid_name(text: str) -> bool:
     """Return whether it can be the name of an endpoint or a variant."""
     return _NAME.fullmatch(text) is not None
 
 
 def _of_service(error: Any, where: str) -> OnnxOpsError:
-    code, operation = code_of(error), str(getattr(error, "operation_name", "the call"))
-    why = f"{operation}: {code}: {message_of(error)}"
+    code, operation = get_error_code(error), str(getattr(error, "operation_name", "the call"))
+    why = f"{operation}: {code}: {get_error_message(error)}"
     if code in _UNAUTHENTICATED:
         return ServiceUnavailableError(
             "AWS does not accept the credentials", where=where, why=why, remedy="Sign in again: `aws sso login`."

@@ -68,7 +68,7 @@ class Workspace:
         )
 
 
-def workspace_of(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
+def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
     """Return the workspace that an endpoint's settings name.
 
     Raises:
@@ -78,7 +78,7 @@ def workspace_of(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
     return bind_settings(given, Workspace, where=where, remedy="Add them to the endpoint's settings: workspace: NAME.")
 
 
-def endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
+def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     """Return the endpoint's name in Azure: its setting `name`, else its own name.
 
     Raises:
@@ -94,7 +94,7 @@ def endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
     )
 
 
-def management_url() -> str:
+def get_management_url() -> str:
     """Return the address of Azure Resource Manager."""
     if metadata_url := os.environ.get("ARM_CLOUD_METADATA_URL"):
         parts = urlsplit(metadata_url)
@@ -103,13 +103,13 @@ def management_url() -> str:
     return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
 
 
-def timeouts(api_timeout_s: float) -> dict[str, float]:
+def build_timeouts(api_timeout_s: float) -> dict[str, float]:
     """Return timeouts for clients of the SDK, whose defaults are five minutes."""
     return {"connection_timeout": min(_CONNECT_S, api_timeout_s), "read_timeout": api_timeout_s}
 
 
 @functools.cache
-def credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
+def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
     """Return the credential, which caches tokens and requests one three times.
 
     Args:
@@ -122,7 +122,7 @@ def credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
     from azure.identity import DefaultAzureCredential
 
     return DefaultAzureCredential(
-        **timeouts(api_timeout_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
+        **build_timeouts(api_timeout_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
     )
 
 
@@ -130,7 +130,7 @@ _IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT",
 _IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cache.bin", "AzureRmContext.json")
 
 
-def missing_credentials(*, where: str = "") -> OnnxOpsError | None:
+def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
     """Return the error of missing credentials, without a request; None if unknown.
 
     A machine in Azure may have a managed identity, which only a request would show.
@@ -156,11 +156,11 @@ def fetch_token() -> str:
     from azure.core.exceptions import AzureError, ClientAuthenticationError
 
     try:
-        return str(credential().get_token(f"{management_url()}/.default").token)
+        return str(get_credential().get_token(f"{get_management_url()}/.default").token)
     except ClientAuthenticationError as error:
-        raise RefusedError("there are no Azure credentials", why=first_line(error), remedy=LOGIN_REMEDY) from error
+        raise RefusedError("there are no Azure credentials", why=summarize_error(error), remedy=LOGIN_REMEDY) from error
     except AzureError as error:
-        raise InfrastructureError("no token for Azure", why=first_line(error), remedy=LOGIN_REMEDY) from error
+        raise InfrastructureError("no token for Azure", why=summarize_error(error), remedy=LOGIN_REMEDY) from error
 
 
 def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:
@@ -176,7 +176,7 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
             and pages to log in do.
         RefusedError: it is not permitted.
     """
-    base = management_url()
+    base = get_management_url()
     host = require_https(base, "the address of Azure Resource Manager")
     headers = {"Authorization": f"Bearer {fetch_token()}"}
     answer = request_json(method, f"{base}{path}", document, host=host, headers=headers)
@@ -187,7 +187,7 @@ def request_resource(path: str, *, document: object = None, method: str = "GET")
     return answer or None
 
 
-def first_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the first line of an SDK's error, without its pages of advice."""
     text = str(getattr(error, "message", "") or error).strip()
     return quoted(text.splitlines()[0]) if text else type(error).__name__

@@ -18,7 +18,7 @@ import httpx
 from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, _ml_client
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
@@ -54,7 +54,7 @@ def enter(environment: Mapping[str, str]) -> None:
             importlib.import_module(name)
     os.environ.update(environment)
     os.environ.pop(_CLOUD, None)
-    azure.credential.cache_clear()
+    azure.get_credential.cache_clear()
     _ml_client.cache_clear()
 
 
@@ -75,7 +75,7 @@ def inside(cloud: AzureCloud) -> Iterator[AzureCloud]:
 
 def key_of(config: EndpointConfig) -> str:
     """Return what clients of the endpoint send in the header `Authorization`."""
-    return f"Bearer key-of-{azure.endpoint_name(config.endpoint, config.settings)}"
+    return f"Bearer key-of-{azure.read_endpoint_name(config.endpoint, config.settings)}"
 
 
 @dataclass
@@ -98,7 +98,7 @@ class World:
     def name(self, deployment: Deployment, **settings: str | float) -> str:
         """What the deployment is called in Azure."""
         config = config_of(self.cloud, **settings)
-        return azure_name(deployment, read_azure_settings(config.settings).immutable)
+        return build_azure_name(deployment, read_azure_settings(config.settings).immutable)
 
     @property
     def ml(self) -> MLClient:

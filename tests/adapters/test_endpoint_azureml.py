@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
 from onnx_ops.errors import (
@@ -381,7 +381,7 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
     provider.apply(config, state_of(world.green, green=100), generation=2)
     assert [one.kind for one in provider.list_orphans(config, frozenset({world.blue.manifest}))] == []
     left = provider.list_orphans(config, frozenset())
-    assert [(one.kind, one.name, one.paid) for one in left] == [("model", azure_name(world.blue), True)]
+    assert [(one.kind, one.name, one.paid) for one in left] == [("model", build_azure_name(world.blue), True)]
     for one in (*left, *left):
         provider.delete_orphan(config, one)
     assert provider.list_orphans(config, frozenset()) == ()

@@ -188,13 +188,13 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
 def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""
     config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
-    azure.credential.cache_clear()
+    azure.get_credential.cache_clear()
     _ml_client.cache_clear()
     world.cloud.token_faults = [fault]
     assert world.provider.address(config) is None
     assert world.cloud.token_faults == []
     if fault in ("drop", "hang"):
-        azure.credential.cache_clear()
+        azure.get_credential.cache_clear()
         _ml_client.cache_clear()
         world.cloud.token_faults = [fault] * 100
         hurried = AzureEndpoints(world.folder, policy=replace(POLICY, answer_s=0))

@@ -8,7 +8,13 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name, plan_traffic, record_of, record_tags, state_of
+from onnx_ops.adapters.endpoints.azureml_plan import (
+    build_azure_name,
+    build_record_tags,
+    plan_traffic,
+    read_record,
+    read_state,
+)
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution, SessionSettings
@@ -35,13 +41,13 @@ def states(draw: st.DrawFn) -> EndpointState:
 @given(states(), st.integers(0, 10**6))
 def test_what_was_planned_is_read_back(state: EndpointState, generation: int) -> None:
     plan = plan_traffic(state, generation=generation)
-    records = {name: record_of(record_tags(found)) for name, found in plan.deployments.items()}
-    back = state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
+    records = {name: read_record(build_record_tags(found)) for name, found in plan.deployments.items()}
+    back = read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if v is not None})
     assert back is not None
     assert back.is_equivalent(state)
     assert back.generation == generation
     assert sum(plan.traffic.values()) == 100
-    tags = [plan.tags, *(record_tags(found) for found in plan.deployments.values())]
+    tags = [plan.tags, *(build_record_tags(found) for found in plan.deployments.values())]
     assert all(len(key) <= 512 and len(value) <= 256 for some in tags for key, value in some.items())
     assert all(len(some) <= 40 for some in tags)
 
@@ -49,14 +55,14 @@ def test_what_was_planned_is_read_back(state: EndpointState, generation: int) ->
 @given(NAMES, NAMES)
 def test_names_are_azures_and_follow_from_the_content(one: str, other: str) -> None:
     for name in (one, other):
-        assert re.fullmatch(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", azure_name(deployment(name)))
-    assert azure_name(deployment(one)) == azure_name(deployment(one, location="/elsewhere"))
-    assert azure_name(deployment(one)) != azure_name(deployment(one, b"other"))
-    assert azure_name(deployment(one)) != azure_name(deployment(one, batchable=True))
+        assert re.fullmatch(r"(?=.{3,32}\Z)[a-z]([-a-z0-9]*[a-z0-9])?", build_azure_name(deployment(name)))
+    assert build_azure_name(deployment(one)) == build_azure_name(deployment(one, location="/elsewhere"))
+    assert build_azure_name(deployment(one)) != build_azure_name(deployment(one, b"other"))
+    assert build_azure_name(deployment(one)) != build_azure_name(deployment(one, batchable=True))
     threads = Execution(session=SessionSettings(intra_op_threads=2))
-    assert azure_name(deployment(one)) != azure_name(replace(deployment(one), execution=threads))
+    assert build_azure_name(deployment(one)) != build_azure_name(replace(deployment(one), execution=threads))
     assume(one != other)
-    assert azure_name(deployment(one)) != azure_name(deployment(other))
+    assert build_azure_name(deployment(one)) != build_azure_name(deployment(other))
 
 
 @given(states())
@@ -64,7 +70,7 @@ def test_what_is_no_state_is_none(state: EndpointState) -> None:
     plan = plan_traffic(state, generation=1)
     records = dict(plan.deployments)
     lost = next(iter(records))
-    assert state_of(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None
-    assert state_of(plan.tags, {}, records) is None
-    assert state_of(plan.tags, {**plan.traffic, "stranger": 1}, records) is None
-    assert state_of({}, plan.traffic, records) is None
+    assert read_state(plan.tags, plan.traffic, {k: v for k, v in records.items() if k != lost}) is None
+    assert read_state(plan.tags, {}, records) is None
+    assert read_state(plan.tags, {**plan.traffic, "stranger": 1}, records) is None
+    assert read_state({}, plan.traffic, records) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, azure_name
+from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, build_azure_name
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import state_of
@@ -53,7 +53,7 @@ def first(world: World) -> EndpointState:
 def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
     world.provider.apply(config(world), first(world), generation=1)
     assert world.scale(config(world)) == 2.0
-    name = azure_name(world.blue)
+    name = build_azure_name(world.blue)
     (asset,) = world.cloud.control.registries.models
     assert asset == f"models/onnx-ops--{name}/versions/1"
     made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{world.name(world.blue)}"]

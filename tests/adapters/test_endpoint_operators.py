@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name, record_of, record_tags
+from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name, build_record_tags, read_record
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.attestation import TrustedKeys, sign_record
@@ -209,11 +209,11 @@ def test_the_clouds_container_has_it_in_the_model_s_folder(tmp_path: Path, doubl
 
 
 def test_a_cloud_s_record_names_the_libraries_and_older_ones_stay_as_they_were(doubling: Deployment) -> None:
-    assert record_of(record_tags(doubling)) == replace(doubling, location="")
+    assert read_record(build_record_tags(doubling)) == replace(doubling, location="")
     plain = replace(doubling, custom_ops=())
     assert "custom_ops" not in codec.dumps(plain).decode()
     assert codec.loads(codec.dumps(plain), Deployment) == plain
-    assert azure_name(plain) != azure_name(doubling)
+    assert build_azure_name(plain) != build_azure_name(doubling)
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 

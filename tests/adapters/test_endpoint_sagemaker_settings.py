@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from onnx_ops.adapters.aws import is_name, variant_of
+from onnx_ops.adapters.aws import build_variant_name, is_valid_name
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     build_layout,
-    deployment_variables,
+    encode_variables,
     has_weights,
     is_own_name,
     read_deployment,
@@ -93,8 +93,8 @@ def test_capabilities_follow_the_strategy() -> None:
 
 @given(some.text(min_size=1, max_size=80))
 def test_every_deployment_has_a_variant_of_its_own(name: str) -> None:
-    assert is_name(variant_of(name))
-    assert (variant_of(name) == name) == is_name(name)
+    assert is_valid_name(build_variant_name(name))
+    assert (build_variant_name(name) == name) == is_valid_name(name)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
     signature = EnvelopeSignature(keyid=digest_bytes(b"key"), sig="s" * 96)
     signed = replace(plain, authority=Envelope(payload="p" * 4000, payloadType="t", signatures=(signature,)))
-    variables = deployment_variables(signed)
+    variables = encode_variables(signed)
     assert max(map(len, variables.values())) <= 1024
     assert read_deployment({"PrimaryContainer": {"Environment": variables}}) == replace(signed, location="")
     for missing in variables:

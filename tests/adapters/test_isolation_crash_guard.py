@@ -89,19 +89,19 @@ def test_what_it_returns_and_raises_comes_back() -> None:
     ],
 )
 def test_a_crash_is_told_by_its_signal(work: object, how: str) -> None:
-    with pytest.raises(ProcessCrashError, match=how) as fallen:
+    with pytest.raises(ProcessCrashError, match=how) as crash:
         run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
-        assert "last words" in fallen.value.said
-        assert "segfault" in fallen.value.said  # the Python line under way
+        assert "last words" in crash.value.output
+        assert "segfault" in crash.value.output  # the Python line under way
 
 
 @pytest.mark.parametrize("work", [hang, hang_in_c])
 def test_one_that_hangs_is_stopped_and_says_where(work: object) -> None:
-    with pytest.raises(ProcessCrashError, match=r"longer than 2 s and was stopped") as fallen:
+    with pytest.raises(ProcessCrashError, match=r"longer than 2 s and was stopped") as crash:
         run_guarded(work, timeout=2.0)  # type: ignore[arg-type]
-    assert fallen.value.late
-    assert "hang" in fallen.value.said
+    assert crash.value.timed_out
+    assert "hang" in crash.value.output
 
 
 def test_one_that_eats_memory_has_a_limit() -> None:
@@ -110,10 +110,10 @@ def test_one_that_eats_memory_has_a_limit() -> None:
 
 
 def test_of_endless_output_the_end_is_kept() -> None:
-    with pytest.raises(ProcessCrashError) as fallen:
+    with pytest.raises(ProcessCrashError) as crash:
         run_guarded(chatter)
-    assert "24 MB of output" in fallen.value.said
-    assert len(fallen.value.said) < 20_000
+    assert "24 MB of output" in crash.value.output
+    assert len(crash.value.output) < 20_000
 
 
 def write_endless(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters.endpoints.azureml_plan import azure_name
+from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.rollout_observations import LatencyQuantiles
 from onnx_ops.errors import ServiceUnavailableError, UserError
@@ -48,7 +48,7 @@ def cloud(tmp_path: Path, clock: Wound) -> Iterator[AzureCloud]:
 
 
 def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
-    name = azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
+    name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     for minute, status in ((0, 200), (0, 200), (1, 500), (1, 429), (2, 404), (2, 200), (30, 200)):
         clock.at = NOON + 60 * minute
@@ -73,7 +73,7 @@ def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, 
 
 
 def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
-    name = azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
+    name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     midnight = NOON + 12 * 3600
     clock.at = midnight - 60
     cloud.monitor.count("scaling", name, 200, 0.01)

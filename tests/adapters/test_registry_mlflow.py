@@ -507,7 +507,7 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
     verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
     longer = sign_record(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
     with pytest.raises(UserError, match="too long for a tag"):
-        mlflow_tags.decision_tags(dataclasses.replace(record, signed={"cpu-1t": longer}))
+        mlflow_tags.build_decision_tags(dataclasses.replace(record, signed={"cpu-1t": longer}))
 
 
 def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(
     record = registry.version("outside", registry.publish(publication(tmp_path, model="outside", seed="a"))["fp32"])
     evil = Manifest(files={"../../stolen": digest_bytes(b"")})
     for path in (mlflow_home / "mlartifacts" / "outside").rglob("manifest.json"):
-        path.write_bytes(mlflow_folder.manifest_bytes(evil))
+        path.write_bytes(mlflow_folder.encode_manifest(evil))
     with pytest.raises(DigestMismatchError, match="not a valid name"):
         registry.fetch(dataclasses.replace(record, manifest=evil.digest()), tmp_path)
 

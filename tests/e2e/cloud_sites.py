@@ -263,6 +263,6 @@ def environment(given: Mapping[str, str]) -> Iterator[None]:
     """Take the fakes for the clouds, and forget them afterwards."""
     with patch.dict(os.environ, given):  # what an SDK sets meanwhile is forgotten, too
         os.environ.pop(CLOUD, None)
-        azure.credential.cache_clear()
+        azure.get_credential.cache_clear()
         _ml_client.cache_clear()
         yield

@@ -30,7 +30,7 @@ WIDTH = "80"
 _SETTINGS = ("ONNX_OPS_", "MLFLOW_", "PREFECT_")
 _MADE_ONCE = {
     "onnx_ops.app.context": ("load_exporter", "load_optimizer"),
-    "onnx_ops.adapters.azure": ("credential",),
+    "onnx_ops.adapters.azure": ("get_credential",),
     "onnx_ops.adapters.endpoints.azureml_client": ("_ml_client",),
 }
 """What a process keeps for one project or one identity, by the modules that keep it."""

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from onnx_ops import plugins
-from onnx_ops.adapters.azure import endpoint_name, missing_credentials
+from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, has_succeeded
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     OWNER,
-    azure_name,
-    listed_in,
-    manifest_of,
+    build_azure_name,
     plan_traffic,
-    record_of,
-    state_of,
+    read_deployment_names,
+    read_manifest,
+    read_record,
+    read_state,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.adapters.endpoints.azureml_update import AzureEndpoint, SentGeneration, is_mirrored
@@ -68,7 +68,7 @@ class AzureEndpoints(CloudEndpoints):
     def place(self, config: EndpointConfig) -> str:
         """Return the endpoint's name and workspace; raise UserError for wrong settings."""
         workspace = read_azure_settings(config.settings, where=config.endpoint).place
-        name = endpoint_name(config.endpoint, config.settings)
+        name = read_endpoint_name(config.endpoint, config.settings)
         return f"Azure's endpoint {name} in {workspace.path.removeprefix('/')}"
 
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
@@ -89,7 +89,7 @@ class AzureEndpoints(CloudEndpoints):
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without asking Azure."""
-        return missing_credentials(where=config.endpoint)
+        return find_missing_credentials(where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return what the endpoint does; None, too, if it is in no valid state."""
@@ -155,9 +155,9 @@ class AzureEndpoints(CloudEndpoints):
         orphans = [
             OrphanedResource(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
             for name, tags in sorted(owned.items())
-            if name not in used and manifest_of(tags) not in needed
+            if name not in used and read_manifest(tags) not in needed
         ]
-        served = {azure_name(record) for record in map(record_of, owned.values()) if record is not None}
+        served = {build_azure_name(record) for record in map(read_record, owned.values()) if record is not None}
         for name, manifest in self._models(config).stored().items():
             if manifest not in needed and name not in served:
                 why = "no deployment serves it" if manifest else "its upload was cut off"
@@ -181,12 +181,12 @@ class AzureEndpoints(CloudEndpoints):
         records = {
             name: record
             for name, deployment in deployments.items()
-            if has_succeeded(deployment) and (record := record_of(deployment.tags or {})) is not None
+            if has_succeeded(deployment) and (record := read_record(deployment.tags or {})) is not None
         }
-        state = state_of(resource.tags or {}, resource.traffic or {}, records)
+        state = read_state(resource.tags or {}, resource.traffic or {}, records)
         if state is None:
             return None, {}
-        names = {records[name].name: name for name in listed_in(resource.tags or {})}
+        names = {records[name].name: name for name in read_deployment_names(resource.tags or {})}
         drift = [endpoint.deployments.drift(deployments[names[d.name]], d) for d in state.deployments]
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
@@ -202,5 +202,5 @@ class AzureEndpoints(CloudEndpoints):
         settings = read_azure_settings(config.settings, where=config.endpoint)
         if keys := self._trusted_keys():
             settings = replace(settings, trusted_keys=keys)
-        name = endpoint_name(config.endpoint, config.settings)
+        name = read_endpoint_name(config.endpoint, config.settings)
         return AzureClient(settings, name, config.endpoint, self._policy)

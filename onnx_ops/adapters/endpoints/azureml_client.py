@@ -20,9 +20,9 @@ from onnx_ops.adapters.azure import (
     LOGIN_REMEDY,
     ROLE_REMEDY,
     Workspace,
-    credential,
-    first_line,
-    timeouts,
+    build_timeouts,
+    get_credential,
+    summarize_error,
 )
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -111,7 +111,7 @@ class AzureClient:
             ServiceUnavailableError: the metadata of the cloud cannot be read.
         """
         require(*EXTRAS["azure"], where=self.owner)
-        with explaining(self.owner):
+        with translate_errors(self.owner):
             _ = self.ml
 
     @property
@@ -154,14 +154,14 @@ class AzureClient:
             InfrastructureError: the operation failed.
         """
         try:
-            with explaining(where, instances=instances):
+            with translate_errors(where, instances=instances):
                 poller = begin()
         except ServiceUnavailableError as error:
             throttled = getattr(error.__cause__, "status_code", None) == HTTPStatus.TOO_MANY_REQUESTS
             kind = BusyError if throttled else UnansweredWriteError
             raise kind(error.what, where=where, why=error.why, remedy=error.remedy) from error
         # The operation runs; an error of a poll says nothing about it.
-        with contextlib.suppress(GoneError, ServiceUnavailableError), explaining(where, instances=instances):
+        with contextlib.suppress(GoneError, ServiceUnavailableError), translate_errors(where, instances=instances):
             poller.wait(self.policy.operation_s)
             if poller.done():
                 poller.result()
@@ -186,11 +186,11 @@ class AzureClient:
         """
 
         def send() -> tuple[T]:
-            with explaining(where):
+            with translate_errors(where):
                 return (request(),)
 
         tries = self.policy.attempts(self.policy.answer_s)
-        return converge(send, tries, lambda: no_answer(where), retried=(ServiceUnavailableError,))[0]
+        return converge(send, tries, lambda: make_unanswered_error(where), retried=(ServiceUnavailableError,))[0]
 
     def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
         """Repeat a step until it returns something, while Azure is busy.
@@ -206,14 +206,14 @@ class AzureClient:
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
-        return converge(step, tries, lambda: still_busy(where or self.owner), retried=retried)
+        return converge(step, tries, lambda: make_timeout_error(where or self.owner), retried=retried)
 
     def _wait_until_settled(self, where: str, get: Callable[[], T | None]) -> T | None:
         def look() -> tuple[T | None] | None:
             resource = get()
             return (resource,) if resource is None or _state(resource) in _TERMINAL_STATES else None
 
-        return converge(look, self.policy.attempts(self.policy.operation_s), lambda: still_busy(where))[0]
+        return converge(look, self.policy.attempts(self.policy.operation_s), lambda: make_timeout_error(where))[0]
 
 
 def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> bool:
@@ -222,7 +222,7 @@ def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> 
 
 
 @contextlib.contextmanager
-def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
+def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
     """Raise the SDK's errors as errors of onnx-ops.
 
     Args:
@@ -238,12 +238,12 @@ def explaining(where: str, *, instances: int = 1) -> Iterator[None]:
         raise _explain(error, where, instances) from error
 
 
-def no_answer(where: str, why: str = "") -> ServiceUnavailableError:
+def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
     """Return the error of a service that does not answer."""
     return ServiceUnavailableError("Azure does not answer", where=where, why=why, remedy="Try again.")
 
 
-def still_busy(where: str) -> ServiceUnavailableError:
+def make_timeout_error(where: str) -> ServiceUnavailableError:
     """Return the error of a change that does not end."""
     what = "Azure did not finish changing it in time"
     return ServiceUnavailableError(what, where=where, remedy="Look at it in the portal.")
@@ -252,7 +252,7 @@ def still_busy(where: str) -> ServiceUnavailableError:
 def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
     from azure.core.exceptions import ClientAuthenticationError, HttpResponseError, ServiceRequestError
 
-    status, why = getattr(error, "status_code", None), first_line(error)
+    status, why = getattr(error, "status_code", None), summarize_error(error)
     if isinstance(error, ClientAuthenticationError) and status is None and _NO_CONNECTION.search(str(error)):
         return ServiceUnavailableError(
             "the issuer of tokens does not answer", where=where, why=why, remedy="Try again."
@@ -273,7 +273,7 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
     if status == 404:
         return GoneError("it does not exist", where=where, why=why)
     if status in _TRANSIENT or not isinstance(error, HttpResponseError) or isinstance(error, ServiceRequestError):
-        return no_answer(where, why)
+        return make_unanswered_error(where, why)
     remedy = f"See its log: az ml online-deployment get-logs (or the portal), under {where}."
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 
@@ -298,12 +298,12 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         }
     try:
         client = MLClient(
-            credential(answer_s),
+            get_credential(answer_s),
             **scope,
             enable_telemetry=False,
             show_progress=False,
             retry_total=0,
-            **timeouts(answer_s),
+            **build_timeouts(answer_s),
         )
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error

@@ -11,9 +11,22 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.azure import request_resource
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, BusyError, GoneError, has_succeeded, no_answer
+from onnx_ops.adapters.endpoints.azureml_client import (
+    AzureClient,
+    BusyError,
+    GoneError,
+    has_succeeded,
+    make_unanswered_error,
+)
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import NOT_SCALED, OWNER, SCALING, azure_name, record_of, record_tags
+from onnx_ops.adapters.endpoints.azureml_plan import (
+    NOT_SCALED,
+    OWNER,
+    SCALING,
+    build_azure_name,
+    build_record_tags,
+    read_record,
+)
 from onnx_ops.adapters.retry import converge
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import Deployment
@@ -42,7 +55,7 @@ class AzureDeployments:
 
     def name(self, deployment: Deployment) -> str:
         """Return what a deployment with these settings is called in Azure."""
-        return azure_name(deployment, self._settings.immutable)
+        return build_azure_name(deployment, self._settings.immutable)
 
     def drift(self, resource: ManagedOnlineDeployment, deployment: Deployment) -> Iterator[str]:
         """Yield how a deployment that runs differs from the settings."""
@@ -73,7 +86,7 @@ class AzureDeployments:
         def step() -> bool | None:
             resource = self._client.settled_deployment(name)
             if resource is not None and has_succeeded(resource):
-                if (resource.tags or {}).get(OWNER) != self._client.owner or record_of(resource.tags or {}) is None:
+                if (resource.tags or {}).get(OWNER) != self._client.owner or read_record(resource.tags or {}) is None:
                     raise RefusedError(
                         f"a deployment {name} exists that is not ours",
                         where=self._client.owner,
@@ -82,7 +95,7 @@ class AzureDeployments:
                 return self._autoscaling.apply(resource) or None
             if resource is not None:
                 self.delete(name)
-            asset = self._models.ensure(azure_name(deployment), deployment)
+            asset = self._models.ensure(build_azure_name(deployment), deployment)
             environment = self._ensure_environment()
             self._client.write(
                 where,
@@ -144,7 +157,7 @@ class AzureDeployments:
                     max_concurrent_requests_per_instance=self._settings.concurrency,
                     request_timeout_ms=round(self._settings.request_timeout * 1e3),
                 ),
-                tags={OWNER: self._client.owner, **record_tags(deployment), SCALING: self._autoscaling.tag},
+                tags={OWNER: self._client.owner, **build_record_tags(deployment), SCALING: self._autoscaling.tag},
             )
         )
 
@@ -291,7 +304,9 @@ class Autoscaling:
                 raise RefusedError(what, where=self._client.owner, why=error.why, remedy=_MONITOR_REMEDY) from error
 
         tries = self._client.policy.attempts(self._client.policy.answer_s)
-        return converge(send, tries, lambda: no_answer(self._client.owner), retried=(ServiceUnavailableError,))[0]
+        return converge(
+            send, tries, lambda: make_unanswered_error(self._client.owner), retried=(ServiceUnavailableError,)
+        )[0]
 
 
 def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, fetch_token, management_url, request_resource
+from onnx_ops.adapters.azure import LOGIN_REMEDY, ROLE_REMEDY, fetch_token, get_management_url, request_resource
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
 from onnx_ops.adapters.endpoints.azureml_settings import AzureSettings, read_azure_settings
 from onnx_ops.adapters.endpoints.cloud import run_check
@@ -57,7 +57,7 @@ def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
     except OnnxOpsError as error:
         yield Diagnosis(check="azure credentials", ok=False, found=str(error), remedy=LOGIN_REMEDY)
         return
-    yield Diagnosis(check="azure credentials", ok=True, found=f"a token for {management_url()}")
+    yield Diagnosis(check="azure credentials", ok=True, found=f"a token for {get_management_url()}")
     for settings in endpoints:
         yield from run_check("azure workspace", partial(_check_workspace, settings), cloud=_CLOUD)
 

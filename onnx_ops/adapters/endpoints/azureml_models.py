@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.azure import credential, request_resource, timeouts
+from onnx_ops.adapters.azure import build_timeouts, get_credential, request_resource
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, OWNER
-from onnx_ops.adapters.endpoints.cloud import verified_files
+from onnx_ops.adapters.endpoints.cloud import verify_files
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import NotFoundError, OnnxOpsError, RefusedError, ServiceUnavailableError
 from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
@@ -91,7 +91,7 @@ class AzureModels:
         where = f"model {name}"
         if self._client.read(where, lambda: self._blob_md5(name, DEPLOYMENT_FILE)) is not None:
             return
-        for relative, path in verified_files(deployment).items():
+        for relative, path in verify_files(deployment).items():
             self._client.retry(where, self._uploader(f"{name}/{MODEL_FOLDER}/{relative}", path))
         record = codec.dumps(replace(deployment, location=""))
         md5 = hashlib.md5(record, usedforsecurity=False).digest()
@@ -166,11 +166,11 @@ class AzureModels:
         return ContainerClient(
             url,
             store.container_name,
-            credential(answer_s),
+            get_credential(answer_s),
             retry_total=0,
             max_block_size=_BLOCK_BYTES,
             max_single_put_size=_BLOCK_BYTES,
-            **timeouts(answer_s),
+            **build_timeouts(answer_s),
         )
 
 

@@ -51,7 +51,7 @@ def plan_traffic(
     Args:
         state: deployments and their weights.
         generation: of the state.
-        name: returns what a deployment is called in Azure; `azure_name` by default.
+        name: returns what a deployment is called in Azure; `build_azure_name` by default.
         where: for errors.
 
     Raises:
@@ -59,7 +59,7 @@ def plan_traffic(
     """
     if any(state.split.shadow.values()):
         raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
-    names = {d.name: (name or azure_name)(d) for d in state.deployments}
+    names = {d.name: (name or build_azure_name)(d) for d in state.deployments}
     traffic = {names[name]: weight for name, weight in state.split.weights.items() if weight}
     deployments = {names[d.name]: d for d in state.deployments}
     tags = {
@@ -70,7 +70,7 @@ def plan_traffic(
     return TrafficPlan(generation=generation, deployments=deployments, traffic=traffic, tags=tags)
 
 
-def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
+def build_azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = None) -> str:
     """Return a name of at most 32 characters that follows from the content.
 
     Args:
@@ -86,13 +86,13 @@ def azure_name(deployment: Deployment, immutable: Mapping[str, Json] | None = No
     return f"{slug}-{short_digest(digest_json([*content, *deployment.custom_ops, *execution]))}"
 
 
-def record_tags(deployment: Deployment) -> dict[str, str]:
-    """Return the tags from which `record_of` reads the deployment back."""
+def build_record_tags(deployment: Deployment) -> dict[str, str]:
+    """Return the tags from which `read_record` reads the deployment back."""
     text = codec.dumps(replace(deployment, location="")).decode()
     return {MANIFEST: deployment.manifest, **split_text(_RECORD, text, _TAG_CHARACTERS)}
 
 
-def record_of(tags: Mapping[str, str]) -> Deployment | None:
+def read_record(tags: Mapping[str, str]) -> Deployment | None:
     """Return the deployment that the tags describe; None if it is not ours."""
     try:
         return codec.loads(join_text(_RECORD, tags).encode(), Deployment)
@@ -100,23 +100,23 @@ def record_of(tags: Mapping[str, str]) -> Deployment | None:
         return None
 
 
-def manifest_of(tags: Mapping[str, str]) -> Digest | None:
+def read_manifest(tags: Mapping[str, str]) -> Digest | None:
     """Return the manifest's digest in a deployment's tags."""
     return Digest(tags[MANIFEST]) if MANIFEST in tags else None
 
 
-def generation_of(tags: Mapping[str, str]) -> int:
+def read_generation(tags: Mapping[str, str]) -> int:
     """Return the generation in an endpoint's tags; 0 if none was applied yet."""
     text = tags.get(GENERATION, "")
     return int(text) if text.isdecimal() else 0
 
 
-def foreign_tags(tags: Mapping[str, str]) -> dict[str, str]:
+def select_foreign_tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags that others have set."""
     return {key: value for key, value in tags.items() if not key.startswith("onnx-ops-")}
 
 
-def state_of(
+def read_state(
     tags: Mapping[str, str], traffic: Mapping[str, int], records: Mapping[str, Deployment]
 ) -> EndpointState | None:
     """Return what an endpoint does; None if it is in no valid state.
@@ -127,18 +127,18 @@ def state_of(
         records: every deployment that can answer, by its name in Azure.
     """
     try:
-        listed = listed_in(tags)
+        listed = read_deployment_names(tags)
         deployments = {name: records[name] for name in listed}
         weights = {deployments[name].name: traffic.get(name, 0) for name in listed}
         if {name for name, weight in traffic.items() if weight} - set(listed):
             return None
         split = TrafficSplit(weights=weights)
-        return EndpointState(deployments=tuple(deployments.values()), split=split, generation=generation_of(tags))
+        return EndpointState(deployments=tuple(deployments.values()), split=split, generation=read_generation(tags))
     except (KeyError, ValueError, TypeError):
         return None
 
 
-def listed_in(tags: Mapping[str, str]) -> list[str]:
+def read_deployment_names(tags: Mapping[str, str]) -> list[str]:
     """Return the names in Azure of the deployments that an endpoint's tags list.
 
     Raises:

@@ -18,11 +18,11 @@ from onnx_ops.adapters.endpoints.azureml_client import (
     GoneError,
     UnansweredWriteError,
     has_succeeded,
-    still_busy,
+    make_timeout_error,
 )
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, foreign_tags, generation_of
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, read_generation, select_foreign_tags
 from onnx_ops.adapters.files import durable_file, exclusive_lock
 from onnx_ops.adapters.retry import converge
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
@@ -103,14 +103,14 @@ class AzureEndpoint:
         endpoint = None
         for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
             endpoint = self.client.endpoint()
-            if endpoint is not None and (sent is None or generation_of(endpoint.tags or {}) >= sent):
+            if endpoint is not None and (sent is None or read_generation(endpoint.tags or {}) >= sent):
                 break
             if endpoint is not None and OWNER not in (endpoint.tags or {}):
                 break  # not a stale read: ours had this tag from its start
             if endpoint is None and sent is None and count + 1 >= policy.confirmations:
                 break
         else:
-            self._sent.store(None if endpoint is None else generation_of(endpoint.tags or {}))
+            self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
         if endpoint is not None and not self._is_ours(endpoint):
             raise RefusedError(
                 f"an endpoint {self.client.name} exists in the workspace that is not ours",
@@ -140,7 +140,7 @@ class AzureEndpoint:
 
         policy = self.client.policy
         tries = policy.attempts(policy.operation_s)
-        self._delete_unneeded(plan, converge(step, tries, lambda: still_busy(self._owner)))
+        self._delete_unneeded(plan, converge(step, tries, lambda: make_timeout_error(self._owner)))
 
     def route(self, plan: TrafficPlan) -> None:
         """Send tags and traffic to running deployments in one request; read them back.
@@ -236,7 +236,7 @@ class AzureEndpoint:
             raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
         endpoint = self._require()
         self._fence(endpoint, plan)
-        endpoint.tags = {**foreign_tags(endpoint.tags or {}), OWNER: self._owner, **plan.tags}
+        endpoint.tags = {**select_foreign_tags(endpoint.tags or {}), OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
         endpoint.mirror_traffic = {}  # which only a person can have set
         before = self._sent.value
@@ -271,7 +271,7 @@ class AzureEndpoint:
         return endpoint
 
     def _fence(self, endpoint: ManagedOnlineEndpoint, plan: TrafficPlan) -> None:
-        generation = generation_of(endpoint.tags or {})
+        generation = read_generation(endpoint.tags or {})
         if generation > plan.generation:
             what = f"generation {generation} was applied already, later than {plan.generation}"
             raise ConflictError(what, where=self._owner)

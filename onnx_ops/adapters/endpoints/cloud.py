@@ -42,7 +42,7 @@ class CloudEndpoints:
         return "" if self._keys is None else self._keys.encoded()
 
 
-def verified_files(deployment: Deployment) -> dict[str, Path]:
+def verify_files(deployment: Deployment) -> dict[str, Path]:
     """Return the model files of a deployment by their relative POSIX names, sorted.
 
     Raises:

@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import plugins
-from onnx_ops.adapters.aws import AwsAccess, Clients, access_in, clients, missing_credentials, variant_of
+from onnx_ops.adapters.aws import (
+    AwsAccess,
+    Clients,
+    build_variant_name,
+    find_missing_credentials,
+    make_clients,
+    read_access,
+)
 from onnx_ops.adapters.endpoints.cloud import CloudEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_diagnosis import diagnose
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     EndpointLayout,
     build_layout,
-    config_drift,
+    build_name_stem,
+    find_config_drift,
     has_weights,
-    name_stem,
+    list_variants,
     read_deployment,
     read_state,
-    variants_in,
 )
 from onnx_ops.adapters.endpoints.sagemaker_resources import PART_BYTES, EndpointResources
 from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling
@@ -88,7 +95,7 @@ class SageMakerEndpoints(CloudEndpoints):
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials, without asking AWS."""
-        return missing_credentials(access_in(config.settings), where=config.endpoint)
+        return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return what the endpoint does; during an update, what it did before.
@@ -158,7 +165,7 @@ class SageMakerEndpoints(CloudEndpoints):
             return
         fence.take(build_rollback_state(claimed, state))
         try:
-            EndpointUpdate(client, fence, generation).shift(variant_of(state.leader().name))
+            EndpointUpdate(client, fence, generation).shift(build_variant_name(state.leader().name))
         except NotFoundError:  # the last claim was never carried out
             self._apply(client, build_rollback_state(claimed, state), is_rollback=True)
 
@@ -179,7 +186,7 @@ class SageMakerEndpoints(CloudEndpoints):
     def remove(self, config: EndpointConfig) -> None:
         """Delete the endpoint, its configs, models, archives and claims."""
         client = self._connect(config)
-        name_stem(config.endpoint)
+        build_name_stem(config.endpoint)
 
         def step() -> bool | None:
             description = client.describe()
@@ -224,17 +231,17 @@ class SageMakerEndpoints(CloudEndpoints):
         if layout.has_config(description["EndpointConfigName"]):
             return ()
         config = client.describe_config(description["EndpointConfigName"])
-        models = {name: client.describe_model(name) for name in {v["ModelName"] for v in variants_in(config)}}
-        return tuple(config_drift(config, models, layout))
+        models = {name: client.describe_model(name) for name in {v["ModelName"] for v in list_variants(config)}}
+        return tuple(find_config_drift(config, models, layout))
 
     def _layout(self, client: SageMakerClient, state: EndpointState) -> EndpointLayout:
         return build_layout(client.endpoint, state, client.settings, trusted_keys=self._trusted_keys())
 
     def _connect(self, config: EndpointConfig) -> SageMakerClient:
         settings = read_sagemaker_settings(config.settings, where=config.endpoint)
-        access = access_in(config.settings)
+        access = read_access(config.settings)
         if access not in self._clients:
-            self._clients[access] = clients(access, where=config.endpoint)
+            self._clients[access] = make_clients(access, where=config.endpoint)
         return SageMakerClient(self._clients[access], config.endpoint, settings)
 
 

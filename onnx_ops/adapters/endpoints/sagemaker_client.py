@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import Clients, code_of, create_once, says, translated
+from onnx_ops.adapters.aws import Clients, create_once, get_error_code, has_error_text, translate_errors
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -59,17 +59,17 @@ class SageMakerClient:
         """Make one request; return None if it fails with an ignored code or message."""
         from botocore.exceptions import ClientError
 
-        with translated(where or self.endpoint):
+        with translate_errors(where or self.endpoint):
             try:
                 return getattr(self.clients(service), operation)(**request)
             except ClientError as error:
-                if code_of(error) in ignored_codes or says(error, *ignored_messages):
+                if get_error_code(error) in ignored_codes or has_error_text(error, *ignored_messages):
                     return None
                 raise
 
     def list_all(self, service: str, operation: str, items: str, **request: Any) -> list[Any]:
         """Return the items of all pages."""
-        with translated(self.endpoint):
+        with translate_errors(self.endpoint):
             pages = self.clients(service).get_paginator(operation).paginate(**request)
             return [item for page in pages for item in page.get(items, ())]
 
@@ -193,13 +193,13 @@ class GenerationFence:
     def _read(self, key: str, *, ignored_codes: tuple[str, ...] = MISSING_OBJECT) -> bytes | None:
         bucket = self._client.settings.bucket
         answer = self._client.call("s3", "get_object", ignored_codes=ignored_codes, Bucket=bucket, Key=key)
-        with translated(self._client.endpoint):
+        with translate_errors(self._client.endpoint):
             body: bytes | None = None if answer is None else answer["Body"].read()
         return body
 
     def _create(self, key: str, data: bytes) -> None:
         s3, bucket = self._client.clients("s3"), self._client.settings.bucket
-        with translated(self._client.endpoint):
+        with translate_errors(self._client.endpoint):
             create_once(lambda: s3.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*"))
 
     def _delete(self, keys: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from onnx_ops.adapters.aws import Clients, access_in, clients, code_of, translated
+from onnx_ops.adapters.aws import Clients, get_error_code, make_clients, read_access, translate_errors
 from onnx_ops.adapters.endpoints.cloud import run_check
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings, read_sagemaker_settings
 from onnx_ops.domain.quantities import Json
@@ -38,7 +38,7 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         yield Diagnosis(check="settings", ok=False, found=error.what, remedy=error.remedy or f"See {_DOCS}.")
         return
     try:
-        connect = clients(access_in(given))
+        connect = make_clients(read_access(given))
     except OnnxOpsError as error:
         yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
@@ -58,7 +58,7 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
 
 def _run(check: str, find: Callable[[], Diagnosis]) -> Iterator[Diagnosis]:
     def translated_finding() -> list[Diagnosis]:
-        with translated(""):
+        with translate_errors(""):
             return [find()]
 
     return run_check(check, translated_finding, cloud="AWS")
@@ -77,7 +77,7 @@ def _check_role(iam: Any, arn: str) -> Diagnosis:
     try:
         role = iam.get_role(RoleName=name)["Role"]
     except ClientError as error:
-        if code_of(error) != "NoSuchEntity":
+        if get_error_code(error) != "NoSuchEntity":
             raise
         return Diagnosis(check="role", ok=False, found=f"{arn} does not exist", remedy=f"{_DOCS} shows how to make it.")
     if role["Arn"] != arn:
@@ -97,10 +97,10 @@ def _check_bucket(s3: Any, bucket: str) -> Diagnosis:
     try:
         s3.head_bucket(Bucket=bucket)
     except ClientError as error:
-        if code_of(error) in ("404", "NoSuchBucket"):
+        if get_error_code(error) in ("404", "NoSuchBucket"):
             remedy = f"aws s3 mb s3://{bucket}"
             return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} does not exist", remedy=remedy)
-        if code_of(error) != "403":
+        if get_error_code(error) != "403":
             raise
         remedy = "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
         return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} is not permitted", remedy=remedy)
@@ -127,10 +127,10 @@ def _check_image(connect: Clients, image: str) -> Diagnosis:
             "imageDetails"
         ]
     except ClientError as error:
-        if code_of(error) == "RepositoryNotFoundException":
+        if get_error_code(error) == "RepositoryNotFoundException":
             remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
             return Diagnosis(check="image", ok=False, found=f"there is no {repository}", remedy=remedy)
-        if code_of(error) != "ImageNotFoundException":
+        if get_error_code(error) != "ImageNotFoundException":
             raise
         found = f"{repository} has no {match['digest'] or tag}"
         return Diagnosis(check="image", ok=False, found=found, remedy=f"docker push {image}")

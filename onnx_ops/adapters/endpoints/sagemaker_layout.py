@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import GUARDED_VARIANT, is_name, variant_of
+from onnx_ops.adapters.aws import GUARDED_VARIANT, build_variant_name, is_valid_name
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.config.server_options import format_option_variables
@@ -56,14 +56,14 @@ class EndpointLayout:
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
 
-def deployment_document(deployment: Deployment) -> bytes:
+def encode_deployment(deployment: Deployment) -> bytes:
     """Return the deployment as JSON, without its location on this machine."""
     return codec.dumps(replace(deployment, location=""))
 
 
-def deployment_variables(deployment: Deployment) -> dict[str, str]:
+def encode_variables(deployment: Deployment) -> dict[str, str]:
     """Return the variables from which `read_deployment` reads the deployment back."""
-    return split_text(f"{DOCUMENT}_", deployment_document(deployment).decode(), _VALUE_CHARACTERS)
+    return split_text(f"{DOCUMENT}_", encode_deployment(deployment).decode(), _VALUE_CHARACTERS)
 
 
 def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
@@ -75,19 +75,19 @@ def read_deployment(model: Mapping[str, Any]) -> Deployment | None:
         return None
 
 
-def archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
+def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str:
     """Return the key of a deployment's archive, which follows from its content."""
-    document = hex_digits(digest_bytes(deployment_document(deployment)))[:16]
+    document = hex_digits(digest_bytes(encode_deployment(deployment)))[:16]
     return f"{prefix.strip('/')}/{endpoint}/archives/{hex_digits(deployment.manifest)}/{document}/model.tar.gz"
 
 
-def name_stem(endpoint: str) -> str:
+def build_name_stem(endpoint: str) -> str:
     """Return the unique stem of the names of an endpoint's models and configs.
 
     Raises:
         UserError: SageMaker takes no endpoint of that name.
     """
-    if not is_name(endpoint):
+    if not is_valid_name(endpoint):
         remedy = "Use letters, digits and single hyphens between them, at most 63."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
     if len(endpoint) <= _STEM_CHARACTERS:
@@ -97,7 +97,7 @@ def name_stem(endpoint: str) -> str:
 
 def is_own_name(name: str, endpoint: str) -> bool:
     """Return whether a model or config has a name that we give for this endpoint."""
-    stem = name_stem(endpoint)
+    stem = build_name_stem(endpoint)
     return name.startswith(stem) and _OWN_SUFFIX.fullmatch(name[len(stem) :]) is not None
 
 
@@ -115,7 +115,7 @@ def build_layout(
     Raises:
         UserError: SageMaker cannot do that: see the strategies.
     """
-    stem = name_stem(endpoint)
+    stem = build_name_stem(endpoint)
     _require_possible(endpoint, state, settings)
     tags = [{"Key": key, "Value": value} for key, value in sorted({**settings.tags, ENDPOINT_TAG: endpoint}.items())]
     models: dict[str, Mapping[str, Any]] = {}
@@ -129,7 +129,7 @@ def build_layout(
         variants = {GUARDED_VARIANT: (state.leader().name, 100.0)}
     else:
         weight_of = state.split.weights
-        variants = {variant_of(d.name): (d.name, float(weight_of.get(d.name, 0))) for d in state.deployments}
+        variants = {build_variant_name(d.name): (d.name, float(weight_of.get(d.name, 0))) for d in state.deployments}
     production = [
         _variant_request(model_names[name], variant, weight, settings)
         for variant, (name, weight) in sorted(variants.items())
@@ -146,7 +146,7 @@ def build_layout(
 
 def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSettings) -> None:
     serving = [name for name, weight in state.split.weights.items() if weight]
-    variants = [variant_of(d.name) for d in state.deployments]
+    variants = [build_variant_name(d.name) for d in state.deployments]
     problem = ""
     if settings.guarded and len(serving) > 1:
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
@@ -172,8 +172,8 @@ def _model_request(
         "ExecutionRoleArn": settings.role,
         "PrimaryContainer": {
             "Image": settings.image,
-            "ModelDataUrl": f"s3://{settings.bucket}/{archive_key(settings.prefix, endpoint, deployment)}",
-            "Environment": deployment_variables(deployment) | options,
+            "ModelDataUrl": f"s3://{settings.bucket}/{build_archive_key(settings.prefix, endpoint, deployment)}",
+            "Environment": encode_variables(deployment) | options,
         },
         "EnableNetworkIsolation": settings.isolated,
     }
@@ -250,7 +250,7 @@ def _has_shares(description: Mapping[str, Any], key: str, desired: Mapping[str, 
     )
 
 
-def config_drift(
+def find_config_drift(
     config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
 ) -> Iterator[str]:
     """Yield how an endpoint's config differs from a layout of its deployments.
@@ -261,7 +261,7 @@ def config_drift(
         layout: the desired one.
     """
     yield from _differences("", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG))
-    actual, desired = ({v["VariantName"]: v for v in variants_in(each)} for each in (config, layout.config))
+    actual, desired = ({v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config))
     if set(actual) != set(desired):  # the strategy is another
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
@@ -272,7 +272,7 @@ def config_drift(
         yield from _differences(f"{name}.", _compared_in_model(model), _compared_in_model(wanted_model))
 
 
-def variants_in(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def list_variants(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the production variants and (manual) shadow variants of a config."""
     return [*config["ProductionVariants"], *config.get("ShadowProductionVariants", ())]
 

@@ -16,16 +16,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from onnx_ops.adapters.aws import create_once, translated
-from onnx_ops.adapters.endpoints.cloud import verified_files
+from onnx_ops.adapters.aws import create_once, translate_errors
+from onnx_ops.adapters.endpoints.cloud import verify_files
 from onnx_ops.adapters.endpoints.sagemaker_client import MISSING_OBJECT, NOT_FOUND, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     EndpointLayout,
-    archive_key,
-    deployment_document,
+    build_archive_key,
+    encode_deployment,
     is_own_name,
+    list_variants,
     read_deployment,
-    variants_in,
 )
 from onnx_ops.domain.artifact import Digest, hex_digits
 from onnx_ops.domain.endpoint import Deployment, OrphanedResource
@@ -40,12 +40,12 @@ _UPLOAD = "#"
 
 def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:
     """Write `deployment.json` and the model files as a reproducible tar.gz."""
-    files = verified_files(deployment)
+    files = verify_files(deployment)
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as packed,
         tarfile.open(mode="w", fileobj=packed, format=tarfile.PAX_FORMAT) as archive,
     ):
-        document = deployment_document(deployment)
+        document = encode_deployment(deployment)
         archive.addfile(_entry(DEPLOYMENT_FILE, len(document)), io.BytesIO(document))
         for name, path in files.items():
             with path.open("rb") as stream:
@@ -74,7 +74,7 @@ class EndpointResources:
 
     def ensure_archive(self, deployment: Deployment) -> None:
         """Upload the deployment's archive unless its key exists."""
-        key = archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
+        key = build_archive_key(self._client.settings.prefix, self._client.endpoint, deployment)
         where = f"s3://{self._bucket}/{key}"
         named: dict[str, Any] = {"Bucket": self._bucket, "Key": key}
         if self._client.call("s3", "head_object", ignored_codes=MISSING_OBJECT, where=where, **named) is not None:
@@ -83,7 +83,7 @@ class EndpointResources:
             pack_archive(deployment, packed)
             size = packed.tell()
             packed.seek(0)
-            with translated(where):
+            with translate_errors(where):
                 if size <= self._part_bytes:
                     self._send(named, packed.read())
                 else:
@@ -208,7 +208,7 @@ class EndpointResources:
         return [name for name in names if is_own_name(name, self._client.endpoint)]
 
     def _models_of(self, config: str) -> list[str]:
-        return [variant["ModelName"] for variant in variants_in(self._client.describe_config(config))]
+        return [variant["ModelName"] for variant in list_variants(self._client.describe_config(config))]
 
     def _manifest(self, model: str) -> Digest | None:
         deployment = read_deployment(self._client.describe_model(model))

@@ -15,7 +15,7 @@ _POLICY = "onnx-ops-invocations"
 _UNREGISTERED = ("ObjectNotFoundException", "ValidationException")
 
 
-def instance_drift(description: Mapping[str, Any], settings: SageMakerSettings) -> Iterator[str]:
+def find_instance_drift(description: Mapping[str, Any], settings: SageMakerSettings) -> Iterator[str]:
     """Yield the variants whose desired instance count is not that of the settings."""
     for variant in description.get("ProductionVariants", ()):
         count = variant.get("DesiredInstanceCount")
@@ -47,7 +47,7 @@ class VariantScaling:
             if (settings.scaled or policies.get(name) is not None) and actual != desired:
                 yield f"autoscaling of {name}: {actual}, not {desired}"
         if not settings.scaled and not any(policies[name] is None for name in targets):
-            yield from instance_drift(description, settings)
+            yield from find_instance_drift(description, settings)
 
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
         """Return whether another policy scales a variant that the settings do not scale."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
-from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, instance_drift
+from onnx_ops.adapters.endpoints.sagemaker_scaling import VariantScaling, find_instance_drift
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.errors import AlarmRollbackError, InfrastructureError, NotFoundError, RefusedError
 
@@ -126,7 +126,7 @@ class EndpointUpdate:
     def _has_arrived(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> bool:
         if description is None or description["EndpointStatus"] != "InService":
             return False
-        if self._sets_counts and any(instance_drift(description, self._settings)):
+        if self._sets_counts and any(find_instance_drift(description, self._settings)):
             return False
         return layout.has_config(description.get("EndpointConfigName", "")) and has_weights(description, layout.weights)
 
@@ -197,7 +197,7 @@ class EndpointUpdate:
         firing = [name for name, state in states.items() if state.startswith("ALARM")]
         if self._fence.has_reached(layout.config_name):  # restores what was there: nothing new to guard
             quiet = [name for name in states if name not in firing]
-            return deployment_config(self._settings, quiet, at_once=bool(firing))
+            return build_deployment_config(self._settings, quiet, at_once=bool(firing))
         if firing:
             endpoint = self._client.endpoint
             raise InfrastructureError(
@@ -207,7 +207,7 @@ class EndpointUpdate:
             )
         if states:
             self._fence.begin_update(layout.config_name, states)
-        return deployment_config(self._settings, list(states), at_once=self._is_rollback)
+        return build_deployment_config(self._settings, list(states), at_once=self._is_rollback)
 
     def _refuse_alarmed(self, layout: EndpointLayout, description: Mapping[str, Any] | None) -> None:
         """Raise AlarmRollbackError if an update to this layout was begun, and an alarm has changed its state since.
@@ -281,7 +281,7 @@ class EndpointUpdate:
             progress.request = ""
 
 
-def deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
+def build_deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:
     """Return how SageMaker shifts the traffic: at once, or as the settings say."""
     routing: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0 if at_once else int(settings.wait)}
     if settings.canary_percent and not at_once:

@@ -156,11 +156,11 @@ def convert_opset(source: Path, result: Path, section: Export) -> None:
     """
     try:
         run_guarded(_run_converter, source, result, section.opset, section.ir_version)
-    except ProcessCrashError as fallen:
+    except ProcessCrashError as crash:
         raise UserError(
             f"the file cannot be converted to opset {section.opset}",
             where="export",
-            why="\n".join(part for part in (fallen.how, fallen.said) if part),
+            why=crash.explanation,
             remedy=f"Export the model anew at opset {section.opset}, or choose another export.opset "
             f"(the file has {read_model_info(source).opsets.get('', 0)}).",
         ) from None

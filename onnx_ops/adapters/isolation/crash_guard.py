@@ -32,14 +32,15 @@ _PRELOADED = ["onnx", "onnxruntime", __name__]
 class ProcessCrashError(Exception):
     """A guarded function did not return.
 
-    `how` is the reason, `said` the last lines of output, `late` whether its time was up.
+    `reason` is why, `output` the last lines that it printed, `timed_out` whether its time was up.
     """
 
-    def __init__(self, how: str, said: str = "", *, late: bool = False) -> None:
-        super().__init__(how)
-        self.how = how
-        self.said = said
-        self.late = late
+    def __init__(self, reason: str, output: str = "", *, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.output = output
+        self.timed_out = timed_out
+        self.explanation = f"{reason}\n{output}" if output else reason
 
 
 def run_guarded(
@@ -84,7 +85,7 @@ def run_guarded(
     if isinstance(value, OnnxOpsError):
         raise value
     raise ProcessCrashError(
-        _how(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), late=kind == "late"
+        _explain(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), timed_out=kind == "late"
     )
 
 
@@ -96,7 +97,7 @@ def _end(process: Any) -> None:
         process.join()
 
 
-def _how(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
+def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:
     if kind == "late":
         return f"it took longer than {timeout:g} s and was stopped"
     if kind == "memory":

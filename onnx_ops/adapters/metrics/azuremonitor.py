@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from onnx_ops.adapters.azure import endpoint_name, missing_credentials, request_resource, workspace_of
+from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name, read_workspace, request_resource
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
@@ -56,7 +56,7 @@ class AzureMonitorMetrics:
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials."""
-        return missing_credentials(where=config.endpoint)
+        return find_missing_credentials(where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
         """Return `quantiles`."""
@@ -86,8 +86,8 @@ class AzureMonitorMetrics:
         """Return metric, deployment, status and the values of all minutes."""
         if until <= first:
             return []
-        place = workspace_of(config.settings, where=config.endpoint)
-        name = endpoint_name(config.endpoint, config.settings)
+        place = read_workspace(config.settings, where=config.endpoint)
+        name = read_endpoint_name(config.endpoint, config.settings)
         chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", *dimensions))
         query = {
             "api-version": _VERSION,

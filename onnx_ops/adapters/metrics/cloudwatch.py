@@ -14,7 +14,15 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Unit, doc
 
-from onnx_ops.adapters.aws import AwsAccess, Clients, access_in, clients, missing_credentials, translated, variant_of
+from onnx_ops.adapters.aws import (
+    AwsAccess,
+    Clients,
+    build_variant_name,
+    find_missing_credentials,
+    make_clients,
+    read_access,
+    translate_errors,
+)
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
@@ -58,7 +66,7 @@ class CloudWatchMetrics:
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error of missing credentials."""
-        return missing_credentials(access_in(config.settings, self._settings), where=config.endpoint)
+        return find_missing_credentials(read_access(config.settings, self._settings), where=config.endpoint)
 
     def capabilities(self) -> frozenset[str]:
         """Return `quantiles`."""
@@ -71,12 +79,12 @@ class CloudWatchMetrics:
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts since the last change; none of a guarded endpoint."""
         connect = self._connect(config)
-        with translated(config.endpoint):
+        with translate_errors(config.endpoint):
             now, began = self._since(connect("sagemaker"), config.endpoint)
             until = _minute(now - self._delay)
             origin = f"{config.endpoint} {began.isoformat()}"
             guarded = config.settings.get("strategy") == "guarded"
-            variants = {} if guarded else {name: variant_of(name) for name in deployments}
+            variants = {} if guarded else {name: build_variant_name(name) for name in deployments}
             begin = _minute(began) + timedelta(minutes=1)
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
@@ -96,9 +104,9 @@ class CloudWatchMetrics:
         return MetricsReading(origin=origin, at=until.timestamp(), tallies=tallies, quantiles=quantiles)
 
     def _connect(self, config: EndpointConfig) -> Clients:
-        access = access_in(config.settings, self._settings, where=config.endpoint)
+        access = read_access(config.settings, self._settings, where=config.endpoint)
         if access not in self._connected:
-            self._connected[access] = clients(access, where=config.endpoint)
+            self._connected[access] = make_clients(access, where=config.endpoint)
         return self._connected[access]
 
     @staticmethod

@@ -243,23 +243,22 @@ class _CleanupOptimizer:
         trace_nodes(request.section.exclude, source, source)  # in float they stay by themselves
         with Scratch() as folder:
             result = folder / "result.onnx"
-            self._run(request.source, result, chosen, where)
+            try:
+                run_guarded(
+                    type(self).clean, request.source, result, chosen, timeout=self._timeout, memory=self._memory
+                )
+            except ProcessCrashError as crash:
+                raise StageError(
+                    f"{self.tool} failed",
+                    where=where,
+                    why=crash.explanation,
+                    remedy=f"Leave this variant out of `quantize`, or give other passes with options.{self.option}.",
+                ) from None
             derived = read_model(result)
             restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, self.tool, where)
         return (f"{self.tool} {version(self.tool)}: {_effect(request, source, derived)}",)
-
-    def _run(self, source: Path, result: Path, chosen: tuple[str, ...], where: str) -> None:
-        try:
-            run_guarded(type(self).clean, source, result, chosen, timeout=self._timeout, memory=self._memory)
-        except ProcessCrashError as fallen:
-            raise StageError(
-                f"{self.tool} failed",
-                where=where,
-                why="\n".join(part for part in (fallen.how, fallen.said) if part),
-                remedy=f"Leave this variant out of `quantize`, or give other passes with options.{self.option}.",
-            ) from None
 
 
 def _slim(source: Path, result: Path, skip: Sequence[str]) -> None:

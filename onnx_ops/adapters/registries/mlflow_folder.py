@@ -65,7 +65,7 @@ def validate_record(record: VariantRecord) -> None:
 
 def _check_weights(files: Mapping[str, Path], where: str) -> None:
     """Require all weights among the files: a model that takes them from elsewhere could not be verified."""
-    named = {PurePosixPath(name).as_posix() for name in list_external_names(files[model_file(files)])}
+    named = {PurePosixPath(name).as_posix() for name in list_external_names(files[find_model_file(files)])}
     if outside := sorted(named - set(files)):
         raise RefusedError(
             f"its external data {outside[0]!r} is not among the files of the version",
@@ -74,7 +74,7 @@ def _check_weights(files: Mapping[str, Path], where: str) -> None:
         )
 
 
-def model_file(names: Iterable[str]) -> str:
+def find_model_file(names: Iterable[str]) -> str:
     """Return the ONNX file among the model's files; the others hold its external data.
 
     Raises:
@@ -95,7 +95,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(path.absolute())
-    (folder / MANIFEST).write_bytes(manifest_bytes(record.manifest))
+    (folder / MANIFEST).write_bytes(encode_manifest(record.manifest))
     requirements = [f"{name}=={version(name)}" for name in ("mlflow", "onnx", "onnxruntime", "numpy")]
     (folder / _REQUIREMENTS).write_text("\n".join(requirements) + "\n")
     (folder / _PYTHON_ENV).write_text(
@@ -105,7 +105,7 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
     return digest_file(folder / MLMODEL)
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as it is stored and digested."""
     return canonical_json(dict(manifest.files))
 
@@ -113,7 +113,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> None:
     from mlflow.models import Model
 
-    data = model_file(record.files)
+    data = find_model_file(record.files)
     signature = _signature(folder / data)
     described = Model(
         run_id=run_id,

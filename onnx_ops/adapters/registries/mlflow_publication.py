@@ -24,7 +24,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     MLMODEL_DIGEST,
     RELEASE,
     VARIANT,
-    decision_tags,
+    build_decision_tags,
 )
 from onnx_ops.adapters.retry import retry
 from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
@@ -134,7 +134,7 @@ class ReleasePublisher:
         model = self._finished_model(record) or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
         self._upload_evidence(run_id, record)
-        decisions = decision_tags(record)
+        decisions = build_decision_tags(record)
         with self._connection.as_default():
             created = self._client.create_model_version(
                 self._publication.model,
@@ -183,7 +183,7 @@ class ReleasePublisher:
     def _refresh(self, entry: ModelVersion, record: VariantRecord) -> None:
         """Update an existing version to this publication's decisions: its gates may have changed."""
         name, version, run_id = self._publication.model, str(entry.version), str(entry.run_id)
-        changed = {key: value for key, value in decision_tags(record).items() if entry.tags.get(key) != value}
+        changed = {key: value for key, value in build_decision_tags(record).items() if entry.tags.get(key) != value}
         description = self._description(record, run_id)
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)

@@ -26,7 +26,7 @@ TAG_LIMIT = 65_535
 """Bytes of a tag's value: MySQL's TEXT, the smallest of MLflow's databases."""
 
 
-def decision_tags(record: VariantRecord) -> dict[str, str]:
+def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:

@@ -76,11 +76,11 @@ def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
     level = _LEVELS[target.session.graph_level]
     try:
         run_guarded(_convert, model, folder, form, level, library)
-    except ProcessCrashError as fallen:
+    except ProcessCrashError as crash:
         raise MeasurementError(
             "the model cannot be made an .ort file",
             where=f"target {target.name}: ort_format",
-            why="\n".join(part for part in (fallen.how, fallen.said) if part),
+            why=crash.explanation,
             remedy="Leave this target out of benchmark.targets.",
         ) from None
 

@@ -131,12 +131,12 @@ class GuardedRuntime(OnnxRuntime):
         loaded = prepare_model_file(model, target)  # a shielded process starts no other
         try:
             return run_guarded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
-        except ProcessCrashError as fallen:
-            what = "ONNX Runtime hangs" if fallen.late else "ONNX Runtime crashed"
-            remedy = (
-                "Give it more time: --timeout." if fallen.late else "Export the model with other operators or shapes."
-            )
-            raise MeasurementError(what, where=model.name, why=fallen.how, remedy=remedy) from None
+        except ProcessCrashError as crash:
+            what = "ONNX Runtime hangs" if crash.timed_out else "ONNX Runtime crashed"
+            remedy = "Export the model with other operators or shapes."
+            if crash.timed_out:
+                remedy = "Give it more time: --timeout."
+            raise MeasurementError(what, where=model.name, why=crash.reason, remedy=remedy) from None
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
