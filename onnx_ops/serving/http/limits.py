@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -164,16 +164,13 @@ class ConnectionLimits:
             await asyncio.sleep(_TICK_S)
             self.now = time.monotonic()
             self._row[CONNECTIONS] = len(self._open)
-            self._sweep(tuple(self._open))
-
-    def _sweep(self, connections: Collection[LimitedProtocol]) -> None:
-        for connection in connections:
-            age = self.now - connection.since
             idle_s = _DRAIN_IDLE_S if self.draining else self._keep_alive_s
-            if connection.stage is READING and age > self._read_timeout_s:
-                connection.time_out()
-            elif (connection.stage is IDLE and age > idle_s) or (connection.stage is REJECTED and age > _LINGER_S):
-                connection.transport.close()
+            for connection in tuple(self._open):
+                stage, age = connection.stage, self.now - connection.since
+                if stage is READING and age > self._read_timeout_s:
+                    connection.time_out()
+                elif (stage is IDLE and age > idle_s) or (stage is REJECTED and age > _LINGER_S):
+                    connection.transport.close()
 
 
 class RequestRejectedError(Exception):

@@ -32,7 +32,10 @@ _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 @dataclass(frozen=True, slots=True)
 class _MirroredRequest:
-    """A request to mirror, with the response of the client. It keeps no other deployment loaded."""
+    """A request to mirror, with the response of the client.
+
+    It keeps no other deployment loaded, unlike `PendingRequest`.
+    """
 
     loaded: LoadedDeployment
     invocation: bool

@@ -111,7 +111,7 @@ class WorkerPool:
         prepared: set[int] = set()
         try:
             async with asyncio.timeout(limit_s):
-                while waiting := [n for n in self._numbers if self._get_pid(n) not in prepared]:
+                while waiting := set(self._numbers) - {w.number for w in self._workers.values() if w.pid in prepared}:
                     pids = await asyncio.gather(*(self._prepare_worker(n, revision) for n in waiting))
                     for number, pid in zip(waiting, pids, strict=True):
                         if pid is None:
@@ -179,10 +179,6 @@ class WorkerPool:
         if error is not None:
             raise error
         return worker.pid
-
-    def _get_pid(self, number: int) -> int:
-        worker = self._workers.get(number)
-        return 0 if worker is None else worker.pid
 
     def _fork(self, number: int) -> None:
         loop = asyncio.get_running_loop()
