@@ -281,7 +281,8 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         return np.array(texts, dtype=np.str_)[:, None]
     if kinds.is_decimal(kind):
         column, kind = column.cast(arrow.float64()), arrow.float64()
-    if kinds.is_floating(kind) or kinds.is_null(kind) or (column.null_count and _is_whole(kinds, kind)):
+    has_gaps = column.null_count and (kinds.is_integer(kind) or kinds.is_boolean(kind))
+    if kinds.is_floating(kind) or kinds.is_null(kind) or has_gaps:
         values = column.cast(arrow.float64() if not kinds.is_boolean(kind) else arrow.int8())
         return np.asarray(values.cast(arrow.float64()).to_numpy(), dtype=np.float32)[:, None]
     if kinds.is_boolean(kind):
@@ -293,7 +294,3 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         where=where,
         remedy="Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file.",
     )
-
-
-def _is_whole(kinds: Any, kind: Any) -> bool:
-    return bool(kinds.is_integer(kind) or kinds.is_boolean(kind))

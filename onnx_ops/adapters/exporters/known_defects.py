@@ -40,13 +40,14 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if objective in _XGBOOST:
         yield (f"{name} with objective {objective}", *_XGBOOST[objective])
     alpha = settings.get("quantile_alpha")
+    learner = json.loads(part.get_booster().save_config())["learner"]
     if objective == "reg:quantileerror" and isinstance(alpha, list | tuple) and len(alpha) > 1:
         yield (
             f"{name} with several quantiles",
             "the converted model gives other answers than `predict` (measured)",
             "Train one model for each quantile.",
         )
-    elif _targets(part) > 1:
+    elif int(learner["learner_model_param"].get("num_target", "1")) > 1:
         yield (
             f"{name} with several targets",
             "the converted model gives other answers than `predict` (measured)",
@@ -74,11 +75,6 @@ _XGBOOST = {
         "Use objective multi:softprob: `predict` answers the same.",
     ),
 }
-
-
-def _targets(part: Any) -> int:
-    config = json.loads(part.get_booster().save_config())
-    return int(config["learner"]["learner_model_param"].get("num_target", "1"))
 
 
 def _lightgbm(part: Any) -> Iterator[ConversionDefect]:

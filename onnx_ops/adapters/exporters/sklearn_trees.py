@@ -109,7 +109,8 @@ def route_missing_values(converted: Any, model: object) -> None:
     grown = [estimator.tree_ for estimator in _estimators(model)]
     if len(ensembles) != 1 or not grown:
         return
-    values = {a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in _lists(ensembles[0])}
+    lists = [a for a in ensembles[0].attribute if a.name.startswith("nodes_") and a.name.endswith("ids")]
+    values = {a.name: list(importlib.import_module("onnx").helper.get_attribute_value(a)) for a in lists}
     numbers = zip(values["nodes_treeids"], values["nodes_nodeids"], strict=True)
     places = {number: place for place, number in enumerate(numbers)}
     tracks = [0] * len(places)
@@ -127,7 +128,3 @@ def route_missing_values(converted: Any, model: object) -> None:
     for attribute in ensembles[0].attribute:
         if attribute.name == "nodes_missing_value_tracks_true":
             attribute.ints[:] = tracks
-
-
-def _lists(node: Any) -> list[Any]:
-    return [a for a in node.attribute if a.name.startswith("nodes_") and a.name.endswith("ids")]

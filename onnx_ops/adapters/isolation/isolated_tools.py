@@ -63,9 +63,11 @@ class IsolatedExporter:
         """Run the training function in the environment and save its model."""
         process = self._start("train")
         try:
-            files = {
-                name: str(save_arrays(_with_label(rows), process.folder / f"{name}.npz")) for name, rows in data.items()
-            }
+            files = {}
+            for name, rows in data.items():
+                arrays: dict[str, Any] = {f"input/{key}": array for key, array in rows.inputs.items()}
+                arrays |= {} if rows.label is None else {"label": rows.label}
+                files[name] = str(save_arrays(arrays, process.folder / f"{name}.npz"))
             process.ask(
                 "train",
                 timeout=self.limits.timeout,
@@ -134,11 +136,6 @@ def _remote(model: object) -> RemoteModel:
     if not isinstance(model, RemoteModel):
         raise TypeError(f"{type(model).__name__} was not loaded by this exporter")
     return model
-
-
-def _with_label(rows: Dataset) -> dict[str, Any]:
-    label = {} if rows.label is None else {"label": rows.label}
-    return {**{f"input/{name}": array for name, array in rows.inputs.items()}, **label}
 
 
 @contextmanager

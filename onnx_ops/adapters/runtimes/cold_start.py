@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec
+from onnx_ops.adapters.isolation.process import describe_exit
 from onnx_ops.adapters.isolation.worker_main import load_arrays, save_arrays
 from onnx_ops.adapters.runtimes.onnxruntime_session import build_session, check_machine, convert_runtime_errors
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
@@ -76,7 +76,7 @@ def measure_start(model: Path, target: Target, feed: Path, requests: int) -> tup
         raise from_document(answer["error"])
     if done.returncode or not answer:
         raise MeasurementError(
-            f"a fresh process that loads the model ended with {_ending(done.returncode)}",
+            f"a fresh process that loads the model ended with {describe_exit(done.returncode)}",
             where=model.name,
             why="\n".join(done.stderr.splitlines()[-_LAST_LINES:]) or "it printed nothing",
         )
@@ -90,10 +90,6 @@ def _last_document(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 UNKNOWN = -1
