@@ -65,7 +65,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _table(kind: str, rows: list[tuple[str, Any]]) -> list[str]:
-    lines = [f"\n| {kind} | takes | default | meaning |", "|---|---|---|---|"]
+    lines = [f"\n| {kind} | type | default | description |", "|---|---|---|---|"]
     return lines + [f"| {name} | {_takes(one)} | {_default(one)} | {_cell(one.help or '')} |" for name, one in rows]
 
 

@@ -117,10 +117,10 @@ def _page(head: str, schema: Json, documents: list[Any]) -> str:
 
 
 def _section(name: str, section: Json, schema: Json, seen: Mapping[tuple[str, str], str]) -> str:
-    lines = [f"\n## {TITLES.get(name, name)}\n"]
+    lines = [f"\n## {_title(name)}\n"]
     if name and "description" in section:
         lines.append(f"{section['description']}\n")
-    lines += ["| key | takes | default | example | meaning |", "|---|---|---|---|---|"]
+    lines += ["| key | type | default | example | description |", "|---|---|---|---|---|"]
     for key, value in section["properties"].items():
         default = "required" if key in section.get("required", ()) else _default(value)
         example = seen.get((name, key)) or _example(key, value, schema)
@@ -179,7 +179,7 @@ def _takes(value: Json, schema: Json) -> str:
     words = []
     for one in choices_of(value) or [value]:
         if "$ref" in one:
-            title = TITLES.get(name := one["$ref"].rpartition("/")[2], name)
+            title = _title(one["$ref"].rpartition("/")[2])
             words.append(f"[{title}](#{title.lower().replace(' ', '-')})")
         elif "enum" in one:
             words.append(", ".join(f"`{choice}`" for choice in one["enum"]))
@@ -192,6 +192,11 @@ def _takes(value: Json, schema: Json) -> str:
         else:
             words += [_WORDS.get(kind, kind) + _bounds(one) for kind in kinds_of(one) if kind != "null"]
     return ", or ".join(dict.fromkeys(words)) or "anything"
+
+
+def _title(name: str) -> str:
+    """Return the heading of a section: `ColdStartGate` becomes "Cold start gate"."""
+    return TITLES.get(name) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize()
 
 
 def _bounds(one: Json) -> str:
