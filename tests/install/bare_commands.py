@@ -98,7 +98,7 @@ CALLS = (
     Call("prune digits", 4, "onnx-ops prune, registry: package mlflow", extras="mlflow"),
     Call("rollback digits --reason slow --wait", 4, "accepted, still pending: all traffic to v1", extras="serve"),
     Call("reconcile digits", 4, "onnx-ops reconcile, endpoint digits: packages httptools", extras="serve"),
-    Call("rollback --withdraw digits --reason no", 0, "is owed no longer"),
+    Call("rollback --withdraw digits --reason no", 0, "is withdrawn"),
     Call("delete digits --yes", 0, "digits: deleted"),
     Call("inspect model.onnx", 0, "opset"),
     Call("inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"),
