@@ -35,7 +35,12 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def flags(command: Any) -> tuple[str, ...]:
     """Return every spelling of a command's options, `--help` included."""
-    spelled = [text for one in command.params for text in (*one.opts, *one.secondary_opts) if text.startswith("-")]
+    spelled = [
+        text
+        for parameter in command.params
+        for text in (*parameter.opts, *parameter.secondary_opts)
+        if text.startswith("-")
+    ]
     return (*spelled, "--help", "-h")
 
 
@@ -45,13 +50,13 @@ def cli_page() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    told, examples = _split(command.help or "")
-    places = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option"]
-    lines = [f"\n## onnx-ops {name}\n", f"{told}\n"]
-    if places:
-        lines += _table("argument", [(f"`{_place(one)}`", one) for one in places])
-    lines += _table("option", [(_spelling(one), one) for one in options])
+    description, examples = _split(command.help or "")
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    lines = [f"\n## onnx-ops {name}\n", f"{description}\n"]
+    if arguments:
+        lines += _table("argument", [(f"`{_argument(parameter)}`", parameter) for parameter in arguments])
+    lines += _table("option", [(_spelling(parameter), parameter) for parameter in options])
     lines.append("| `--help`, `-h` |  |  | Show this message and exit. |")
     if examples:
         lines += ["\n```bash", *examples, "```"]
@@ -60,30 +65,37 @@ def _command(name: str, command: Any) -> str:
 
 def _split(text: str) -> tuple[str, list[str]]:
     """Split a command's help into description and examples. A wrapped example ends at an empty line."""
-    examples = [" ".join(found.split()) for found in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)]
+    examples = [" ".join(example.split()) for example in re.findall(r"Examples?: (.+?)(?:\n\n|\Z)", text, re.S)]
     return re.sub(r"Examples?: .+?(?:\n\n|\Z)", "", text, flags=re.S).strip(), examples
 
 
 def _table(kind: str, rows: list[tuple[str, Any]]) -> list[str]:
     lines = [f"\n| {kind} | type | default | description |", "|---|---|---|---|"]
-    return lines + [f"| {name} | {_takes(one)} | {_default(one)} | {_cell(one.help or '')} |" for name, one in rows]
+    return lines + [
+        f"| {name} | {_takes(parameter)} | {_default(parameter)} | {_cell(parameter.help or '')} |"
+        for name, parameter in rows
+    ]
 
 
-def _place(one: Any) -> str:
-    name = one.metavar or one.name.upper()
-    return name if one.required else f"[{name}]"
+def _argument(parameter: Any) -> str:
+    name = parameter.metavar or parameter.name.upper()
+    return name if parameter.required else f"[{name}]"
 
 
-def _spelling(one: Any) -> str:
-    return ", ".join(f"`{text}`" for text in (*one.opts, *one.secondary_opts))
+def _spelling(parameter: Any) -> str:
+    return ", ".join(f"`{text}`" for text in (*parameter.opts, *parameter.secondary_opts))
 
 
-def _takes(one: Any) -> str:
-    kind, several = _plain(one.type_descriptor.annotation), one.multiple or one.nargs != 1
+def _takes(parameter: Any) -> str:
+    kind, several = _plain(parameter.type_descriptor.annotation), parameter.multiple or parameter.nargs != 1
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         words = ", ".join(f"`{member.value}`" for member in kind)
     else:
-        words = f"`{one.metavar}`" if one.metavar and one.param_type_name == "option" else _WORDS.get(kind, "text")
+        words = (
+            f"`{parameter.metavar}`"
+            if parameter.metavar and parameter.param_type_name == "option"
+            else _WORDS.get(kind, "text")
+        )
     return f"{words}; repeatable" if several and words else words
 
 
@@ -94,11 +106,11 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-def _default(one: Any) -> str:
-    value = one.default
-    if one.required:
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if parameter.required:
         return "required"
-    if value is None or value is False or value in ("", []) or not one.show_default or callable(value):
+    if value is None or value is False or value in ("", []) or not parameter.show_default or callable(value):
         return ""
     return f"`{value.value if isinstance(value, enum.Enum) else value}`"
 
