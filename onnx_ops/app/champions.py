@@ -63,8 +63,8 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
     for model, aliases in sorted(ports.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
             if name.startswith(_CHAMPION):
-                champions += _reign(ports, model, version, name.removeprefix(_CHAMPION))
-    known = {name for reign in champions for name in (reign.pipeline, reign.record.model) if name}
+                champions += _read_champion(ports, model, version, name.removeprefix(_CHAMPION))
+    known = {name for champion in champions for name in (champion.pipeline, champion.record.model) if name}
     for name in names:
         if name not in known:
             names_known = ", ".join(sorted(known)) or "none"
@@ -74,36 +74,36 @@ def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRec
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
 
 
-def measure_again(ports: Ports, perform: ExecuteStage, reign: ChampionRecord) -> Drift:
+def measure_again(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> Drift:
     """Measure a champion, and a second time if the first says that it has drifted, since one alone is sometimes wrong.
 
     Nothing is recorded or changed.
     """
-    basis = reign.basis
+    basis = champion.basis
     if isinstance(basis, OnnxOpsError):
-        return reign.found(Verdict.ERROR, str(basis))
+        return champion.found(Verdict.ERROR, str(basis))
     try:
-        first = _measured(ports, perform, reign, *basis)
-        return replace(_measured(ports, perform, reign, *basis), measured=2) if first.drifted else first
+        first = _measured(ports, perform, champion, *basis)
+        return replace(_measured(ports, perform, champion, *basis), measured=2) if first.drifted else first
     except OnnxOpsError as error:
-        return reign.found(Verdict.ERROR, str(error))
+        return champion.found(Verdict.ERROR, str(error))
 
 
 def _measured(
-    ports: Ports, perform: ExecuteStage, reign: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
+    ports: Ports, perform: ExecuteStage, champion: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
 ) -> Drift:
-    now = _evidence(ports, perform, reign)
+    now = _evidence(ports, perform, champion)
     results = judge_drift(gates, then, now)
     decision = Decision(variant=then.variant, target=then.target, results=results)
     return replace(
-        reign.found(decision.verdict, decision.reason),
+        champion.found(decision.verdict, decision.reason),
         results=results,
         changed=list_environment_changes(then, now),
         measured=1,
     )
 
 
-def _reign(ports: Ports, model: str, version: str, target: str) -> list[ChampionRecord]:
+def _read_champion(ports: Ports, model: str, version: str, target: str) -> list[ChampionRecord]:
     """None for a version that something else than onnx-ops registered."""
     try:
         record = ports.registry().version(model, version)
@@ -115,15 +115,15 @@ def _reign(ports: Ports, model: str, version: str, target: str) -> list[Champion
         return [ChampionRecord(record=record, target=target, basis=error)]
 
 
-def _evidence(ports: Ports, perform: ExecuteStage, reign: ChampionRecord) -> Evidence:
-    record = reign.record
-    digest = record.decisions[reign.target].record.evidence
+def _evidence(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> Evidence:
+    record = champion.record
+    digest = record.decisions[champion.target].record.evidence
     memory = load_benchmark(ports.store, digest)
     if memory is None:
         raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
             where=f"{record.model}/{record.version}",
-            remedy=f"Run its pipeline again on this store: onnx-ops run {reign.pipeline}.yaml --no-cache benchmark",
+            remedy=f"Run its pipeline again on this store: onnx-ops run {champion.pipeline}.yaml --no-cache benchmark",
         )
     stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
     manifest = perform(stage, key, inputs)

@@ -45,31 +45,31 @@ def keep_watching(
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    bell, seconds = ReconcileQueue(), _seconds(interval)
+    wakeups, seconds = ReconcileQueue(), _seconds(interval)
     watcher = WatchLoop(
         project.ports,
-        bell,
+        wakeups,
         interval_s=seconds,
         endpoints=endpoints,
         actor=actor,
         on_event=_print_line if as_json else _print_text,
     )
     with (
-        _stopped_by_signals(bell),
+        _stopped_by_signals(wakeups),
         _telling_people(project, watcher, endpoints, seconds),
-        _listening(project, watcher, bell, listen),
+        _listening(project, watcher, wakeups, listen),
     ):
         watched = ", ".join(endpoints) or "every endpoint, those that are still to come too"
         watcher.emit("", WatchEventKind.WATCHING, why=f"{watched}; once every {seconds:g} s, until SIGTERM or Ctrl-C")
         watcher.reconcile_all()
-        if listen is not None and not bell.is_closed():
+        if listen is not None and not wakeups.is_closed():
             _repair_webhook(project, watcher)
         watcher.run()
     watcher.emit("", WatchEventKind.STOPPED, why="no step was interrupted; start again to continue")
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(bell: ReconcileQueue) -> Iterator[None]:
+def _stopped_by_signals(wakeups: ReconcileQueue) -> Iterator[None]:
     """End the loop at the first signal, between two effects; a second one ends the process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -77,7 +77,7 @@ def _stopped_by_signals(bell: ReconcileQueue) -> Iterator[None]:
         del number, frame
         for name, handler in before.items():
             signal.signal(name, handler)
-        bell.close()
+        wakeups.close()
 
     for number in before:
         signal.signal(number, stop)
@@ -102,11 +102,11 @@ def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, 
         if delivery.trouble:
             watcher.emit("", WatchEventKind.NOT_NOTIFIED, did=delivery.notifier, why=delivery.trouble)
 
-    herald = NotificationLoop(
+    notifications = NotificationLoop(
         ports, interval_s=every, endpoints=lambda: endpoints or list_bound_endpoints(ports), on_result=tell
     )
     stopped = threading.Event()
-    thread = threading.Thread(target=herald.run, args=(stopped,), name="notifications", daemon=True)
+    thread = threading.Thread(target=notifications.run, args=(stopped,), name="notifications", daemon=True)
     thread.start()
     try:
         yield
@@ -116,7 +116,7 @@ def _telling_people(project: Project, watcher: WatchLoop, endpoints: tuple[str, 
 
 
 @contextlib.contextmanager
-def _listening(project: Project, watcher: WatchLoop, bell: ReconcileQueue, listen: str | None) -> Iterator[None]:
+def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, listen: str | None) -> Iterator[None]:
     if listen is None:
         yield
         return
@@ -139,7 +139,7 @@ def _listening(project: Project, watcher: WatchLoop, bell: ReconcileQueue, liste
         port,
         secret=secret,
         clock=project.ports.clock,
-        wake=bell.add,
+        wake=wakeups.add,
         refused=refused,
         metrics=partial(render_pending_metrics, project.ports),
     ) as receiver:

@@ -35,9 +35,9 @@ def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *
         ServiceUnavailableError: the registry does not answer.
     """
     found: list[Drift] = []
-    for reign in list_champions(ports, names):
-        told = f"{reign.record.model} v{reign.record.version} @ {reign.target}"
-        run_as_task("champion", told, lambda reign=reign: _measured(ports, perform, reign, found))  # type: ignore[misc]
+    for champion in list_champions(ports, names):
+        told = f"{champion.record.model} v{champion.record.version} @ {champion.target}"
+        run_as_task("champion", told, lambda champion=champion: _measured(ports, perform, champion, found))  # type: ignore[misc]
         if found[-1].drifted:
             send_now(ports, build_drift_notification(found[-1], at=ports.clock.now(), actor=by))
     publish_champions(found)
@@ -59,8 +59,8 @@ def concluded(found: Sequence[Drift]) -> State[Any]:
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 
 
-def _measured(ports: Ports, perform: ExecuteStage, reign: ChampionRecord, found: list[Drift]) -> State[Any]:
-    drift = measure_again(ports, perform, reign)
+def _measured(ports: Ports, perform: ExecuteStage, champion: ChampionRecord, found: list[Drift]) -> State[Any]:
+    drift = measure_again(ports, perform, champion)
     found.append(drift)
     return concluded([drift])
 

@@ -69,9 +69,9 @@ def _choice_line(choice: Choice) -> str:
     return f"{choice.target}: serves {choice.variant} ({choice.reason})"
 
 
-def reconcile_as_task(glance: DryRun, endpoint: str, by: str) -> State[Any]:
+def reconcile_as_task(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
     """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
-    return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(glance, endpoint, by))
+    return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(dry_run, endpoint, by))
 
 
 def roll_back_endpoints(
@@ -112,9 +112,9 @@ def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
 
 
-def _settled(glance: DryRun, endpoint: str, by: str) -> State[Any]:
+def _settled(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
     try:
-        reports = glance.reconcile(endpoint, actor=by)
+        reports = dry_run.reconcile(endpoint, actor=by)
     except OnnxOpsError as error:
         return failed(error)
     told = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)

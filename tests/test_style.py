@@ -1,0 +1,48 @@
+"""Rules of names that no linter has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "onnx_ops").rglob("*.py"))
+    if "templates" not in path.parts
+}
+METAPHORS = {"bell", "crew", "crown", "glance", "hands", "heats", "herald", "reign", "twin", "workshop"}
+"""Words that stood for mechanisms: name the mechanism."""
+
+
+def test_a_class_name_exists_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_identifiers_name_mechanisms() -> None:
+    found = []
+    for path, tree in MODULES.items():
+        names = {path.stem}
+        for node in ast.walk(tree):
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.arg(arg=name) | ast.Name(id=name):
+                    names.add(name)
+                case _:
+                    pass
+        for name in names:
+            words = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
+            found += [f"{path.relative_to(ROOT)}: {name}"] if words & METAPHORS else []
+    assert sorted(found) == []
+
+
+def test_an_exception_ends_in_error() -> None:
+    tree = MODULES[ROOT / "onnx_ops" / "errors.py"]
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"]
+    assert [name for name in names if not name.endswith("Error")] == []
