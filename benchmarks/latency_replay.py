@@ -1,9 +1,9 @@
 """How often does the latency gate err, and how long does it measure? Thousands of decisions from one recording.
 
-    python -m benchmarks.latency_replay [--heats 240] [--decisions 2000] [--load "as it is"|bursts]
+    python -m benchmarks.latency_replay [--rounds 240] [--decisions 2000] [--load "as it is"|bursts]
 
 One model races two copies of itself for a while; the decisions draw from that recording, so that what the machine does
-later does not matter. Each starts at a heat of its own, takes the heats that follow, deals the three sessions of every
+later does not matter. Each starts at a heat of its own, takes the rounds that follow, deals the three sessions of every
 heat out anew and slows one of them down by a known ratio. Ends 1 if a promised bound does not hold.
 """
 
@@ -45,17 +45,17 @@ class Recording:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
     verdict: Verdict
-    heats: int
+    rounds: int
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heats", type=int, default=240, help="heats to record")
+    parser.add_argument("--rounds", type=int, default=240, help="rounds to record")
     parser.add_argument("--decisions", type=int, default=2000, help="of each ratio")
     parser.add_argument("--load", choices=LOADS, default=QUIET)
     options = parser.parse_args()
     with LOADS[options.load]():
-        recording = record(options.heats)
+        recording = record(options.rounds)
     rows, claims = [], []
     for ratio in RATIOS:
         for probed in (True, False):
@@ -65,20 +65,20 @@ def main() -> int:
     conditions = f"{1e3 * recording.heat_s:.0f} ms a heat, load average {os.getloadavg()[0]:.1f}"
     table(
         f"latency, limit {100 * LIMIT:g} %, {conditions}",
-        ("true ratio", "probe", "FAIL/PASS/INCONCLUSIVE %", "heats", "median", "95 %"),
+        ("true ratio", "probe", "FAIL/PASS/INCONCLUSIVE %", "rounds", "median", "95 %"),
         rows,
     )
     summary(claims)
     return 0 if all(claim.held for claim in claims) else 1
 
 
-def record(heats: int) -> Recording:
+def record(rounds: int) -> Recording:
     feed = {"x": np.random.default_rng(1).standard_normal((1, WIDTH)).astype(np.float32)}
     with tempfile.TemporaryDirectory(prefix="onnx-ops-replay-") as folder:
         model = write_layers(Path(folder) / "model.onnx", 0)
         begun = time.perf_counter()
-        samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(heats=heats))
-        return Recording(samples=samples, heat_s=(time.perf_counter() - begun) / heats)
+        samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(rounds=rounds))
+        return Recording(samples=samples, heat_s=(time.perf_counter() - begun) / rounds)
 
 
 def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -> list[Decided]:
@@ -90,20 +90,20 @@ def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -
 def _decide(samples: PairedBenchmarkSamples, ratio: float, draw: np.random.Generator) -> Decided:
     """As `measure.timing` does it, look by look."""
     recorded = len(samples.nanoseconds)
-    heats = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
+    rounds = (int(draw.integers(recorded)) + np.arange(LOOKS[-1])) % recorded
     deal = np.argsort(draw.random((LOOKS[-1], COPIES)), axis=1)
-    figures = (split_log_ratios(_look(samples, heats[:goal], deal[:goal], ratio)) for goal in LOOKS)
+    figures = (split_log_ratios(_look(samples, rounds[:goal], deal[:goal], ratio)) for goal in LOOKS)
     own, itself = next(figure for figure in figures if not should_continue(*figure, (LIMIT,)))
     noisy = explain_withheld_verdict(own, itself, LIMIT) is not None
     verdict = Verdict.INCONCLUSIVE if noisy else compare(own, tolerance=LIMIT).verdict
-    return Decided(verdict=verdict, heats=len(own))
+    return Decided(verdict=verdict, rounds=len(own))
 
 
 def _look(
-    samples: PairedBenchmarkSamples, heats: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
+    samples: PairedBenchmarkSamples, rounds: npt.NDArray[np.int64], deal: npt.NDArray[np.int64], ratio: float
 ) -> npt.NDArray[np.float64]:
     def dealt(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.take_along_axis(array[heats], deal[:, np.newaxis, :, np.newaxis], axis=2)
+        return np.take_along_axis(array[rounds], deal[:, np.newaxis, :, np.newaxis], axis=2)
 
     times = dealt(samples.nanoseconds.astype(np.float64))
     times[:, :, -1] *= ratio
@@ -112,14 +112,14 @@ def _look(
 
 def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bool) -> tuple[str, ...]:
     verdicts = Counter(decided.verdict for decided in found)
-    heats = Counter(decided.heats for decided in found)
-    seconds = recording.heat_s * np.array([decided.heats for decided in found])
+    rounds = Counter(decided.rounds for decided in found)
+    seconds = recording.heat_s * np.array([decided.rounds for decided in found])
     shares = (100 * verdicts[v] / len(found) for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE))
     return (
         f"{ratio:g}",
         "yes" if probed else "no",
         "/".join(f"{share:.1f}" for share in shares),
-        ", ".join(f"{look}: {100 * heats[look] / len(found):.0f} %" for look in LOOKS),
+        ", ".join(f"{look}: {100 * rounds[look] / len(found):.0f} %" for look in LOOKS),
         f"{np.median(seconds):.2f} s",
         f"{np.quantile(seconds, 0.95):.2f} s",
     )

@@ -117,7 +117,7 @@ class SyntheticRuntime:
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         del target, feed
-        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         cost = np.ones((1, 1, len(models), 1))
         cost[:, :, -1] = 0.9
         times = (_times(shape, schedule.seed) * cost).astype(np.int64)
@@ -125,12 +125,12 @@ class SyntheticRuntime:
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         del target, feed
-        shape = (schedule.heats, schedule.windows, len(models))
+        shape = (schedule.rounds, schedule.windows, len(models))
         return LoadSamples(nanoseconds=_times(shape, schedule.seed), requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         del target, feed
-        load, first, peak = (_times((schedule.heats, len(models)), schedule.seed + part) for part in range(3))
+        load, first, peak = (_times((schedule.rounds, len(models)), schedule.seed + part) for part in range(3))
         return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
 
 

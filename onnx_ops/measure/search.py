@@ -407,7 +407,7 @@ def _plan_rounds(runtime: Runtime, source: Path, target: Target, feed: Tensors, 
     seconds = max(float(np.median(samples.nanoseconds.astype(np.float64))) / 1e9, 1e-6)
     affordable = int(TIMED_S / seconds / PAIRS / (2 * BLOCKS + 1))
     runs = min(max(affordable, _RUNS[0]), _RUNS[1])
-    return PairedBenchmarkSchedule(heats=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
+    return PairedBenchmarkSchedule(rounds=PAIRS, blocks=BLOCKS, runs=runs, warmup=max(1, runs // 2), seed=seed)
 
 
 def _find_range(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ValueRange:

@@ -88,8 +88,8 @@ def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedR
     """
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
-    def measure(heats: int, seed: int) -> LoadSamples:
-        return pair.runtime.under_load(pair.models, pair.target, pair.feed, replace(schedule, heats=heats, seed=seed))
+    def measure(rounds: int, seed: int) -> LoadSamples:
+        return pair.runtime.under_load(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
 
     def figures(samples: Sequence[LoadSamples]) -> tuple[RatioSamples]:
         return (split_log_ratios(np.log(_check_positive(samples))),)
@@ -115,7 +115,7 @@ def _plan_windows(runtime: Runtime, model: Path, target: Target, feed: Tensors, 
     fewest = FEWEST_EACH * concurrency
     requests = int(np.clip(WINDOW_S / typical, fewest, max(fewest, MOST_REQUESTS)))
     windows = int(np.clip(SIDE_S / (requests * typical), FEWEST_WINDOWS, MOST_WINDOWS))
-    return LoadSchedule(concurrency=concurrency, requests=requests, heats=ROUNDS_ALONE, windows=windows)
+    return LoadSchedule(concurrency=concurrency, requests=requests, rounds=ROUNDS_ALONE, windows=windows)
 
 
 def _join_windows(samples: Sequence[LoadSamples]) -> Floats:
@@ -137,7 +137,7 @@ def measure_starts(
     Raises:
         MeasurementError: a process crashed, or could not run the model.
     """
-    schedule = StartSchedule(heats=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
+    schedule = StartSchedule(rounds=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_join_starts([samples], figure).ravel() for figure in FIGURES)
     starts = ColdStartMeasurement(
@@ -159,8 +159,8 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
         MeasurementError: a process crashed, or could not run its model.
     """
 
-    def measure(heats: int, seed: int) -> StartSamples:
-        schedule = StartSchedule(heats=heats, requests=REQUESTS, seed=seed)
+    def measure(rounds: int, seed: int) -> StartSamples:
+        schedule = StartSchedule(rounds=rounds, requests=REQUESTS, seed=seed)
         return pair.runtime.starts(pair.models, pair.target, pair.feed, schedule)
 
     def figures(samples: Sequence[StartSamples]) -> tuple[RatioSamples, ...]:

@@ -123,8 +123,8 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
     alone = pair.runtime.sample(pair.baseline, pair.target, pair.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
-    def measure(heats: int, seed: int) -> PairedBenchmarkSamples:
-        return pair.runtime.race(pair.models, pair.target, pair.feed, replace(schedule, heats=heats, seed=seed))
+    def measure(rounds: int, seed: int) -> PairedBenchmarkSamples:
+        return pair.runtime.race(pair.models, pair.target, pair.feed, replace(schedule, rounds=rounds, seed=seed))
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
         """Return the ratios of all looks together: the probe's effect is estimated from all runs."""
@@ -164,7 +164,7 @@ def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     blocks = int(np.clip(affordable, BLOCKS // 2, BLOCKS))
     runs = int(np.clip(4 * affordable * RUNS / blocks, SHORT, RUNS))
     warmup = int(np.clip(WARMUP_S / max(run_s, 1e-9), SHORT, 2 * RUNS))
-    return PairedBenchmarkSchedule(heats=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
+    return PairedBenchmarkSchedule(rounds=LOOKS[0], blocks=blocks, runs=runs, warmup=warmup)
 
 
 def measure_until_decided(

@@ -16,11 +16,11 @@ from onnx_ops.ports.data import Array, Tensors
 class PairedBenchmarkSchedule:
     """How models are timed in turns.
 
-    Each of `heats` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
+    Each of `rounds` builds a session of every model fresh, in random order, warms it up with `warmup` runs, and times
     `blocks` rounds in which every model has a block of `runs` runs, in random order within each round.
     """
 
-    heats: int
+    rounds: int
     blocks: int = 12
     runs: int = 10
     warmup: int = 20
@@ -29,7 +29,7 @@ class PairedBenchmarkSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmarkSamples:
-    """Raw samples of a race: nanoseconds and preemptions of shape (heats, blocks, models, runs).
+    """Raw samples of a race: nanoseconds and preemptions of shape (rounds, blocks, models, runs).
 
     `probe`, of the same shape, is how long a short piece of work that is always the same took right before or right
     after each run on its core, the longer of the two: it tells how fast the machine was just then. None where a
@@ -56,21 +56,21 @@ class RunSamples:
 class LoadSchedule:
     """How models are put under load.
 
-    Each of `heats` builds a session of every model fresh, in random order, and has each answer `windows` windows of
+    Each of `rounds` builds a session of every model fresh, in random order, and has each answer `windows` windows of
     `requests` requests that `concurrency` threads send without pause, the models in random order within each round. A
     window that is not timed comes before, on each session.
     """
 
     concurrency: int
     requests: int
-    heats: int
+    rounds: int
     windows: int = 2
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSamples:
-    """Nanoseconds from the first request of a window to its last answer, of shape (heats, windows, models). Every
+    """Nanoseconds from the first request of a window to its last answer, of shape (rounds, windows, models). Every
     window answered `requests` requests."""
 
     nanoseconds: Array
@@ -79,16 +79,16 @@ class LoadSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSchedule:
-    """Fresh processes in `heats`, one for each model, in random order within a heat; each answers `requests`."""
+    """Fresh processes in `rounds`, one for each model, in random order within a round; each answers `requests`."""
 
-    heats: int
+    rounds: int
     requests: int = 20
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSamples:
-    """Of each process, arrays of shape (heats, models).
+    """Of each process, arrays of shape (rounds, models).
 
     `load_ns` is building the session, the runtime being imported; `first_ns` the first inference. `peak_bytes` is the
     highest resident memory, file mappings included, while it loaded and answered, less the resident memory just

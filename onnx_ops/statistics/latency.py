@@ -380,14 +380,14 @@ def compute_block_logs(
     subtracted first (`_explain_by_probe`).
 
     Args:
-        nanoseconds: shape (heats, blocks, models, runs).
+        nanoseconds: shape (rounds, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
         probe: the same shape, in any unit; duration of a fixed piece of work around the run. None, or values that are
             not
             positive, not finite or all alike, have no effect.
 
     Returns:
-        Shape (heats, blocks, models). Only differences between models have a meaning.
+        Shape (rounds, blocks, models). Only differences between models have a meaning.
 
     Raises:
         MeasurementError: a block has no positive duration.

@@ -14,7 +14,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.ports.runtime import LoadSchedule, PairedBenchmarkSchedule, Runtime, StartSchedule
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 
-ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, heats=1, windows=1)
+ONE_WINDOW = LoadSchedule(concurrency=2, requests=4, rounds=1, windows=1)
 
 
 class RuntimeSuite:
@@ -61,7 +61,7 @@ class RuntimeSuite:
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_races_are_timed_on_every_axis_of_the_schedule(self, runtime: Runtime, target: Target, file: Path) -> None:
-        schedule = PairedBenchmarkSchedule(heats=2, blocks=3, runs=4, warmup=1, seed=5)
+        schedule = PairedBenchmarkSchedule(rounds=2, blocks=3, runs=4, warmup=1, seed=5)
         samples = runtime.race((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == samples.preempted.shape == (2, 3, 3, 4)
         assert samples.probe is None or samples.probe.shape == (2, 3, 3, 4)
@@ -69,14 +69,14 @@ class RuntimeSuite:
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_windows_of_requests_are_timed_for_all_models(self, runtime: Runtime, target: Target, file: Path) -> None:
-        schedule = LoadSchedule(concurrency=3, requests=20, heats=2, windows=3, seed=5)
+        schedule = LoadSchedule(concurrency=3, requests=20, rounds=2, windows=3, seed=5)
         samples = runtime.under_load((file, file, file), target, rows(1), schedule)
         assert samples.nanoseconds.shape == (2, 3, 3)
         assert samples.requests == 20
         assert int(samples.nanoseconds.astype(np.int64).min()) > 0
 
     def test_fresh_processes_tell_durations_and_memory(self, runtime: Runtime, target: Target, file: Path) -> None:
-        samples = runtime.starts((file, file), target, rows(1), StartSchedule(heats=2, requests=3, seed=5))
+        samples = runtime.starts((file, file), target, rows(1), StartSchedule(rounds=2, requests=3, seed=5))
         for figure in (samples.load_ns, samples.first_ns, samples.peak_bytes):
             assert figure.shape == (2, 2)
         assert int(samples.load_ns.astype(np.int64).min()) > 0
@@ -90,9 +90,9 @@ class RuntimeSuite:
             lambda: runtime.facts(file, elsewhere),
             lambda: runtime.run(file, elsewhere, (rows(1),)),
             lambda: runtime.sample(file, elsewhere, rows(1), runs=1, warmup=0),
-            lambda: runtime.race((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(heats=1)),
+            lambda: runtime.race((file, file), elsewhere, rows(1), PairedBenchmarkSchedule(rounds=1)),
             lambda: runtime.under_load((file, file), elsewhere, rows(1), ONE_WINDOW),
-            lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(heats=1)),
+            lambda: runtime.starts((file, file), elsewhere, rows(1), StartSchedule(rounds=1)),
         ):
             with pytest.raises(MeasurementError, match="NoSuchExecutionProvider"):
                 measure()
@@ -112,11 +112,11 @@ class RuntimeSuite:
         with pytest.raises(MeasurementError):
             runtime.facts(broken, target)
         with pytest.raises(MeasurementError):
-            runtime.race((file, broken), target, rows(1), PairedBenchmarkSchedule(heats=1))
+            runtime.race((file, broken), target, rows(1), PairedBenchmarkSchedule(rounds=1))
         with pytest.raises(MeasurementError):
             runtime.under_load((file, file), target, wrong, ONE_WINDOW)
         with pytest.raises(MeasurementError):
-            runtime.starts((broken, file), target, rows(1), StartSchedule(heats=1))
+            runtime.starts((broken, file), target, rows(1), StartSchedule(rounds=1))
         with pytest.raises(MeasurementError):
-            runtime.starts((file, file), target, wrong, StartSchedule(heats=1))
+            runtime.starts((file, file), target, wrong, StartSchedule(rounds=1))
         assert len(runtime.run(file, target, (rows(1),))) == 1  # what was refused has spoilt nothing

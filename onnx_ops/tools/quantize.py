@@ -56,7 +56,7 @@ def estimate_speedup(runtime: Runtime, target: Target, source: Path, variant: Pa
     """Time a few fresh session pairs on one synthetic row."""
     try:
         feed = generate_samples(shared_inputs(source, variant), count=1, dims={}).feed(1)
-        samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(heats=LOOKS[0]))
+        samples = runtime.race((source, variant), target, feed, PairedBenchmarkSchedule(rounds=LOOKS[0]))
     except (MeasurementError, UserError) as error:
         return SpeedupEstimate(why=str(error))
     estimate, low, high = session_interval(compute_log_ratios(samples), ALPHA / 2)

@@ -51,11 +51,11 @@ def ended_in_the_middle(end: Callable[[], None]) -> Iterator[Callable[[Runtime, 
         timer.start()
         many = 10_000_000
         if do == "race":
-            runtime.race((file, file), target, rows(1), PairedBenchmarkSchedule(heats=1, blocks=10, runs=many))
+            runtime.race((file, file), target, rows(1), PairedBenchmarkSchedule(rounds=1, blocks=10, runs=many))
         elif do == "sample":
             runtime.sample(file, target, rows(1), runs=many, warmup=1)
         else:
-            load = LoadSchedule(concurrency=2, requests=many, heats=1)
+            load = LoadSchedule(concurrency=2, requests=many, rounds=1)
             runtime.under_load((file, file), target, rows(1), load)
 
     yield measure

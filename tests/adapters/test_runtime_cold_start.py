@@ -45,7 +45,7 @@ def test_memory_grows_with_the_weights_and_not_with_this_process(tmp_path: Path)
     ballast = np.ones(50 * MB, dtype=np.float64)
     small, large = write_table(tmp_path / "small.onnx", 4 * MB), write_table(tmp_path / "large.onnx", 60 * MB)
     feed = {"x": np.zeros(3, dtype=np.int64)}
-    samples = OnnxRuntime().starts((small, large), CPU, feed, StartSchedule(heats=1, requests=2))
+    samples = OnnxRuntime().starts((small, large), CPU, feed, StartSchedule(rounds=1, requests=2))
     assert ballast.nbytes == 400 * MB
     assert 4 * MB < samples.peak_bytes[0, 0] < 50 * MB
     assert 60 * MB < samples.peak_bytes[0, 1] < 250 * MB
@@ -60,7 +60,7 @@ def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) ->
     )
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
     feed = {"file": np.array(["a", "bc"], dtype=object)}
-    samples = OnnxRuntime().starts((tmp_path / "m.onnx",), CPU, feed, StartSchedule(heats=1, requests=1))
+    samples = OnnxRuntime().starts((tmp_path / "m.onnx",), CPU, feed, StartSchedule(rounds=1, requests=1))
     first: np.ndarray[Any, Any] = samples.first_ns
     assert (first > 0).all()
 
@@ -113,7 +113,7 @@ def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monke
         return figures[model.name]
 
     monkeypatch.setattr(adapter, "measure_start", start)
-    schedule = StartSchedule(heats=8, seed=1)
+    schedule = StartSchedule(rounds=8, seed=1)
     samples = OnnxRuntime().starts((tmp_path / "baseline", tmp_path / "candidate"), CPU, rows(1), schedule)
     for side, name in enumerate(("baseline", "candidate")):
         for axis, figure in enumerate((samples.load_ns, samples.first_ns, samples.peak_bytes)):

@@ -197,7 +197,7 @@ def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file
 def test_clocks_are_told_and_coarse_ones_time_several_calls(
     node: NodeRuntime, browser: BrowserRuntime, file: Path
 ) -> None:
-    schedule = PairedBenchmarkSchedule(heats=1, blocks=2, runs=3)
+    schedule = PairedBenchmarkSchedule(rounds=1, blocks=2, runs=3)
     fine, coarse = node.facts(file, NODE).clock_resolution_ns, browser.facts(file, WASM).clock_resolution_ns
     assert fine
     assert coarse

@@ -150,7 +150,7 @@ def test_every_heat_has_fresh_sessions_and_orders_follow_the_seed(
     orders = []
     for seed in (1, 1, 2):
         built.clear()
-        schedule = PairedBenchmarkSchedule(heats=4, blocks=1, runs=1, warmup=0, seed=seed)
+        schedule = PairedBenchmarkSchedule(rounds=4, blocks=1, runs=1, warmup=0, seed=seed)
         OnnxRuntime().race((file, other), CPU, rows(1), schedule)
         assert sorted(built) == ["model.onnx"] * 4 + ["other.onnx"] * 4
         assert all(set(built[i : i + 2]) == {"model.onnx", "other.onnx"} for i in range(0, 8, 2))
@@ -174,7 +174,7 @@ def test_axis_2_is_the_models_in_order(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / "baseline.onnx", tmp_path / "candidate.onnx"),
         CPU,
         rows(1),
-        PairedBenchmarkSchedule(heats=3, seed=4),
+        PairedBenchmarkSchedule(rounds=3, seed=4),
     )
     assert (samples.nanoseconds[:, :, 0] == 10).all()
     assert (samples.nanoseconds[:, :, 1] == 20).all()
@@ -294,7 +294,7 @@ def test_sides_are_kept_apart_sessions_are_fresh_and_orders_follow_the_seed(
     monkeypatch.setattr(adapter, "build_session", session)
     monkeypatch.setattr(adapter, "_call", lambda session, _: session)
     monkeypatch.setattr(adapter, "run_load_window", spent)
-    schedule = LoadSchedule(concurrency=2, requests=5, heats=3, windows=4, seed=2)
+    schedule = LoadSchedule(concurrency=2, requests=5, rounds=3, windows=4, seed=2)
     runs = []
     for _ in range(2):
         built.clear()

@@ -78,7 +78,7 @@ def test_a_file_is_made_once_and_again_for_another_form(file: Path) -> None:
 
 
 def test_a_cold_start_loads_the_ort_file(file: Path) -> None:
-    samples = OnnxRuntime().starts((file,), PHONE, rows(1), StartSchedule(heats=1, requests=2))
+    samples = OnnxRuntime().starts((file,), PHONE, rows(1), StartSchedule(rounds=1, requests=2))
     assert int(samples.load_ns[0, 0]) > 0
 
 

@@ -38,18 +38,18 @@ class Scripted(OnnxRuntime):
     def race(
         self, models: Sequence[Path], target: Any, feed: Any, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         cost = np.array([self._cost[model] for model in models])[:, np.newaxis]
-        session = np.exp(self._noise * self._draw.standard_normal((schedule.heats, 1, len(models), 1)))
+        session = np.exp(self._noise * self._draw.standard_normal((schedule.rounds, 1, len(models), 1)))
         times = 1e6 * cost * session * np.exp(0.01 * self._draw.standard_normal(shape))
         return PairedBenchmarkSamples(nanoseconds=times.astype(np.int64), preempted=np.zeros(shape, dtype=bool))
 
     def under_load(self, models: Sequence[Path], target: Any, feed: Any, schedule: LoadSchedule) -> LoadSamples:
-        times = self._drawn(models, (schedule.heats, schedule.windows, len(models)))
+        times = self._drawn(models, (schedule.rounds, schedule.windows, len(models)))
         return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Any, feed: Any, schedule: StartSchedule) -> StartSamples:
-        load, first, peak = (self._drawn(models, (schedule.heats, len(models))) for _ in range(3))
+        load, first, peak = (self._drawn(models, (schedule.rounds, len(models))) for _ in range(3))
         return StartSamples(load_ns=load, first_ns=first, peak_bytes=peak)
 
     def _drawn(self, models: Sequence[Path], shape: tuple[int, ...]) -> Any:

@@ -107,7 +107,7 @@ class Steady:
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         del feed
-        times = np.empty((schedule.heats, schedule.blocks, len(models), schedule.runs))
+        times = np.empty((schedule.rounds, schedule.blocks, len(models), schedule.runs))
         times[:] = np.array([_time(model, target) for model in models])[:, np.newaxis]
         return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(times.shape, dtype=bool))
 

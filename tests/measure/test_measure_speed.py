@@ -69,17 +69,17 @@ class Scripted:
     def race(
         self, models: Sequence[Path], target: Target, feed: Any, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
-        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         times = self._costs(models, schedule)[:, np.newaxis] * self._jitter(shape)
         return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Any, schedule: LoadSchedule) -> LoadSamples:
-        times = self._costs(models, schedule) * self._jitter((schedule.heats, schedule.windows, len(models)))
+        times = self._costs(models, schedule) * self._jitter((schedule.rounds, schedule.windows, len(models)))
         return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Any, schedule: StartSchedule) -> StartSamples:
-        costs = self._costs(models, schedule) * self._jitter((schedule.heats, len(models)))
-        peak = costs if self.peak else np.full((schedule.heats, len(models)), -1)
+        costs = self._costs(models, schedule) * self._jitter((schedule.rounds, len(models)))
+        peak = costs if self.peak else np.full((schedule.rounds, len(models)), -1)
         return StartSamples(
             load_ns=costs.astype(np.int64), first_ns=(costs / 10).astype(np.int64), peak_bytes=peak.astype(np.int64)
         )

@@ -44,7 +44,7 @@ BLOCKS = 8
 
 
 def simulate(trials: int, ratio: float, seed: int, *, flagged: float = 1.0) -> Logs:
-    """Block logs of shape (trials, heats, blocks, 3), made from raw runs on a noisy host."""
+    """Block logs of shape (trials, rounds, blocks, 3), made from raw runs on a noisy host."""
     rng = np.random.default_rng(seed)
     shape = (trials * LOOKS[-1], BLOCKS, 3, 10)
     nanoseconds = 1e5 * np.exp(
@@ -190,8 +190,8 @@ class TestUnsteadyHost:
     def _one(ratio: float, rng: np.random.Generator, *, probed: bool) -> Logs:
         """The looks one by one, as the stage has them."""
         looks = []
-        for heats in np.diff((0, *LOOKS)):
-            shape = (int(heats), BLOCKS, 3, 10)
+        for rounds in np.diff((0, *LOOKS)):
+            shape = (int(rounds), BLOCKS, 3, 10)
             slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
             session = rng.normal(0, SESSION_SD / math.sqrt(2), (shape[0], 1, 3, 1))
             times = 1e5 * np.exp(rng.normal(0, RUN_SD, shape) + math.log(SLOW_SPELL) * slow + session)

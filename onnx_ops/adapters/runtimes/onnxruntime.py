@@ -105,7 +105,7 @@ class OnnxRuntime:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.heats, schedule.blocks, len(models), schedule.runs), dtype=np.int64)
+        figures = np.zeros((3, schedule.rounds, schedule.blocks, len(models), schedule.runs), dtype=np.int64)
 
         def warm(model: Path) -> Timed:
             timed = _timed(build_session(model, target), feed)
@@ -115,12 +115,12 @@ class OnnxRuntime:
             return timed
 
         with _undisturbed():
-            for heat in range(schedule.heats):
+            for round_number in range(schedule.rounds):
                 sessions = _fresh(models, order, warm)
                 for block in range(schedule.blocks):
                     for turn in order.permutation(len(models)):
                         with convert_runtime_errors(models[turn]):
-                            figures[:, heat, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
+                            figures[:, round_number, block, turn] = np.array(_block(sessions[turn], schedule.runs)).T
         return PairedBenchmarkSamples(nanoseconds=figures[0], preempted=figures[1].astype(bool), probe=figures[2])
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
@@ -128,14 +128,14 @@ class OnnxRuntime:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        nanoseconds = np.zeros((schedule.heats, schedule.windows, len(models)), dtype=np.int64)
+        nanoseconds = np.zeros((schedule.rounds, schedule.windows, len(models)), dtype=np.int64)
         with ThreadPoolExecutor(schedule.concurrency, thread_name_prefix="load") as pool:
 
             def loaded(model: Path) -> Callable[[], int]:
                 call = _call(build_session(model, target), feed)
                 return lambda: run_load_window(call, pool, schedule.concurrency, schedule.requests)
 
-            for heat in range(schedule.heats):
+            for round_number in range(schedule.rounds):
                 sessions = _fresh(models, order, loaded)
                 with _undisturbed():
                     for number in range(-1, schedule.windows):
@@ -143,7 +143,7 @@ class OnnxRuntime:
                             with convert_runtime_errors(models[turn]):
                                 spent = sessions[turn]()
                             if number >= 0:
-                                nanoseconds[heat, number, turn] = spent
+                                nanoseconds[round_number, number, turn] = spent
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
@@ -151,11 +151,11 @@ class OnnxRuntime:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.heats, len(models)), dtype=np.int64)
+        figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
         with store_feed(feed) as stored:
-            for heat in range(schedule.heats):
+            for round_number in range(schedule.rounds):
                 for turn in order.permutation(len(models)):
-                    figures[:, heat, turn] = measure_start(models[turn], target, stored, schedule.requests)
+                    figures[:, round_number, turn] = measure_start(models[turn], target, stored, schedule.requests)
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
 

@@ -124,23 +124,23 @@ function callsNeeded(host, spent) {
   return Math.min(MOST_CALLS, Math.max(1, Math.ceil((TICKS_OF_A_SAMPLE * host.tick) / Math.max(typical, host.tick / 20))));
 }
 
-// `heats` say, for each heat, in which order sessions are built and, for each block, in which order models run.
-export async function race(host, { models, target, feed: stored, heats, runs, warmup }) {
+// `rounds` say, for each round, in which order sessions are built and, for each block, in which order models run.
+export async function race(host, { models, target, feed: stored, rounds, runs, warmup }) {
   const feed = await fed(host, stored);
   const probing = host.tick <= COARSE_NS;
   const found = { nanoseconds: [], preempted: [], probe: probing ? [] : null };
   let calls = 0;
-  for (const heat of heats) {
+  for (const round_number of rounds) {
     const sessions = [];
     let most = 1;
-    for (const turn of heat.build) {
+    for (const turn of round_number.build) {
       const [session, spent] = await warmed(host, models[turn], target, feed, Math.max(1, warmup));
       sessions[turn] = session;
       most = Math.max(most, callsNeeded(host, spent));
     }
-    calls ||= most; // the same for all models and heats: each sample is then the mean of as many
+    calls ||= most; // the same for all models and rounds: each sample is then the mean of as many
     host.collect();
-    for (const order of heat.blocks) {
+    for (const order of round_number.blocks) {
       const rows = models.map(() => null);
       for (const turn of order) {
         rows[turn] = await failures(host, models[turn], () => block(host, sessions[turn], feed, runs, calls, probing));
@@ -172,14 +172,14 @@ async function block(host, session, feed, runs, calls, probing) {
   return row;
 }
 
-export async function under_load(host, { models, target, feed: stored, heats, concurrency, requests }) {
+export async function under_load(host, { models, target, feed: stored, rounds, concurrency, requests }) {
   const feed = await fed(host, stored);
   const nanoseconds = [];
-  for (const heat of heats) {
+  for (const round_number of rounds) {
     const sessions = [];
-    for (const turn of heat.build) sessions[turn] = await opened(host, models[turn], target);
+    for (const turn of round_number.build) sessions[turn] = await opened(host, models[turn], target);
     host.collect();
-    for (const [number, order] of heat.blocks.entries()) {
+    for (const [number, order] of round_number.blocks.entries()) {
       const row = models.map(() => 0);
       for (const turn of order) {
         const call = () => sessions[turn].run(feed);

@@ -120,10 +120,15 @@ class NodeRuntime:
         """Time several models in alternating order, as the schedule says."""
         import numpy as np
 
-        heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.blocks)
-        request = {"models": _models(models, target), "heats": heats, "runs": schedule.runs, "warmup": schedule.warmup}
+        rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.blocks)
+        request = {
+            "models": _models(models, target),
+            "rounds": rounds,
+            "runs": schedule.runs,
+            "warmup": schedule.warmup,
+        }
         answer = self._measure("race", target, feed, **request)
-        shape = (schedule.heats, schedule.blocks, len(models), schedule.runs)
+        shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
         probe = None if answer["probe"] is None else np.array(answer["probe"], dtype=np.int64).reshape(shape)
         return PairedBenchmarkSamples(
             nanoseconds=np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape),
@@ -136,10 +141,10 @@ class NodeRuntime:
         """Time windows of concurrent requests to each model."""
         import numpy as np
 
-        heats = _orders(np.random.default_rng(schedule.seed), len(models), schedule.heats, schedule.windows + 1)
-        request = {"models": _models(models, target), "heats": heats, "requests": schedule.requests}
+        rounds = _orders(np.random.default_rng(schedule.seed), len(models), schedule.rounds, schedule.windows + 1)
+        request = {"models": _models(models, target), "rounds": rounds, "requests": schedule.requests}
         answer = self._measure("under_load", target, feed, **request, concurrency=schedule.concurrency)
-        shape = (schedule.heats, schedule.windows, len(models))
+        shape = (schedule.rounds, schedule.windows, len(models))
         nanoseconds = np.array(answer["nanoseconds"], dtype=np.int64).reshape(shape)
         return LoadSamples(nanoseconds=nanoseconds, requests=schedule.requests)
 
@@ -148,11 +153,11 @@ class NodeRuntime:
         import numpy as np
 
         order = np.random.default_rng(schedule.seed)
-        figures = np.zeros((3, schedule.heats, len(models)), dtype=np.int64)
-        for heat in range(schedule.heats):
+        figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
+        for round_number in range(schedule.rounds):
             for turn in order.permutation(len(models)):
                 answer = self._start(models[turn], target, feed, schedule.requests)
-                figures[:, heat, turn] = answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
+                figures[:, round_number, turn] = answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
     def _start(self, model: Path, target: Target, feed: Tensors, requests: int) -> Any:
@@ -260,14 +265,14 @@ class BrowserRuntime(NodeRuntime):
         return require_program(BROWSER, target.name)
 
 
-def _orders(draw: Generator, models: int, heats: int, blocks: int) -> list[dict[str, Any]]:
-    """In which order sessions are built, and models run in each block, for every heat."""
+def _orders(draw: Generator, models: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
+    """In which order sessions are built, and models run in each block, for every round."""
     return [
         {
             "build": draw.permutation(models).tolist(),
             "blocks": [draw.permutation(models).tolist() for _ in range(blocks)],
         }
-        for _ in range(heats)
+        for _ in range(rounds)
     ]
 
 
