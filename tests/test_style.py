@@ -13,7 +13,7 @@ MODULES = {
     for path in sorted((ROOT / "onnx_ops").rglob("*.py"))
     if "templates" not in path.parts
 }
-METAPHORS = {"bell", "crew", "crown", "glance", "hands", "rounds", "herald", "reign", "twin", "workshop"}
+METAPHORS = {"bell", "crew", "crown", "glance", "hands", "heats", "herald", "reign", "twin", "workshop"}
 """Words that stood for mechanisms: name the mechanism."""
 
 
