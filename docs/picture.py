@@ -1,4 +1,4 @@
-"""Draws the picture of the README: what follows the first release in `make demo`, as it looked on the terminal.
+"""Draw the picture of the README: the terminal output of `make demo` after the first release.
 
 python docs/picture.py
 """

@@ -1,4 +1,4 @@
-"""Draws the picture of the page on statistics: what a split of 1,000 requests may look like.
+"""Draw the picture of the page "How a rollout is judged": splits of 1,000 requests.
 
 python docs/picture_tosses.py
 """
