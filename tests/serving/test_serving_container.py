@@ -115,7 +115,7 @@ def test_a_plain_model(container: Container, tmp_path: Path) -> None:
     [
         (["train"], {}, 2, "unknown argument: train"),
         ([], {"ONNX_OPS_MODEL_DIR": "/unrouted"}, 2, "there is neither deployment.json nor model.onnx"),
-        ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "there is no place for the server's state"),
+        ([], {"ONNX_OPS_STATE_DIR": "/proc/state"}, 4, "the folder for the server's state cannot be created"),
     ],
 )
 def test_what_cannot_be_served_ends_with_one_line(
