@@ -48,7 +48,7 @@ _SUBJECT = "manifest.json"
 
 
 def sign_record(record: _R, signer: Signer) -> Attested[_R]:
-    """The record in an envelope that the signer has signed.
+    """Return the record in an envelope signed by the signer.
 
     Raises:
         ValueError: the record holds text that has no UTF-8 form.
@@ -66,7 +66,7 @@ def sign_record(record: _R, signer: Signer) -> Attested[_R]:
 
 
 def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") -> Attested[_R]:
-    """What an envelope says. Nothing is verified.
+    """Return the record of an envelope, unverified.
 
     Args:
         data: the envelope, or its JSON text.
@@ -92,7 +92,7 @@ def read_envelope(data: bytes | Envelope, kind: type[_R], *, where: str = "") ->
 
 
 def verify_envelope(envelope: Envelope, kind: type[_R], verifier: Verifier, *, where: str = "") -> _R:
-    """The record, as it stands in the bytes that a trusted key has signed.
+    """Return the record as it stands in the bytes that a trusted key has signed.
 
     Raises:
         InvalidSignatureError: no trusted key has signed it, or it is not of this kind.
@@ -122,7 +122,7 @@ def is_about(about: Record, what: VersionRecord | Deployment, target: str) -> bo
 
 
 def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
-    """What lets a deployment's files be loaded: a passing decision or an override about exactly them.
+    """Return the passing decision or override that lets a deployment's files be loaded.
 
     Raises:
         RefusedError: there is none, it is about something else, or no trusted key has signed it.
@@ -156,7 +156,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
 
 
 def read_authority_target(deployment: Deployment) -> str:
-    """The target that a deployment's authority names; nothing is verified. Empty if it has none."""
+    """Return the target that a deployment's authority names, unverified; empty if it has none."""
     if deployment.authority is None:
         return ""
     if deployment.evidence is None:
@@ -180,11 +180,11 @@ class TrustedKeys:
 
     @classmethod
     def of(cls, text: str) -> TrustedKeys:
-        """The keys that a setting names: by a path, or themselves as `encoded` writes them."""
+        """Return the keys that a setting names: by a path, or encoded as by `encoded`."""
         return cls((), encoded=text) if text.startswith(_ENCODED) else cls(Path(text))
 
     def encoded(self) -> str:
-        """The keys themselves, in base64 of DER, separated by commas."""
+        """Return the keys in base64 of DER, separated by commas."""
         return ",".join(base64.b64encode(_der(key)).decode() for _, key in sorted(self._load().items()))
 
     def keys(self) -> tuple[Digest, ...]:
@@ -196,7 +196,7 @@ class TrustedKeys:
         return tuple(sorted(self._load()))
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Raises InvalidSignatureError if the key is not trusted or the signature does not fit."""
+        """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
         from cryptography.hazmat.primitives.hashes import SHA256
@@ -237,6 +237,7 @@ def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
 
 
 def build_key_error(kind: str, where: str) -> UserError:
+    """Return the error of a file or text that is no ECDSA P-256 key."""
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
@@ -283,6 +284,6 @@ def _decoded(payload: str, where: str) -> bytes:
 
 
 def _pre_authentication(payload_type: str, payload: bytes) -> bytes:
-    """What DSSE signs: type and payload with their lengths."""
+    """Return what DSSE signs: type and payload with their lengths."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)

@@ -29,7 +29,7 @@ _LONGEST = 300
 
 
 def to_json(value: object) -> Any:
-    """The value as plain JSON types."""
+    """Return the value as plain JSON types."""
     return _converter().unstructure(value)
 
 
@@ -43,7 +43,7 @@ def dumps(value: object) -> bytes:
 
 
 def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
-    """The value of type `kind` that plain JSON describes.
+    """Return the value of type `kind` that plain JSON describes.
 
     Raises:
         CorruptStateError: it does not describe one.
@@ -108,7 +108,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_json(kind: Any) -> bool:
-    """The recursive type `Json`; resolving its forward references makes it unequal to itself."""
+    """Return whether this is the recursive type `Json`, which is unequal to itself once resolved."""
     return {get_origin(member) for member in _members(kind)} >= {Sequence, Mapping}
 
 

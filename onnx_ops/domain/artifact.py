@@ -23,11 +23,12 @@ _BLOCK = 1 << 20
 
 
 def digest_bytes(data: bytes) -> Digest:
+    """Return the digest of bytes."""
     return Digest(_PREFIX + hashlib.sha256(data).hexdigest())
 
 
 def digest_file(path: Path) -> Digest:
-    """Digest of a file's content, read in blocks so that the file may be larger than memory.
+    """Return the digest of a file's content, read in blocks.
 
     Raises:
         OSError: the file cannot be read.
@@ -40,7 +41,7 @@ def digest_file(path: Path) -> Digest:
 
 
 def canonical_json(value: object) -> bytes:
-    """One byte string for one value: keys sorted, no white space, NaN refused.
+    """Encode a value as JSON bytes with sorted keys and without white space.
 
     Raises:
         ValueError: the value holds NaN or an infinity.
@@ -51,21 +52,23 @@ def canonical_json(value: object) -> bytes:
 
 
 def digest_json(value: object) -> Digest:
+    """Return the digest of the canonical JSON of a value."""
     return digest_bytes(canonical_json(value))
 
 
 def is_digest(text: str) -> bool:
+    """Return whether a text is a well-formed digest."""
     body = text.removeprefix(_PREFIX)
     return text.startswith(_PREFIX) and len(body) == 64 and all(c in "0123456789abcdef" for c in body)
 
 
 def hex_digits(digest: Digest) -> str:
-    """The 64 hexadecimal digits, for file names."""
+    """Return the 64 hexadecimal digits, for file names."""
     return digest.removeprefix(_PREFIX)
 
 
 def short_digest(digest: Digest) -> str:
-    """Twelve digits, for people."""
+    """Return the first twelve digits, for people."""
     return hex_digits(digest)[:12]
 
 
@@ -87,6 +90,7 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def digest(self) -> Digest:
+        """Return the digest of the names and digests."""
         return digest_json(dict(self.files))
 
     def __getitem__(self, name: str) -> Digest:
@@ -99,7 +103,7 @@ class Manifest:
         return iter(sorted(self.files))
 
     def subset(self, prefix: str) -> Manifest:
-        """The files below `prefix`, with the prefix taken off."""
+        """Return the files below `prefix`, without the prefix."""
         return Manifest(files={n.removeprefix(prefix): d for n, d in self.files.items() if n.startswith(prefix)})
 
 

@@ -16,7 +16,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvelopeSignature:
-    """`keyid` is the digest of the public key, `sig` base64 of the signature."""
+    """A signature: `keyid` is the digest of the public key, `sig` is base64."""
 
     keyid: Digest
     sig: str
@@ -31,20 +31,20 @@ class Envelope:
     signatures: tuple[EnvelopeSignature, ...]
 
     def digest(self) -> Digest:
-        """Names what was signed, whoever signed it."""
+        """Return the digest of what was signed, whoever signed it."""
         return digest_bytes(self.payload.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attested(Generic[R_co]):
-    """A record as its envelope tells it; whether somebody who is trusted signed it is for the reader to verify."""
+    """A record with its envelope. It is not verified."""
 
     record: R_co
     envelope: Envelope
 
     @property
     def keys(self) -> tuple[Digest, ...]:
-        """Who says to have signed it."""
+        """Digests of the keys that signed it, unverified."""
         return tuple(signature.keyid for signature in self.envelope.signatures)
 
 
@@ -59,18 +59,18 @@ MAX_REASON_LENGTH = 1000
 
 
 def override_reason_tag(target: str) -> str:
+    """Return the tag of an override's reason."""
     return f"{OVERRIDE_TAG_PREFIX}{target}"
 
 
 def override_record_tag(target: str) -> str:
-    """Tag of the signed record. Names of targets have no dots."""
+    """Return the tag of the signed record. Names of targets have no dots."""
     return f"{OVERRIDE_TAG_PREFIX}{target}{_RECORD}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord:
-    """What a person, or the registry's server for a person, signs: who overrides, why, and for exactly which content
-    and target.
+    """What a person, or the registry's server for a person, signs to override a version's gates.
 
     `custom_ops` are the libraries of operators that a signed decision about this content says the target declares, and
     `execution` says, as that decision does, how the target runs a model.

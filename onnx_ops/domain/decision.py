@@ -39,12 +39,13 @@ class Objective:
     )
 
     def on(self, target: str) -> Preference:
+        """Return the preference on a target."""
         return self.targets.get(target, self.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetObjective:
-    """What is preferred on one target. `price` is what an hour of it costs, in any currency; None if not known."""
+    """The preference on one target. `price` is the cost of an hour in any currency, None if unknown."""
 
     prefer: Preference = "latency"
     price: float | None = None
@@ -52,7 +53,7 @@ class TargetObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingMetrics:
-    """The figures of one variant on one target by which it is chosen.
+    """The metrics of one variant on one target that ranking uses.
 
     `ratio` is the time of a request over that of the export. `change` is how much better than the export's the task
     metric `metric` is: a difference, or where lower is better the share by which the error fell. `seconds` is the
@@ -77,6 +78,7 @@ class Verdict(Enum):
 
     @property
     def rank(self) -> int:
+        """Position in the order."""
         return _RANKS[self]
 
     def __lt__(self, other: Verdict) -> bool:
@@ -87,6 +89,7 @@ class Verdict(Enum):
 
     @property
     def exit_code(self) -> int:
+        """Exit code of the command line."""
         return _EXIT_CODES[self]
 
 
@@ -97,7 +100,7 @@ _EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdi
 
 
 def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of them; INCONCLUSIVE if there are none, since silence is not success."""
+    """Return the worst verdict; INCONCLUSIVE if there are none."""
     return max(verdicts, key=lambda v: v.rank, default=Verdict.INCONCLUSIVE)
 
 
@@ -143,6 +146,7 @@ class Decision:
 
     @property
     def verdict(self) -> Verdict:
+        """The worst verdict of all binding results."""
         return combine_verdicts(r.verdict for r in self.results if not r.advisory)
 
     @property
@@ -200,7 +204,7 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """One champion, measured again.
+    """A champion that was measured again.
 
     `verdict` is FAIL for one that has drifted, ERROR where it could not be measured, INCONCLUSIVE where the figures do
     not tell. `changed` says what is different of the runtime and the machine; `measured` how often it was measured.
@@ -219,6 +223,7 @@ class Drift:
 
     @property
     def drifted(self) -> bool:
+        """Whether it has drifted."""
         return self.verdict is Verdict.FAIL
 
     @property
@@ -228,7 +233,7 @@ class Drift:
 
 
 def compute_drift_exit_code(drifts: Iterable[Drift]) -> int:
-    """1 if one has drifted; else 4 if one could not be measured; else 0."""
+    """Return 1 if a champion has drifted, else 4 if one could not be measured, else 0."""
     verdicts = {drift.verdict for drift in drifts}
     worst = (verdict for verdict in (Verdict.FAIL, Verdict.ERROR) if verdict in verdicts)
     return next((verdict.exit_code for verdict in worst), 0)

@@ -79,20 +79,20 @@ class EndpointState:
             raise ValueError(f"traffic goes to deployments that do not exist: {sorted(missing)}")
 
     def is_equivalent(self, other: EndpointState) -> bool:
-        """Equal but for the generation and the drift."""
+        """Return whether both are equal but for generation and drift."""
         return _effect(self) == _effect(other)
 
     def leader(self) -> Deployment:
-        """The first deployment with traffic; where one has all of it, that one."""
+        """Return the first deployment with traffic."""
         return next(one for one in self.deployments if self.split.weights.get(one.name))
 
     def held(self, deployment: Deployment) -> Deployment | None:
-        """The deployment of that name and with the same files, if it is here."""
+        """Return the deployment with that name and the same files, or None."""
         wanted = deployment.name, deployment.manifest
         return next((one for one in self.deployments if (one.name, one.manifest) == wanted), None)
 
     def covers(self, other: EndpointState) -> bool:
-        """Equal but for the generation and deployments that get nothing."""
+        """Return whether both are equal but for the generation and deployments without traffic."""
         (mine, tolerance), (theirs, wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}
         same = {name: effect for name, effect in mine.items() if name in theirs} == theirs
@@ -100,14 +100,13 @@ class EndpointState:
 
 
 def serves_only(state: EndpointState, deployment: Deployment) -> bool:
-    """Whether one deployment, with just these files, answers all requests."""
+    """Return whether one deployment, with exactly these files, answers all requests."""
     answering = [one for one in state.deployments if state.split.weights.get(one.name)]
     return [(one.name, one.manifest) for one in answering] == [(deployment.name, deployment.manifest)]
 
 
 def build_rollback_state(held: EndpointState, state: EndpointState) -> EndpointState:
-    """What an endpoint that holds deployments is to be for a rollback to `state`: the one with all traffic, and all
-    others that are there at weight 0. Nothing is loaded but that one, if it is not there."""
+    """Return the state for a rollback to `state` at an endpoint that holds other deployments."""
     goal = state.leader()
     others = [one for one in held.deployments if one.name != goal.name]
     kept = held.held(goal) or goal
@@ -116,7 +115,7 @@ def build_rollback_state(held: EndpointState, state: EndpointState) -> EndpointS
 
 
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
-    """The state without what gets no traffic and no copies."""
+    """Return the state without deployments that get neither traffic nor copies."""
     weights, shadow = state.split.weights, state.split.shadow
     kept = tuple(one for one in state.deployments if weights.get(one.name) or shadow.get(one.name))
     names = {one.name for one in kept}
@@ -128,7 +127,7 @@ _Effect: TypeAlias = tuple[Digest, bool, tuple[str, ...], Execution, tuple[int, 
 
 
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None]:
-    """What each deployment is and gets, by name; and how far shadow answers may be off, if there are any."""
+    """Return what each deployment is and gets, by name, and the tolerance of shadow answers."""
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {
         d.name: (d.manifest, d.batchable, d.custom_ops, d.execution, (weights.get(d.name, 0), shadow.get(d.name, 0)))

@@ -294,12 +294,12 @@ class LatencySamples:
 
 
 def throughput_metric_name(concurrency: int) -> str:
-    """What `PairedRatios` and gate results call the time per request with that many requests in flight."""
+    """Return the name of the time per request with that many requests in flight."""
     return f"concurrency {concurrency}"
 
 
 def find_gate_kind(figure: str) -> str:
-    """The kind of gate that judges a figure of `PairedRatios`."""
+    """Return the kind of gate that judges a metric of `PairedRatios`."""
     return {"load": "cold_start", "first": "cold_start", "peak": "memory"}.get(figure, "throughput")
 
 

@@ -81,7 +81,7 @@ class Environment:
     isolated: Annotated[bool, doc("false: use this installation, even if the plugin has its own requirements.")] = True
 
     def content(self) -> dict[str, Json]:
-        """What shapes a result: how much memory and time there is does not."""
+        """Return what affects results: memory and time limits do not."""
         return {"requirements": list(self.requirements), "python": self.python, "isolated": self.isolated}
 
 

@@ -140,7 +140,7 @@ class ParityGate:
     ] = field(default_factory=dict, hash=False, metadata=OMIT_DEFAULT)
 
     def rule(self, group: str, *, inside: bool) -> GroupRule:
-        """What a difference on the inputs of that group does."""
+        """Return what a difference on the inputs of a group does."""
         return self.groups.get(cast("InputGroup", group.partition(":")[0]), "fail" if inside else "advise")
 
 
@@ -177,7 +177,7 @@ class MetricGate:
     )
 
     def definition(self) -> MetricDefinition:
-        """What it measures, with what it leaves out filled in."""
+        """Return what it measures, with defaults filled in."""
         if self.use:
             return MetricDefinition(use=self.use, output=self.output)
         name = self.name or "accuracy"
@@ -269,7 +269,7 @@ TargetGate = ParityGate | LatencyGate | ThroughputGate | ColdStartGate | MemoryG
 
 
 def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tuple[Gate, ...]:
-    """The gates of a pipeline on a target: each kind that the target has gates of is the target's alone."""
+    """Return the gates of a pipeline on a target; a kind that the target has gates of is replaced."""
     own = tuple(target)
     kinds = {gate.kind for gate in own}
     return (*(gate for gate in pipeline if gate.kind not in kinds), *own)
@@ -277,7 +277,7 @@ def select_gates(pipeline: Iterable[Gate], target: Iterable[TargetGate]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementRequest:
-    """Numbers of requests in flight, and whether fresh processes are measured.
+    """What a benchmark must measure for its gates, beyond what it always measures.
 
     `tolerances` are slow-downs that the measurement should be able to tell apart, by kind of gate: they say how long
     to go on measuring. `speedup` holds those that a variant is only held to against the export; a speed-up of 10% is
@@ -290,6 +290,7 @@ class MeasurementRequest:
 
 
 def derive_measurement_request(gates: Iterable[Gate]) -> MeasurementRequest:
+    """Return what a benchmark must measure for the gates."""
     levels: set[int] = set()
     starts = False
     limits: dict[str, set[float]] = {}

@@ -389,7 +389,7 @@ def _record(
 
 
 def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> ReleaseState:
-    """An intent replaces an open one, which may have reached the endpoint already."""
+    """Open an intent. It replaces an open one, which may have reached the endpoint already."""
     action = intent.action
     again = state.open_intent is not None and state.open_intent.action == action
     latest: dict[str, Any] = {}
@@ -407,7 +407,7 @@ def _open_intent(state: ReleaseState, entry: LedgerEntry, intent: Intent) -> Rel
 
 
 def _request_rollback(state: ReleaseState, entry: LedgerEntry, body: RollbackRequested) -> ReleaseState:
-    """A request replaces whatever is open; what an earlier request rejected stays rejected."""
+    """Request a rollback. It replaces whatever is open; earlier rejections stay."""
     pending = state.pending_rollback
     return replace(
         state,
@@ -437,7 +437,7 @@ def _withdraw(state: ReleaseState) -> ReleaseState:
 
 
 def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseState:
-    """An outcome counts only for the open refusal or intent; one that was replaced changes nothing."""
+    """Close the open refusal or intent; an outcome of one that was replaced changes nothing."""
     if state.open_refusal is not None and outcome.of == state.refusal_sequence:
         return replace(state, open_refusal=None)
     opened = state.open_intent
@@ -476,7 +476,7 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 
 def _record_override(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
-    """An override counts once: the same one means nothing after a rollback."""
+    """Record an override. The same one counts only once: it means nothing after a rollback."""
     digest = body.signed.digest()
     if digest in state.used_overrides:
         return state
@@ -499,7 +499,7 @@ def _unbind(state: ReleaseState, body: EndpointDeleted | EndpointAbandoned) -> R
 
 
 def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
-    """What is rejected once an action is decided: what it rejects, and never what it leads to."""
+    """Return what is rejected once an action is decided: never what it leads to."""
     rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
     stable = action.roles.stable
     kept = () if stable is None else (stable.release, stable.manifest)
@@ -507,7 +507,7 @@ def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
 
 
 def _overrides(state: ReleaseState, action: Action) -> Mapping[Digest, OverrideRecorded]:
-    """The overrides that remain once an action is decided: none of what it rejects."""
+    """Return the overrides that remain once an action is decided: none of what it rejects."""
     items = state.overrides.items()
     return {manifest: given for manifest, given in items if not {manifest, given.release} & set(action.reject)}
 
@@ -520,7 +520,7 @@ def _known(state: ReleaseState) -> Mapping[str, Deployment]:
 
 
 def _start_observations(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
-    """Counts belong to a candidate. Those of a new one begin with the thresholds that were fixed for it."""
+    """Return the counts of the candidate; those of a new one begin with its fixed thresholds."""
     if roles.candidate is None:
         return None
     candidate = roles.candidate.manifest

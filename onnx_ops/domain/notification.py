@@ -33,6 +33,8 @@ _LONGEST = 400
 
 
 class NotificationKind(StrEnum):
+    """Kinds of notifications."""
+
     STARTED = "started"
     ADVANCED = "advanced"
     ROLLED_BACK = "rolled back"
@@ -57,6 +59,8 @@ _REPEATS = frozenset(
 
 
 class Severity(StrEnum):
+    """Severity of a notification."""
+
     INFO = "info"
     WARNING = "warning"
     CRITICAL = "critical"
@@ -101,7 +105,7 @@ class Notification:
 
 
 def derive_notifications(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
-    """What this entry is news of, given the state before it."""
+    """Return the notifications of an entry, given the state before it."""
     match entry.body:
         case ActionOutcome() if before.open_intent is not None and entry.body.of == before.generation:
             found = _done(before, before.open_intent) if entry.body.ok else _failed(before, entry.body)
@@ -117,7 +121,7 @@ def derive_notifications(before: ReleaseState, entry: LedgerEntry) -> tuple[Noti
 def list_pending_notifications(
     endpoint: str, entries: Iterable[LedgerEntry], *, after: int = 0, progress: bool = False
 ) -> tuple[Notification, ...]:
-    """What the entries after sequence `after` call for, oldest first; with `progress`, good steps too.
+    """Return the notifications of entries after sequence `after`, oldest first; `progress` includes good steps.
 
     What was told within `REPEAT_INTERVAL_S` is not repeated: an effect that fails in every pass, an alias that is set
     again and again, an endpoint that keeps dying.
@@ -139,7 +143,7 @@ def list_pending_notifications(
 
 
 def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notification:
-    """What is sent to see whether anything arrives."""
+    """Return a notification that tests delivery."""
     return Notification(
         endpoint=endpoint,
         sequence=0,
@@ -216,7 +220,7 @@ def _done(before: ReleaseState, intent: Intent) -> _News | None:
 
 
 def _taken_back(before: ReleaseState, intent: Intent) -> _News:
-    """A candidate that lost its traffic: by the figures, by an operator, or because nobody wants it any more."""
+    """Describe a candidate that lost its traffic, by metrics, by an operator or by the registry."""
     action, version = intent.action, _version(before.roles.candidate)
     serving = f"v{_serving(action)} has all traffic"
     if not action.reject:
@@ -348,15 +352,17 @@ class ReleaseEvent:
 
 
 def format_endpoint_id(name: str) -> str:
+    """Return the resource id of an endpoint."""
     return f"{PREFIX}endpoint.{name}"
 
 
 def format_model_id(name: str) -> str:
+    """Return the resource id of a model."""
     return f"{PREFIX}model.{name}"
 
 
 def build_event(notice: Notification) -> ReleaseEvent:
-    """The event of a notification. What is in no ledger is about a model, everything else about an endpoint."""
+    """Return the event of a notification: about a model if it is in no ledger, else about an endpoint."""
     drift = notice.what is NotificationKind.DRIFTED
     payload: dict[str, Json] = {
         "what": notice.headline,
@@ -382,7 +388,7 @@ def build_event(notice: Notification) -> ReleaseEvent:
 
 
 def build_drift_notification(drift: Drift, *, at: float, actor: str) -> Notification:
-    """What people are told of a champion that has drifted; `at` is seconds since the epoch."""
+    """Return the notification of a champion that has drifted; `at` is in seconds since the epoch."""
     return Notification(
         endpoint=f"{drift.model}@{drift.target}",
         sequence=0,

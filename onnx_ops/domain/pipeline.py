@@ -101,6 +101,8 @@ DataSection: TypeAlias = FileData | SklearnData | PluginData
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Attempts):
+    """Section `train`: how the model is trained."""
+
     run: Annotated[str, doc("Training function, `package.module:function`.")]
     with_: Annotated[Mapping[str, Json], doc("Parameters of the function, recorded with the version.")] = field(
         default_factory=dict
@@ -117,6 +119,8 @@ TRANSLATIONS = "translations"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(Attempts):
+    """Section `export`: how the model becomes an ONNX file."""
+
     framework: Annotated[str, doc("Exporter plugin: sklearn, torch, xgboost, tensorflow …, or onnx for a ready file.")]
     opset: Annotated[int, Ge(7), Le(28), doc("Opset of the default domain.")] = 18
     ir_version: Annotated[int, Ge(3), Le(14), doc("IR version of the file.")] = 10
@@ -135,6 +139,8 @@ class Export(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
+    """Rows of a data set to compare on."""
+
     data: Annotated[str, doc("Data set of `data`.")] = "test"
     limit: Annotated[int, Ge(1), doc("Maximum number of rows.")] = 512
 
@@ -144,6 +150,8 @@ SOURCE_TIME_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(Attempts):
+    """Section `validate`: how the export is compared with its source."""
+
     samples: Samples = field(default_factory=Samples)
     source_time: Annotated[Seconds, doc("Time limit for running the source model; a slow one gets fewer rows.")] = (
         SOURCE_TIME_S
@@ -152,6 +160,8 @@ class Validate(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
+    """Calibration data of static quantization."""
+
     data: Annotated[str, doc("Data set of `data`; must not be the scored one.")] = "train"
     samples: Annotated[int, Ge(1), doc("Rows used to find the ranges of activations.")] = 256
     method: Annotated[
@@ -161,6 +171,8 @@ class Calibrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Attempts):
+    """An entry of `quantize`: one variant, or a search for several."""
+
     name: Annotated[Name, doc("Name of the variant.")]
     method: Annotated[
         str,
@@ -189,12 +201,16 @@ class Quantize(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark(Attempts):
+    """Section `benchmark`: the targets to measure on."""
+
     targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register(Attempts):
+    """Section `register`: where versions go."""
+
     model: Annotated[str, doc("Registered model in MLflow; gets one version for each variant.")]
     promote: Annotated[
         Literal["manual", "auto"], doc("auto: a passing release becomes challenger; manual: an operator promotes it.")
@@ -203,6 +219,8 @@ class Register(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deploy(Attempts):
+    """An entry of `deploy`: one endpoint."""
+
     endpoint: Annotated[Name, doc("Name that clients call; unique in a project.")]
     provider: Annotated[str, doc("Endpoint plugin: local, sagemaker or azureml.")] = "local"
     target: Annotated[ShortName, doc("Target whose champion is served; must be in `benchmark.targets`.")]
@@ -245,10 +263,13 @@ class Pipeline:
     """What was taken from `params.yaml`, by its path there."""
 
     def variants(self) -> tuple[str, ...]:
+        """Return the names of all variants, the export first."""
         return (EXPORT, *(name for entry in self.quantize for name in entry.variants()))
 
 
 class StageKind(StrEnum):
+    """Kinds of stages."""
+
     DATA = "data"
     TRAIN = "train"
     EXPORT = "export"
@@ -315,6 +336,8 @@ class Plan:
 
 
 class StageStatus(StrEnum):
+    """How a stage ended."""
+
     CACHED = "cached"
     DONE = "done"
     FAILED = "failed"

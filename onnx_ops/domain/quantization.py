@@ -180,6 +180,7 @@ class Arithmetic:
 
     @property
     def words(self) -> str:
+        """Description for people."""
         match self.family:
             case "x86":
                 return f"x86 {'without' if self.saturates else 'with'} VNNI"
@@ -222,7 +223,7 @@ def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmet
 
 
 def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmetic]) -> StaticRecipe:
-    """What the options leave open, chosen so that every machine runs it fast and right.
+    """Return the types of static quantization that every machine runs fast and correctly.
 
     Args:
         options: `activations`, `weights`, `reduce_range`, `symmetric`, where a person has set them.
@@ -280,7 +281,7 @@ def find_type_conflict(options: Mapping[str, Any]) -> str:
 
 
 def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, small: bool) -> tuple[Recipe, ...]:
-    """The recipes that a search tries, as far as the machines of all targets allow, the cheapest to build first.
+    """Return the recipes that a search tries on all machines, the cheapest to build first.
 
     Tables of embeddings are among what dynamic quantization takes here: a node of theirs that costs the metric stays in
     float like any other.

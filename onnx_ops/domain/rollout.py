@@ -361,7 +361,7 @@ def build_split_state(
 
 
 def _rejected(bad: Iterable[Deployment], good: Deployment) -> tuple[Digest, ...]:
-    """A release is rejected as a whole, unless the good version belongs to it too: then only this version is."""
+    """Return what is rejected: whole releases, or single versions of the good version's release."""
     return tuple(dict.fromkeys(d.manifest if d.release == good.release else d.release for d in bad))
 
 
@@ -399,7 +399,7 @@ def _start(
 
 
 def _expected_state(roles: Roles, policy: RolloutPolicy) -> EndpointState:
-    """The state that the roles imply if nobody interferes."""
+    """Return the state that the roles imply if nobody interferes."""
     idle = [d for d in (roles.previous,) if d is not None and roles.finished_at]
     if roles.candidate is None:
         return build_split_state(roles.stable, None, 0, *idle)
@@ -414,7 +414,7 @@ def _trial_state(
 
 
 def _find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
-    """The step of a candidate, which is never 100 %. If the policy was shortened meanwhile, its last one before."""
+    """Return the candidate's step, never 100 %; if the policy was shortened, its last one before."""
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]
 
@@ -506,7 +506,7 @@ def _tidy(
 
 
 def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult, elapsed: float) -> str:
-    """What the step has not shown yet, or empty. NaN and unknown counts show nothing."""
+    """Return what the step has not shown yet, or empty. NaN shows nothing."""
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"
     for guard in analysis.guardrails:

@@ -78,7 +78,7 @@ class Requirements:
     driver: Annotated[str, doc("Minimum driver version of the accelerator: '550.54'.")] = ""
 
     def least(self, here: HardwareFingerprint) -> HardwareFingerprint:
-        """A machine that just fits, with the runtime that is here; the architecture is this one's if none is asked."""
+        """Return a machine that just fits, with the runtime of `here`."""
         return HardwareFingerprint(
             machine=self.machine or here.machine,
             cpu_model=self.cpu,
@@ -92,7 +92,7 @@ class Requirements:
         )
 
     def lacking(self, found: HardwareFingerprint) -> tuple[str, ...]:
-        """What the machine does not have, in words; empty if it fits."""
+        """Return what the machine lacks, as texts; empty if it fits."""
         flags = [flag for flag in self.cpu_flags if flag not in found.cpu_flags]
         named = [name for name in found.accelerators if self.accelerator.lower() in name.lower()]
         checks = {
@@ -132,6 +132,7 @@ class HardwareFingerprint:
     driver: str = field(default="", metadata=OMIT_DEFAULT)
 
     def digest(self) -> Digest:
+        """Return the digest that names the machine and runtime."""
         return digest_json(
             [
                 self.machine,
@@ -205,6 +206,7 @@ class Target:
 
     @property
     def execution(self) -> Execution:
+        """Execution providers and session settings."""
         return Execution(providers=self.providers, session=self.session)
 
     def digest(self) -> Digest:

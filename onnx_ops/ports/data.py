@@ -41,7 +41,7 @@ class Dataset:
         return int(next(iter(self.inputs.values())).shape[0])
 
     def frame(self) -> Any:
-        """The inputs as a pandas DataFrame, one column for each, in their order.
+        """Return the inputs as a pandas DataFrame with one column each.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -50,7 +50,7 @@ class Dataset:
         return frame_of(self.inputs)
 
     def head(self, rows: int) -> Dataset:
-        """The first `rows` rows."""
+        """Return the first `rows` rows."""
         return Dataset(
             inputs={name: array[:rows] for name, array in self.inputs.items()},
             label=None if self.label is None else self.label[:rows],
@@ -81,7 +81,7 @@ class DataSource(Protocol):
     """Brings a data set."""
 
     def fingerprint(self, section: DataSection, root: Path) -> str:
-        """What changes when the data changes, found without loading it or importing a heavy package.
+        """Return what changes when the data changes, without loading it or importing a heavy package.
 
         Raises:
             NotFoundError: the data does not exist.
@@ -137,7 +137,7 @@ class EnvironmentSource(DataSource, Protocol):
     """A data source that keeps something between runs."""
 
     def housed(self, environments: Path, kept: Path) -> DataSource:
-        """The same, with environments of its own below one folder, and whatever else it keeps below the other."""
+        """Return the source with its environments below one folder, and its other data below the other."""
         ...
 
 
@@ -145,7 +145,7 @@ class ModelSource(Protocol):
     """Brings a trained model: a path of the project, `models:/NAME/VERSION`, or a URL."""
 
     def digest(self, place: str) -> Digest:
-        """What changes when the model changes, found without fetching it.
+        """Return what changes when the model changes, without fetching it.
 
         Raises:
             NotFoundError: there is no such model.
@@ -154,5 +154,5 @@ class ModelSource(Protocol):
         ...
 
     def path(self, place: str, scratch: Path) -> Path:
-        """The model as a local file or folder; `scratch`, which does not exist yet, takes what is fetched."""
+        """Return the model as a local file or folder; `scratch` does not exist yet and takes downloads."""
         ...

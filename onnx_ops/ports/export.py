@@ -54,7 +54,7 @@ class Exporter(Protocol):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """The source model's outputs under the ONNX output names, computed in that precision.
+        """Return the source model's outputs under the ONNX output names, computed in that precision.
 
         None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
         """
@@ -78,7 +78,7 @@ class Exporters(Protocol):
     """Exporters by the name of their framework."""
 
     def __call__(self, name: str, env: Environment | None = None, /) -> Exporter:
-        """The exporter, in the environment asked for, else in its own default or here.
+        """Return the exporter, in the given environment, else in its own default or here.
 
         Raises:
             NotFoundError: there is no such exporter.
@@ -99,7 +99,7 @@ class TracingExporter(Exporter, Protocol):
     """An exporter that can also look inside its source."""
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
-        """The source's intermediate values under the names they have in the export; writes no file.
+        """Return the source's intermediate values under their names in the export; write no file.
 
         Raises:
             UserError, StageError: as for `export`.
@@ -125,7 +125,7 @@ class TreeExporter(Exporter, Protocol):
     """An exporter that can tell the trees of its source."""
 
     def trees(self, model: object) -> tuple[Tree, ...] | None:
-        """The trees in the order of the file, with weights as they should stand there; None if it cannot tell."""
+        """Return the trees in the order of the file, or None if unknown."""
         ...
 
 
@@ -134,5 +134,5 @@ class SessionExporter(Exporter, Protocol):
     """An exporter whose source is run by ONNX Runtime, which may lack its operators."""
 
     def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """The same, with libraries of operators for its sessions."""
+        """Return the exporter with libraries of operators for its sessions."""
         ...

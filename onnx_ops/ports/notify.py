@@ -14,7 +14,7 @@ class Notifier(Protocol):
     """
 
     def send(self, notification: Notification) -> None:
-        """Returns once the service has taken it; within seconds, or not at all. Sending it twice does no harm.
+        """Send, and return once the service has accepted it, within seconds. Sending twice does no harm.
 
         Raises:
             ServiceUnavailableError: the service does not answer, or wants to be left alone for now; try again.
@@ -24,7 +24,7 @@ class Notifier(Protocol):
         ...
 
     def check(self) -> str:
-        """Where it would send to, without secrets. Nothing is sent.
+        """Return where it would send to, without secrets. Nothing is sent.
 
         Raises:
             RefusedError: others may read the secret.
@@ -38,4 +38,6 @@ class StepNotifier(Protocol):
     """A notifier that is also told every step of a rollout that goes well."""
 
     @property
-    def follows(self) -> bool: ...
+    def follows(self) -> bool:
+        """Whether it gets every step of a rollout."""
+        ...

@@ -56,7 +56,7 @@ class ConfiguredOptimizer(Optimizer, Protocol):
         ...
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
-        """The section with the content of such files in place of their names: it becomes part of the stage's key.
+        """Return the section with the content of its files in place of their names, for the stage's key.
 
         Raises:
             NotFoundError, UserError: a file is not there, or an option does not fit.
@@ -64,7 +64,7 @@ class ConfiguredOptimizer(Optimizer, Protocol):
         ...
 
     def quantizes(self, section: Quantize) -> bool:
-        """What `quantized` says, for a settled section."""
+        """Return what `quantized` says for a settled section."""
         ...
 
 
@@ -72,7 +72,7 @@ class Optimizers(Protocol):
     """Optimizers by the name of their method."""
 
     def __call__(self, name: str, env: Environment | None = None, /) -> Optimizer:
-        """The optimizer, in the environment asked for, else in its own default or here.
+        """Return the optimizer, in the given environment, else in its own default or here.
 
         Raises:
             NotFoundError: there is no such optimizer.

@@ -28,7 +28,7 @@ class Registry(Protocol):
         ...
 
     def version(self, model: str, version: str) -> VersionRecord:
-        """Raises NotFoundError or ServiceUnavailableError."""
+        """Return a version. Raises NotFoundError or ServiceUnavailableError."""
         ...
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -55,13 +55,17 @@ class Registry(Protocol):
         """
         ...
 
-    def set_alias(self, model: str, alias: str, version: str) -> None: ...
-
-    def delete_alias(self, model: str, alias: str) -> None:
-        """Deleting an alias that is not there is no error."""
+    def set_alias(self, model: str, alias: str, version: str) -> None:
+        """Point an alias at a version."""
         ...
 
-    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None: ...
+    def delete_alias(self, model: str, alias: str) -> None:
+        """Delete an alias. No error if it does not exist."""
+        ...
+
+    def annotate(self, model: str, version: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a version."""
+        ...
 
     def fetch(self, record: VersionRecord, folder: Path) -> Manifest:
         """Download the version's model files into an empty folder and return the digests of what came.
@@ -72,7 +76,7 @@ class Registry(Protocol):
         ...
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """An evidence document of the version, by the path it was published under.
+        """Return an evidence document of the version, by the path it was published under.
 
         Raises:
             NotFoundError: the version has no such document.
@@ -105,10 +109,12 @@ class Ledger(Protocol):
         """Path or URL, without credentials."""
         ...
 
-    def endpoints(self) -> tuple[str, ...]: ...
+    def endpoints(self) -> tuple[str, ...]:
+        """Return the names of all ledgers."""
+        ...
 
     def state(self, endpoint: str) -> ReleaseState:
-        """The fold of all entries. It takes a handful of reads, however many entries there are.
+        """Return the fold of all entries, in a handful of reads however many entries there are.
 
         Raises:
             CorruptStateError: an entry that it needs cannot be read.
@@ -116,7 +122,7 @@ class Ledger(Protocol):
         ...
 
     def read(self, endpoint: str, *, after: int = 0) -> tuple[LedgerEntry, ...]:
-        """The entries after a sequence, in order; all of them by default.
+        """Return the entries after a sequence, in order; all of them by default.
 
         Raises:
             CorruptStateError: an entry cannot be read.
@@ -124,7 +130,7 @@ class Ledger(Protocol):
         ...
 
     def read_intact(self, endpoint: str) -> tuple[LedgerEntry, ...]:
-        """The entries before the first that cannot be read: all of them, if nothing is damaged."""
+        """Return the entries before the first one that cannot be read."""
         ...
 
     def append(self, entry: LedgerEntry) -> None:
@@ -140,8 +146,10 @@ class EndpointProvider(Protocol):
     """Makes an endpoint be what a state says."""
 
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """What this provider can do for an endpoint with these settings: `split`, `sticky`, `shadow`, `guarded`, and
-        what its own source of metrics can tell."""
+        """Return what this provider can do for an endpoint with these settings.
+
+        These are `split`, `sticky`, `shadow`, `guarded`, and
+        the capabilities of its own metrics source."""
         ...
 
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
@@ -169,8 +177,7 @@ class EndpointProvider(Protocol):
         ...
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """What the endpoint does now, and how it differs from its settings; None if it does not exist or does not
-        answer."""
+        """Return what the endpoint does, and its drift from its settings; None if it does not answer."""
         ...
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
@@ -206,8 +213,7 @@ class EndpointProvider(Protocol):
         ...
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
-        """What stands at the provider for this endpoint and is used neither by what it serves, nor by a deployment
-        whose manifest is `needed`.
+        """Return resources of this endpoint that neither its deployments nor a manifest in `needed` uses.
 
         Raises:
             ServiceUnavailableError: the provider does not answer.
@@ -247,8 +253,7 @@ class Diagnosable(Protocol):
     """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
-        """What was found for endpoints with these settings, by their names; without any, what every endpoint needs.
-        Changes nothing."""
+        """Return diagnoses for endpoints with these settings, by name, and of what every one needs."""
         ...
 
 
@@ -257,8 +262,7 @@ class PrerequisiteChecker(Protocol):
     """An endpoint provider, or a source of metrics, that knows what it needs of this machine."""
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """What is missing here to reach or to run the endpoint, as far as that shows without network: credentials, a
-        free port. What cannot be told is taken to be there."""
+        """Return what is missing here for the endpoint, as far as known without network, or None."""
         ...
 
 
@@ -270,7 +274,7 @@ class MetricsSource(Protocol):
     """
 
     def capabilities(self) -> frozenset[str]:
-        """What it can tell: `exceedances` (requests over a latency), else perhaps `quantiles`; `shadow`, `outcomes`,
+        """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `outcomes`,
         `cold_starts`."""
         ...
 
@@ -285,7 +289,7 @@ class MetricsSource(Protocol):
         ...
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
-        """What was counted of these deployments until now, all at the same moment, each held against its thresholds.
+        """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
         Counts only grow while `MetricsReading.origin` stays the same; counters that began anew have another
         origin. Unknown counts are None.

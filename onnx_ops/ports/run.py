@@ -15,6 +15,8 @@ Work = Callable[[], Manifest]
 
 
 class Clock(Protocol):
+    """The time."""
+
     def now(self) -> float:
         """Seconds since the epoch."""
         ...
@@ -46,15 +48,21 @@ class Executor(Protocol):
 class Observer(Protocol):
     """Watches a run."""
 
-    def planned(self, plan: Plan) -> None: ...
+    def planned(self, plan: Plan) -> None:
+        """Report the plan."""
+        ...
 
-    def started(self, stage: Stage) -> None: ...
+    def started(self, stage: Stage) -> None:
+        """Report that a stage started."""
+        ...
 
     def told(self, stage: Stage, line: str) -> None:
         """How far a long stage is."""
         ...
 
-    def finished(self, stage: Stage, outcome: StageOutcome) -> None: ...
+    def finished(self, stage: Stage, outcome: StageOutcome) -> None:
+        """Report that a stage ended."""
+        ...
 
 
 class Pools(Protocol):

@@ -108,7 +108,7 @@ class Runtime(Protocol):
     """
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:
-        """The machine and runtime build, found without importing the runtime."""
+        """Return the machine and runtime build, without importing the runtime."""
         ...
 
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
@@ -120,7 +120,7 @@ class Runtime(Protocol):
         ...
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        """Outputs for each batch, from one session.
+        """Return the outputs for each batch, from one session.
 
         Raises:
             MeasurementError: the session could not be built or a run failed.
@@ -155,11 +155,11 @@ class EnvironmentRuntime(Runtime, Protocol):
     """A runtime whose packages may live in environments of their own."""
 
     def housed(self, folder: Path) -> Runtime:
-        """The same, with its environments below a folder."""
+        """Return the runtime with its environments below a folder."""
         ...
 
     def diagnose(self) -> Iterable[Diagnosis]:
-        """What it needs of this machine beside those, and whether that is here. Changes nothing."""
+        """Return diagnoses of what it needs of this machine. Changes nothing."""
         ...
 
 

@@ -12,12 +12,16 @@ from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 class Store(Protocol):
     """Content by digest, and stage results by key. Safe for several processes at once, whatever is killed."""
 
-    def put_bytes(self, data: bytes) -> Digest: ...
+    def put_bytes(self, data: bytes) -> Digest:
+        """Store bytes, and return their digest."""
+        ...
 
-    def put_file(self, path: Path) -> Digest: ...
+    def put_file(self, path: Path) -> Digest:
+        """Store a file, and return its digest."""
+        ...
 
     def path(self, digest: Digest) -> Path:
-        """A read-only local file with exactly that content, verified now.
+        """Return a read-only local file with exactly that content, verified now.
 
         Raises:
             CorruptStateError: the content is missing or is not what its name says.
@@ -25,7 +29,7 @@ class Store(Protocol):
         ...
 
     def read(self, digest: Digest) -> bytes:
-        """Raises CorruptStateError as `path` does."""
+        """Return the content. Raises CorruptStateError as `path` does."""
         ...
 
     def record(self, key: Digest, manifest: Manifest) -> None:
@@ -33,7 +37,7 @@ class Store(Protocol):
         ...
 
     def lookup(self, key: Digest) -> Manifest | None:
-        """The result recorded for a key, if the record and every file it names are intact; else None."""
+        """Return the result of a key if the record and all its files are intact, else None."""
         ...
 
     def results(self) -> Iterator[Manifest]:
@@ -66,7 +70,7 @@ class Verifier(Protocol):
     """Knows the public keys that are trusted."""
 
     def verify(self, data: bytes, signature: str, key: Digest) -> None:
-        """Raises InvalidSignatureError if the key is not trusted or the signature does not fit."""
+        """Verify a signature. Raises InvalidSignatureError if the key is not trusted or it does not match."""
         ...
 
 
@@ -74,7 +78,7 @@ class StageJournal(Protocol):
     """What one long stage has done so far, in order. It survives the death of its writer at any moment."""
 
     def read(self) -> tuple[Any, ...]:
-        """The documents appended so far; those behind a torn or altered one are dropped for good."""
+        """Return the documents so far; those behind a torn or altered one are dropped for good."""
         ...
 
     def append(self, document: Any) -> None:

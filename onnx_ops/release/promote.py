@@ -285,7 +285,7 @@ def _list_dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]
 
 
 def _find_moved(ports: Ports, state: ReleaseState, config: EndpointConfig) -> EndpointConfig | None:
-    """What an existing endpoint is bound to, if `config` has another provider or place; checks other changes."""
+    """Return an existing endpoint's binding if `config` moves it elsewhere; validate any other change."""
     bound = state.config
     if bound is None or not _exists(state) or (bound.provider, bound.settings) == (config.provider, config.settings):
         return None

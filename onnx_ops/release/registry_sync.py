@@ -319,7 +319,7 @@ def _is_moved_by_user(state: ReleaseState, name: str, version: str | None) -> bo
 
 
 def _find_request(journal: Journal, aliases: Mapping[str, str]) -> tuple[str, str] | None:
-    """The alias that asks for a change, and its version.
+    """Return the alias that asks for a change, and its version.
 
     A champion alias that a user moved counts as a challenger. An endpoint without any version starts with the
     champion, if the model has one on this target.
@@ -351,7 +351,7 @@ def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
 
 
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
-    """The decision or override that lets the version serve; raises RefusedError if there is none."""
+    """Return the decision or override that lets the version serve; raise RefusedError if there is none."""
     ports, config = journal.ports, journal.config
 
     def find() -> SignedDecision | SignedOverride:

@@ -350,7 +350,7 @@ def _build_result(state: ReleaseState, action: Action, *, already: bool = False)
 
 
 def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult | None:
-    """What an earlier request has done; None if there is something to do.
+    """Return what an earlier request has done, or None if there is something to do.
 
     Without `to`, a rollback after a rollback is the same one again: to go further back, an operator names a version.
     """

@@ -324,7 +324,7 @@ def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
 
 
 def _describe_entry(body: EntryBody) -> tuple[str, str]:
-    """What an entry says, and why."""
+    """Return what an entry says, and why."""
     why = ""
     match body:
         case EndpointBound():
@@ -395,7 +395,7 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
 
 
 def _describe_action(action: Action) -> str:
-    """What the action does to traffic, and for a change of the stable version from which to which."""
+    """Return what the action does to traffic, and from which to which stable version it changes."""
     weights, stable = action.state.split.weights, action.roles.stable
     split = ", ".join(f"{name} {weight} %" for name, weight in weights.items())
     before = next((name for name, weight in weights.items() if not weight), None)
@@ -405,7 +405,7 @@ def _describe_action(action: Action) -> str:
 
 
 def _find_completed_action(before: ReleaseState, entry: LedgerEntry) -> Action | None:
-    """The action that this entry says was done, if the entry counts."""
+    """Return the action that this entry completes, if the entry counts."""
     body, opened = entry.body, before.open_intent
     if isinstance(body, ActionOutcome) and body.ok and opened is not None and body.of == before.generation:
         return opened.action
