@@ -20,6 +20,7 @@ WIDTH = 100
 
 
 def main() -> None:
+    """Run the demo and draw its output."""
     command = [sys.executable, ROOT / "examples" / "demo.py"]
     environ = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)

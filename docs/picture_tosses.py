@@ -17,6 +17,7 @@ SPLITS = 100
 
 
 def main() -> None:
+    """Draw the picture."""
     random = np.random.default_rng(3)
     rows = (("each request", random.binomial(1000, 0.5, SPLITS)), ("20 users", 50 * random.binomial(20, 0.5, SPLITS)))
     chart = Chart(

@@ -39,12 +39,13 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
+        """Remove the folder."""
         self._folder.cleanup()
         self._unlock()
 
 
 def _locked() -> tuple[tempfile.TemporaryDirectory[str], int]:
-    """A new folder, and the descriptor that holds its lock."""
+    """Make a folder; return it with the descriptor that holds its lock."""
     while True:
         folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
@@ -66,7 +67,7 @@ def _sweep(place: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Raises BlockingIOError if somebody has locked it."""
+    """Remove a folder; raise BlockingIOError if another process holds its lock."""
     handle = os.open(path, _FLAGS)
     try:
         if os.fstat(handle).st_uid == os.getuid():

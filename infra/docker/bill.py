@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 
 def main(bill: str, status: str, base: str, *reports: str) -> None:
+    """Add hashes, the packages of the system and the base image to a bill of materials, and print it."""
     document = json.loads(Path(bill).read_text(encoding="utf-8"))
     hashes = {name: digest for report in reports for name, digest in installed(Path(report))}
     for component in document["components"]:
@@ -37,11 +38,12 @@ def installed(report: Path) -> Iterator[tuple[str, str]]:
 
 
 def normalized(name: str) -> str:
+    """Return the canonical form of a distribution's name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def packages(status: Path) -> list[dict[str, Any]]:
-    """The system's packages as components."""
+    """Return the packages of the system as components."""
     found = []
     for text in status.read_text(encoding="utf-8").split("\n\n"):
         about = Parser().parsestr(text)
