@@ -273,3 +273,13 @@ def _over_field(name: str) -> str:
 
 def _subtract(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidencePath:
+    """One guardrail for a plot: log10 evidence by requests, and the limit."""
+
+    name: str
+    requests: tuple[int, ...]
+    log10_evidence: tuple[float, ...]
+    limit: float

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
 from onnx_ops.domain.ledger import (
@@ -32,16 +32,13 @@ from onnx_ops.domain.ledger import (
     apply_entry,
 )
 from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
-from onnx_ops.domain.rollout_observations import LatencyThresholds, Observations
+from onnx_ops.domain.rollout_observations import EvidencePath, LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import DetachedServing, Ports
 from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
 from onnx_ops.release.registry_sync import DesiredState
 from onnx_ops.release.rollout_metrics import choose_action, read_metrics
-
-if TYPE_CHECKING:
-    from onnx_ops.statistics.rollout.judge import EvidencePath
 
 _TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, find_gate_kind
+from onnx_ops.domain.rollout_observations import EvidencePath
 from onnx_ops.reporting.formatting import format_figure, number, scale_for
 from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
 from onnx_ops.reporting.style import STYLE
 from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import pool_noise
-from onnx_ops.statistics.rollout.judge import EvidencePath
 
 SERIES = 6
 """Colours that the page has for variants; more variants use them again, told apart by their dashes."""

@@ -8,12 +8,12 @@ import xml.etree.ElementTree as ET
 
 from onnx_ops.domain.ledger import MetricsRecorded
 from onnx_ops.domain.rollout import ActionKind, OperatorCommand
-from onnx_ops.domain.rollout_observations import MetricsReading, RequestCounts
+from onnx_ops.domain.rollout_observations import EvidencePath, MetricsReading, RequestCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.status import RolloutTimeline, build_timeline
 from onnx_ops.reporting.plots import as_data_url, evidence_svg
-from onnx_ops.statistics.rollout.judge import EvidencePath, trace_guardrails
+from onnx_ops.statistics.rollout.judge import trace_guardrails
 from tests.release.release_parts import Scene
 from tests.release.release_scenes import on_trial, serving
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +17,13 @@ from onnx_ops.domain.rollout import (
     Wait,
     choose_next_action,
 )
-from onnx_ops.domain.rollout_observations import ObservationInterval, Observations, RequestCounts, ShadowCounts
+from onnx_ops.domain.rollout_observations import (
+    EvidencePath,
+    ObservationInterval,
+    Observations,
+    RequestCounts,
+    ShadowCounts,
+)
 from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
@@ -26,16 +31,6 @@ from onnx_ops.statistics.rollout.evidence import compute_clean_requests
 from onnx_ops.statistics.rollout.guardrails import evaluate_cold_start
 
 Row = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidencePath:
-    """One guardrail for a plot: log10 evidence by requests, and the limit."""
-
-    name: str
-    requests: tuple[int, ...]
-    log10_evidence: tuple[float, ...]
-    limit: float
 
 
 def decide(
