@@ -3,8 +3,8 @@
     python -m benchmarks.latency_replay [--rounds 240] [--decisions 2000] [--load "as it is"|bursts]
 
 One model races two copies of itself for a while; the decisions draw from that recording, so that what the machine does
-later does not matter. Each starts at a heat of its own, takes the rounds that follow, deals the three sessions of every
-heat out anew and slows one of them down by a known ratio. Ends 1 if a promised bound does not hold.
+later does not matter. Each starts at a different round, takes the rounds that follow, shuffles the three sessions of each
+round and slows one of them down by a known ratio. Ends 1 if a promised bound does not hold.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A race of one model with itself; `heat_s` is what a heat took, sessions built and warmed up included."""
+    """A race of one model with itself; `round_s` is what a round took, sessions built and warmed up included."""
 
     samples: PairedBenchmarkSamples
-    heat_s: float
+    round_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def main() -> int:
             found = decisions(recording, ratio, options.decisions, probed=probed)
             rows.append(_row(found, recording, ratio, probed=probed))
             claims += _claims(found, ratio) if probed else []
-    conditions = f"{1e3 * recording.heat_s:.0f} ms a heat, load average {os.getloadavg()[0]:.1f}"
+    conditions = f"{1e3 * recording.round_s:.0f} ms a round, load average {os.getloadavg()[0]:.1f}"
     table(
         f"latency, limit {100 * LIMIT:g} %, {conditions}",
         ("true ratio", "probe", "FAIL/PASS/INCONCLUSIVE %", "rounds", "median", "95 %"),
@@ -78,7 +78,7 @@ def record(rounds: int) -> Recording:
         model = write_layers(Path(folder) / "model.onnx", 0)
         begun = time.perf_counter()
         samples = OnnxRuntime().race((model,) * COPIES, TARGET, feed, PairedBenchmarkSchedule(rounds=rounds))
-        return Recording(samples=samples, heat_s=(time.perf_counter() - begun) / rounds)
+        return Recording(samples=samples, round_s=(time.perf_counter() - begun) / rounds)
 
 
 def decisions(recording: Recording, ratio: float, count: int, *, probed: bool) -> list[Decided]:
@@ -113,7 +113,7 @@ def _look(
 def _row(found: list[Decided], recording: Recording, ratio: float, *, probed: bool) -> tuple[str, ...]:
     verdicts = Counter(decided.verdict for decided in found)
     rounds = Counter(decided.rounds for decided in found)
-    seconds = recording.heat_s * np.array([decided.rounds for decided in found])
+    seconds = recording.round_s * np.array([decided.rounds for decided in found])
     shares = (100 * verdicts[v] / len(found) for v in (Verdict.FAIL, Verdict.PASS, Verdict.INCONCLUSIVE))
     return (
         f"{ratio:g}",

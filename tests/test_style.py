@@ -46,3 +46,14 @@ def test_an_exception_ends_in_error() -> None:
     tree = MODULES[ROOT / "onnx_ops" / "errors.py"]
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"]
     assert [name for name in names if not name.endswith("Error")] == []
+
+
+def test_no_docstring_is_a_placeholder() -> None:
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
+        for path, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, nodes) and re.search(r"\b(TODO|FIXME|XXX)\b", ast.get_docstring(node) or "")
+    ]
+    assert found == []

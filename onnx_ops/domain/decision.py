@@ -1,9 +1,4 @@
-"""How variants that pass their gates are told apart: what is preferred, and the figures that the choice rests on.
-
-TODO.
-
-Drift: a champion that is no longer what it was when it was decided, though its files are the same.
-"""
+"""Verdicts, decisions and their records; the metrics that rank variants; drift of champions."""
 
 from __future__ import annotations
 
