@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from onnx_ops.config.binding import bind_document
 from onnx_ops.config.document import Document, Issue
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.rules import check_gates
 from onnx_ops.config.substitution import read_document
-from onnx_ops.domain.execution import PROVIDER_OPTIONS
+from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import ConfigError, NotFoundError, UserError
@@ -109,12 +110,20 @@ def _read(path: Path) -> Target:
 def _check_options(target: Target, document: Document) -> Iterator[Issue]:
     """Yield options that their provider does not read."""
     for index, provider in enumerate(target.providers):
-        known = PROVIDER_OPTIONS.get(provider.name)
+        known = load_provider_options().get(provider.name)
         for option in provider.options if known is not None else ():
             if known is not None and option not in known:
                 hint = did_you_mean(option, known) or ("; it has none" if not known else "")
                 loc = document.written(("providers", index, "options", option))
                 yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
+
+
+@functools.cache
+def load_provider_options() -> Mapping[str, frozenset[str]]:
+    """Return the names of the options that each provider reads; other providers are not checked."""
+    path = PROFILES.parent / "provider_options.yaml"
+    read: Any = read_text(path.read_text(encoding="utf-8"), source=str(path)).value
+    return {name: frozenset(options) for name, options in read.items()}
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onnx_ops.config.schema import target_schema
-from onnx_ops.config.targets import PROFILES, TargetFiles, profile_names
+from onnx_ops.config.targets import PROFILES, TargetFiles, load_provider_options, profile_names
 from onnx_ops.config.yaml_reader import read_text
-from onnx_ops.domain.execution import PROVIDER_OPTIONS, PROVIDER_PACKAGES
+from onnx_ops.domain.execution import PROVIDER_PACKAGES
 from onnx_ops.errors import ConfigError, NotFoundError
 from tests.support.golden import Golden
 
@@ -37,7 +37,7 @@ def test_a_profile_is_a_target_of_every_project(name: str, tmp_path: Path) -> No
     target = TargetFiles(tmp_path).load(name)
     assert target.name == name
     assert target.description
-    assert all(provider.name in PROVIDER_OPTIONS for provider in target.providers)
+    assert all(provider.name in load_provider_options() for provider in target.providers)
     brought = target.env is not None or target.providers[0].name == "CPUExecutionProvider"
     assert brought or target.providers[0].name in PROVIDER_PACKAGES
     text = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def test_an_option_that_is_wrong_by_a_letter_is_refused_where_it_stands(
 
 @pytest.mark.parametrize(
     ("provider", "option"),
-    [(provider, option) for provider, names in PROVIDER_OPTIONS.items() for option in sorted(names)],
+    [(provider, option) for provider, names in load_provider_options().items() for option in sorted(names)],
 )
 def test_every_name_is_accepted_and_refused_with_a_letter_more(provider: str, option: str, project: Path) -> None:
     path = project / "configs/targets/one.yaml"
