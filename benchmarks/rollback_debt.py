@@ -43,7 +43,7 @@ from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, r
 from benchmarks.debt.sites import PROVIDERS, Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table
 from onnx_ops.errors import MeasurementError
-from onnx_ops.release.retry import COMMAND_TIMEOUT_S
+from onnx_ops.release.journal import COMMAND_TIMEOUT_S
 from onnx_ops.testing.fakes import FakeRegistry
 
 ANSWER_S = 10.0

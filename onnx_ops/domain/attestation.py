@@ -1,7 +1,4 @@
-"""What somebody has signed: DSSE envelopes (https://github.com/secure-systems-lab/dsse, v1.0) of records.
-
-A person's signed word that a version may serve a target whatever its gates say.
-"""
+"""Signed records in DSSE envelopes (https://github.com/secure-systems-lab/dsse, v1.0), and the override record."""
 
 from __future__ import annotations
 
@@ -51,9 +48,6 @@ class Attested(Generic[R_co]):
 OVERRIDE_TAG_PREFIX = "override."
 """A version's tag `override.<target>` holds the reason, as a person wrote it."""
 
-_RECORD = ".by"
-
-
 MAX_REASON_LENGTH = 1000
 """Characters; the signed record holds it again, and a tag has a limit too."""
 
@@ -65,7 +59,7 @@ def override_reason_tag(target: str) -> str:
 
 def override_record_tag(target: str) -> str:
     """Return the tag of the signed record. Names of targets have no dots."""
-    return f"{OVERRIDE_TAG_PREFIX}{target}{_RECORD}"
+    return f"{OVERRIDE_TAG_PREFIX}{target}.by"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class Verdict(Enum):
     @property
     def rank(self) -> int:
         """Position in the order."""
-        return _RANKS[self]
+        return list(Verdict).index(self)
 
     def __lt__(self, other: Verdict) -> bool:
         return self.rank < other.rank
@@ -85,13 +85,7 @@ class Verdict(Enum):
     @property
     def exit_code(self) -> int:
         """Exit code of the command line."""
-        return _EXIT_CODES[self]
-
-
-_RANKS = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.ERROR: 2, Verdict.FAIL: 3}
-
-
-_EXIT_CODES = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}
+        return {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 3, Verdict.ERROR: 4, Verdict.FAIL: 1}[self]
 
 
 def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:

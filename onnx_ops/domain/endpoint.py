@@ -162,3 +162,7 @@ class EndpointConfig:
     pipeline: str
     settings: Mapping[str, Json] = field(default_factory=dict)
     metrics: Mapping[str, Json] = field(default_factory=dict)
+
+    def serves(self, model: str, target: str) -> bool:
+        """Return whether it serves this model on this target; an empty name stands for any."""
+        return model in ("", self.model) and target in ("", self.target)

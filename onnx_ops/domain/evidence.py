@@ -1,8 +1,4 @@
-"""What is known of a variant beside its answers: its trees, its quantized activations, its int8 operators, what slows
-it down, its source's limits.
-
-Evidence: what was measured about one variant on one target. Facts, no opinions.
-"""
+"""Evidence: what was measured about one variant on one target. Facts, no opinions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Task metrics: what can be measured, and what shapes each value.
-
-Gates, verdicts and decisions.
-
-What a benchmark must measure for its gates, beyond what it always measures.
-"""
+"""Gates and task metrics, and what a benchmark must measure for them."""
 
 from __future__ import annotations
 

@@ -317,32 +317,45 @@ def apply_entry(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
     """
     if entry.endpoint != state.endpoint or entry.sequence != state.head + 1:
         raise ValueError(f"entry {entry.sequence} of {entry.endpoint} cannot follow {state.head} of {state.endpoint}")
-    after = _apply_body(state, entry)
+    after, body = state, entry.body
+    match body:
+        case EndpointBound():
+            after = replace(state, config=body.config, policy=body.policy)
+        case Intent():
+            after = _open_intent(state, entry, body)
+        case RollbackRequested():
+            after = _request_rollback(state, entry, body)
+        case RequestWithdrawn():
+            pending = state.pending_rollback
+            if state.deleting or pending is None:
+                after = replace(state, deleting=False)
+            else:  # the next reconciliation undoes what an attempt did to the endpoint
+                after = replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
+        case ActionOutcome():
+            after = _close(state, body, entry.at)
+        case OverrideRecorded():
+            # The same one counts only once: it means nothing after a rollback.
+            if (digest := body.signed.digest()) not in state.used_overrides:
+                overrides = {**state.overrides, body.manifest: body}
+                after = replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
+        case EndpointDeleted(done=False):
+            after = replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
+        case EndpointDeleted() | EndpointAbandoned():
+            # What is bound under this name later must not bring back what failed here, nor count generations anew.
+            after = ReleaseState(
+                endpoint=state.endpoint,
+                generation=state.generation,
+                rejected=state.rejected,
+                overrides=state.overrides if isinstance(body, EndpointAbandoned) else {},
+                used_overrides=state.used_overrides,
+                notified=state.notified,
+            )
+        case _:
+            after = _record(state, entry.sequence, body)
     if after.rejected != state.rejected:
         changed = {v for v, d in after.known.items() if after.find_rejection(d) != state.find_rejection(d)}
         after = replace(after, unpublished_rejections=after.unpublished_rejections | changed)
     return replace(after, head=entry.sequence)
-
-
-def _apply_body(state: ReleaseState, entry: LedgerEntry) -> ReleaseState:
-    body = entry.body
-    match body:
-        case EndpointBound():
-            return replace(state, config=body.config, policy=body.policy)
-        case Intent():
-            return _open_intent(state, entry, body)
-        case RollbackRequested():
-            return _request_rollback(state, entry, body)
-        case RequestWithdrawn():
-            return _withdraw(state)
-        case ActionOutcome():
-            return _close(state, body, entry.at)
-        case OverrideRecorded():
-            return _record_override(state, body)
-        case EndpointDeleted() | EndpointAbandoned():
-            return _unbind(state, body)
-        case _:
-            return _record(state, entry.sequence, body)
 
 
 def _record(
@@ -383,7 +396,13 @@ def _record(
         case ThresholdsFixed():
             return replace(state, thresholds=body)
         case MetricsRecorded():
-            return replace(state, observations=_add_reading(state, body.reading))
+            counts, stable, candidate = state.observations, state.roles.stable, state.roles.candidate
+            if counts is not None and state.open_intent is not None:
+                # The split may change at any moment: such a reading begins no interval.
+                counts = counts.reset_reading(counts.split_at)
+            elif counts is not None and stable is not None and candidate is not None:
+                counts = counts.with_reading(body.reading, stable=stable.name, candidate=candidate.name)
+            return replace(state, observations=counts)
         case _:
             assert_never(body)
 
@@ -428,14 +447,6 @@ def _request_rollback(state: ReleaseState, entry: LedgerEntry, body: RollbackReq
     )
 
 
-def _withdraw(state: ReleaseState) -> ReleaseState:
-    """Withdraw a deletion, else a rollback; the next reconciliation undoes what an attempt did to the endpoint."""
-    pending = state.pending_rollback
-    if state.deleting or pending is None:
-        return replace(state, deleting=False)
-    return replace(state, pending_rollback=None, open_intent=None, rejected=pending.rejected_before)
-
-
 def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseState:
     """Close the open refusal or intent; an outcome of one that was replaced changes nothing."""
     if state.open_refusal is not None and outcome.of == state.refusal_sequence:
@@ -475,29 +486,6 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
     )
 
 
-def _record_override(state: ReleaseState, body: OverrideRecorded) -> ReleaseState:
-    """Record an override. The same one counts only once: it means nothing after a rollback."""
-    digest = body.signed.digest()
-    if digest in state.used_overrides:
-        return state
-    overrides = {**state.overrides, body.manifest: body}
-    return replace(state, overrides=overrides, used_overrides=state.used_overrides | {digest})
-
-
-def _unbind(state: ReleaseState, body: EndpointDeleted | EndpointAbandoned) -> ReleaseState:
-    if isinstance(body, EndpointDeleted) and not body.done:
-        return replace(state, deleting=True, open_intent=None, command=None, pending_aliases={})
-    # What is bound under this name later must not bring back what failed here, nor count generations from one again.
-    return ReleaseState(
-        endpoint=state.endpoint,
-        generation=state.generation,
-        rejected=state.rejected,
-        overrides=state.overrides if isinstance(body, EndpointAbandoned) else {},
-        used_overrides=state.used_overrides,
-        notified=state.notified,
-    )
-
-
 def _rejected(state: ReleaseState, action: Action) -> Mapping[Digest, str]:
     """Return what is rejected once an action is decided: never what it leads to."""
     rejected = {**state.rejected, **dict.fromkeys(action.reject, action.why)}
@@ -531,13 +519,3 @@ def _start_observations(state: ReleaseState, roles: Roles, at: float) -> Observa
     if fixed is None or fixed.candidate != candidate:
         return observations
     return replace(observations, thresholds=fixed.thresholds, slower=fixed.slower or fixed.thresholds)
-
-
-def _add_reading(state: ReleaseState, reading: MetricsReading) -> Observations | None:
-    """While an action is in progress the split may change at any moment: such a reading begins no interval."""
-    observations, roles = state.observations, state.roles
-    if observations is None or roles.stable is None or roles.candidate is None:
-        return observations
-    if state.open_intent is not None:
-        return observations.reset_reading(observations.split_at)
-    return observations.with_reading(reading, stable=roles.stable.name, candidate=roles.candidate.name)

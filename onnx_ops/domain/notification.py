@@ -1,7 +1,4 @@
-"""What people are told about an endpoint, as a function of its ledger: so it does not matter which process acted.
-
-Events for programs: what people are told, and each step of a rollout, under names that can be relied on.
-"""
+"""Notifications of people, derived from the ledger, whichever process acted; and the same as events for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from onnx_ops.domain.decision import Drift
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
-    Intent,
     LedgerEntry,
     ReleaseState,
     RolloutPaused,
@@ -104,18 +100,43 @@ class Notification:
         return (*told, f"Entry {self.sequence} of the ledger, by {self.actor}" if self.sequence else f"By {self.actor}")
 
 
-def derive_notifications(before: ReleaseState, entry: LedgerEntry) -> tuple[Notification, ...]:
-    """Return the notifications of an entry, given the state before it."""
-    match entry.body:
-        case ActionOutcome() if before.open_intent is not None and entry.body.of == before.generation:
-            found = _done(before, before.open_intent) if entry.body.ok else _failed(before, entry.body)
+def derive_notification(before: ReleaseState, entry: LedgerEntry) -> Notification | None:
+    """Return the notification of an entry, if there is one, given the state before it."""
+    body, opened, name = entry.body, before.open_intent, before.endpoint
+    match body:
+        case ActionOutcome() if opened is not None and body.of == before.generation:
+            if body.ok:
+                return _describe_effect(before, entry, opened.action)
+            is_rollback = opened.action.is_rollback
+            return _notification(
+                before,
+                entry,
+                NotificationKind.TROUBLE,
+                Severity.CRITICAL if is_rollback else Severity.WARNING,
+                f"{opened.action.kind.value} failed{' and is still owed' if is_rollback else ''}",
+                body.detail,
+                {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"},
+            )
         case VersionRefused():
-            found = _refused(before, entry.body)
+            return _describe_refusal(before, entry, body)
         case RolloutPaused():
-            found = _held(before, entry.body)
+            kind = NotificationKind.PAUSED if body.wait is WaitKind.PAUSED else NotificationKind.HELD
+            state = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
+            candidate = before.roles.candidate
+            subject = f"v{candidate.version}" if candidate is not None else "the rollout"
+            commands = {"Go on": f"onnx-ops rollout resume {name}", "Take it back": f"onnx-ops rollout abort {name}"}
+            return _notification(
+                before,
+                entry,
+                kind,
+                Severity.WARNING,
+                f"{subject} {state.get(body.wait, 'is held for a person')} at step {body.step + 1}",
+                body.why,
+                commands,
+                version=candidate.version if candidate is not None else "",
+            )
         case _:
-            found = None
-    return () if found is None else (found.about(before, entry),)
+            return None
 
 
 def list_pending_notifications(
@@ -127,19 +148,21 @@ def list_pending_notifications(
     again and again, an endpoint that keeps dying.
     """
     state = ReleaseState(endpoint=endpoint)
-    told: dict[tuple[NotificationKind, str], float] = {}
-    found: list[Notification] = []
+    sent_at: dict[tuple[NotificationKind, str], float] = {}
+    pending: list[Notification] = []
     for entry in entries:
-        for notice in derive_notifications(state, entry):
-            key = notice.what, notice.headline
-            again = notice.at - told[key] < REPEAT_INTERVAL_S if key in told else False
-            if again and notice.what in _REPEATS:
-                continue
-            told[key] = notice.at
-            if entry.sequence > after and (progress or notice.what not in PROGRESS):
-                found.append(notice)
+        notification = derive_notification(state, entry)
         state = apply_entry(state, entry)
-    return tuple(found)
+        if notification is None:
+            continue
+        key = notification.what, notification.headline
+        is_repeated = key in sent_at and notification.at - sent_at[key] < REPEAT_INTERVAL_S
+        if is_repeated and notification.what in _REPEATS:
+            continue
+        sent_at[key] = notification.at
+        if entry.sequence > after and (progress or notification.what not in PROGRESS):
+            pending.append(notification)
+    return tuple(pending)
 
 
 def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notification:
@@ -157,46 +180,56 @@ def build_test_notification(endpoint: str, *, at: float, actor: str) -> Notifica
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _News:
-    what: NotificationKind
-    severity: Severity
-    headline: str
-    why: str
-    commands: Mapping[str, str]
-    version: str = ""
-    serving: str = ""
+def _notification(
+    before: ReleaseState,
+    entry: LedgerEntry,
+    kind: NotificationKind,
+    severity: Severity,
+    headline: str,
+    why: str,
+    commands: Mapping[str, str],
+    *,
+    version: str = "",
+    serving: str = "",
+) -> Notification:
+    return Notification(
+        endpoint=entry.endpoint,
+        sequence=entry.sequence,
+        at=entry.at,
+        actor=entry.actor,
+        what=kind,
+        severity=severity,
+        headline=headline,
+        why=textwrap.shorten(why, _LONGEST, placeholder=" …"),
+        commands=commands,
+        model=before.config.model if before.config is not None else "",
+        version=version,
+        serving=serving or _stable(before),
+    )
 
-    def about(self, state: ReleaseState, entry: LedgerEntry) -> Notification:
-        return Notification(
-            endpoint=entry.endpoint,
-            sequence=entry.sequence,
-            at=entry.at,
-            actor=entry.actor,
-            what=self.what,
-            severity=self.severity,
-            headline=self.headline,
-            why=textwrap.shorten(self.why, _LONGEST, placeholder=" …"),
-            commands=self.commands,
-            model=state.config.model if state.config is not None else "",
-            version=self.version,
-            serving=self.serving or _stable(state),
-        )
 
-
-def _done(before: ReleaseState, intent: Intent) -> _News | None:
-    action, name = intent.action, before.endpoint
-    serving = _serving(action)
-    what, severity, version = NotificationKind.FINISHED, Severity.INFO, serving
+def _describe_effect(before: ReleaseState, entry: LedgerEntry, action: Action) -> Notification | None:
+    name, serving = before.endpoint, _version(action.roles.stable)
+    kind, severity, version = NotificationKind.FINISHED, Severity.INFO, serving
+    commands: dict[str, str] = {}
     match action.kind:
         case ActionKind.ABORT:
-            return _taken_back(before, intent)
+            version = _version(before.roles.candidate)
+            commands = {"Undo": _promote(before, version)}
+            kind, how = NotificationKind.WITHDRAWN, "withdrawn"
+            if action.reject:
+                by_hand = before.pending_rollback is not None and before.pending_rollback.by_operator
+                kind = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
+                severity = Severity.WARNING if by_hand else Severity.CRITICAL
+                how = "rolled back by an operator" if by_hand else "rolled back"
+                commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
+            headline = f"v{version} was {how}, v{serving} has all traffic"
         case ActionKind.START | ActionKind.ADVANCE:
-            what = NotificationKind.STARTED if action.kind is ActionKind.START else NotificationKind.ADVANCED
+            kind = NotificationKind.STARTED if action.kind is ActionKind.START else NotificationKind.ADVANCED
             version = _version(action.roles.candidate)
-            headline, commands = f"v{version} is at step {action.roles.step + 1}", {}
+            headline = f"v{version} is at step {action.roles.step + 1}"
         case ActionKind.ROLLBACK:
-            what, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
+            kind, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
             headline = f"rolled back by an operator, v{serving} has all traffic"
             commands = {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
         case ActionKind.FINISH:
@@ -204,92 +237,32 @@ def _done(before: ReleaseState, intent: Intent) -> _News | None:
         case ActionKind.FIRST:
             headline, commands = f"first deployment: v{serving}", {"See": f"onnx-ops status {name}"}
         case ActionKind.RESTORE:
-            what, severity = NotificationKind.TROUBLE, Severity.WARNING
+            kind, severity = NotificationKind.TROUBLE, Severity.WARNING
             headline, commands = "was not what it should be, and was restored", {"See": f"onnx-ops history {name}"}
         case _:
             return None
-    return _News(
-        what=what,
-        severity=severity,
-        headline=headline,
-        why=action.why,
-        commands=commands,
-        version=version,
-        serving=serving,
+    return _notification(
+        before, entry, kind, severity, headline, action.why, commands, version=version, serving=serving
     )
 
 
-def _taken_back(before: ReleaseState, intent: Intent) -> _News:
-    """Describe a candidate that lost its traffic, by metrics, by an operator or by the registry."""
-    action, version = intent.action, _version(before.roles.candidate)
-    serving = f"v{_serving(action)} has all traffic"
-    if not action.reject:
-        what, severity, headline = NotificationKind.WITHDRAWN, Severity.INFO, f"v{version} was withdrawn, {serving}"
-        commands = {"Undo": _promote(before, version)}
-    else:
-        by_hand = before.pending_rollback is not None and before.pending_rollback.by_operator
-        what = NotificationKind.OPERATOR if by_hand else NotificationKind.ROLLED_BACK
-        severity = Severity.WARNING if by_hand else Severity.CRITICAL
-        headline = f"v{version} was rolled back{' by an operator' if by_hand else ''}, {serving}"
-        commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
-    return _News(
-        what=what,
-        severity=severity,
-        headline=headline,
-        why=action.why,
-        commands=commands,
-        version=version,
-        serving=_serving(action),
-    )
-
-
-def _failed(before: ReleaseState, outcome: ActionOutcome) -> _News:
-    action = before.open_intent.action if before.open_intent is not None else None
-    kind = action.kind if action is not None else None
-    back = action is not None and action.is_rollback
-    name = before.endpoint
-    commands = {"Try again": f"onnx-ops reconcile {name}", "See": f"onnx-ops status {name}"}
-    return _News(
-        what=NotificationKind.TROUBLE,
-        severity=Severity.CRITICAL if back else Severity.WARNING,
-        headline=f"{kind.value if kind is not None else 'an effect'} failed{' and is still owed' if back else ''}",
-        why=outcome.detail,
-        commands=commands,
-    )
-
-
-def _refused(before: ReleaseState, body: VersionRefused) -> _News:
+def _describe_refusal(before: ReleaseState, entry: LedgerEntry, refused: VersionRefused) -> Notification:
     commands = {}
     if before.config is not None:
-        look = f"onnx-ops explain {before.config.model}/{body.version} --target {before.config.target}"
-        override = f'{_promote(before, body.version)} --override --reason "..."'
-        commands = {"See": look, "Let it serve all the same": override}
-    restored = f"v{body.restored_to} stands there again" if body.restored_to else "the alias was removed"
-    return _News(
-        what=NotificationKind.REFUSED,
-        severity=Severity.WARNING,
-        headline=f"refused {body.alias} on v{body.version}: {restored}",
-        why=body.reason,
-        commands=commands,
-        version=body.version,
-    )
-
-
-def _held(before: ReleaseState, body: RolloutPaused) -> _News:
-    paused = body.wait is WaitKind.PAUSED
-    candidate = before.roles.candidate
-    name = f"v{candidate.version}" if candidate is not None else "the rollout"
-    waits = {WaitKind.PAUSED: "is paused", WaitKind.APPROVAL: "waits for approval"}
-    return _News(
-        what=NotificationKind.PAUSED if paused else NotificationKind.HELD,
-        severity=Severity.WARNING,
-        headline=f"{name} {waits.get(body.wait, 'is held for a person')} at step {body.step + 1}",
-        why=body.why,
-        commands={
-            "Go on": f"onnx-ops rollout resume {before.endpoint}",
-            "Take it back": f"onnx-ops rollout abort {before.endpoint}",
-        },
-        version=candidate.version if candidate is not None else "",
+        explain = f"onnx-ops explain {before.config.model}/{refused.version} --target {before.config.target}"
+        override = f'{_promote(before, refused.version)} --override --reason "..."'
+        commands = {"See": explain, "Let it serve all the same": override}
+    restored = f"v{refused.restored_to} stands there again" if refused.restored_to else "the alias was removed"
+    headline = f"refused {refused.alias} on v{refused.version}: {restored}"
+    return _notification(
+        before,
+        entry,
+        NotificationKind.REFUSED,
+        Severity.WARNING,
+        headline,
+        refused.reason,
+        commands,
+        version=refused.version,
     )
 
 
@@ -297,10 +270,6 @@ def _promote(state: ReleaseState, version: str) -> str:
     if state.config is None:
         return f"onnx-ops promote MODEL {version} --target TARGET"
     return f"onnx-ops promote {state.config.model} {version} --target {state.config.target}"
-
-
-def _serving(action: Action) -> str:
-    return _version(action.roles.stable)
 
 
 def _version(deployment: Deployment | None) -> str:

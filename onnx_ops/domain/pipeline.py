@@ -1,7 +1,4 @@
-"""What callers may send to a model: declared in a pipeline file, else learnt from its data.
-
-A pipeline, its sections, and the plan that follows from it.
-"""
+"""A pipeline, its sections, and the plan that follows from it."""
 
 from __future__ import annotations
 

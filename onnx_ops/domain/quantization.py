@@ -1,7 +1,4 @@
-"""A search for variants under a budget: what is asked for, what was tried, and what came of it.
-
-What a machine does with small numbers, and the recipe that follows from it. Imports no numbers library.
-"""
+"""The search for quantized variants under a budget, and the recipes that the arithmetic of machines calls for."""
 
 from __future__ import annotations
 
@@ -181,15 +178,8 @@ class Arithmetic:
     @property
     def words(self) -> str:
         """Description for people."""
-        match self.family:
-            case "x86":
-                return f"x86 {'without' if self.saturates else 'with'} VNNI"
-            case "arm":
-                return "ARM"
-            case "accelerator":
-                return "an accelerator"
-            case "other":
-                return "a CPU of another kind"
+        words = {"arm": "ARM", "accelerator": "an accelerator", "other": "a CPU of another kind"}
+        return words.get(self.family, f"x86 {'without' if self.saturates else 'with'} VNNI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +223,19 @@ def choose_static_recipe(options: Mapping[str, Any], machines: Sequence[Arithmet
     signed = bool(families) and families <= {"arm", "accelerator"}
     activations = str(options.get("activations", "int8" if signed else "uint8"))
     weights = str(options.get("weights", "int8"))
-    notes = [f"activations {activations}: {_why_activations(options, signed=signed)}"]
-    reduce_range, why = choose_reduce_range(options, machines, mixed=activations == "uint8" and weights == "int8")
-    notes.append(why)
-    symmetric = bool(options.get("symmetric", activations == "int8" and "accelerator" in families))
+    if "activations" in options:
+        why = "as asked for"
+    elif signed:
+        why = "what the kernels of every target take"
+    else:
+        why = "what the kernels of x86 take; with int8 its operators stay in float"
+    reduce_range, note = choose_reduce_range(options, machines, mixed=activations == "uint8" and weights == "int8")
     return StaticRecipe(
-        activations=activations, weights=weights, reduce_range=reduce_range, symmetric=symmetric, notes=tuple(notes)
+        activations=activations,
+        weights=weights,
+        reduce_range=reduce_range,
+        symmetric=bool(options.get("symmetric", activations == "int8" and "accelerator" in families)),
+        notes=(f"activations {activations}: {why}", note),
     )
 
 
@@ -261,14 +258,6 @@ def choose_reduce_range(
     if needed:
         return True, "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate there"
     return False, "weights of 8 bits: no target's CPU saturates their products"
-
-
-def _why_activations(options: Mapping[str, Any], *, signed: bool) -> str:
-    if "activations" in options:
-        return "as asked for"
-    if signed:
-        return "what the kernels of every target take"
-    return "what the kernels of x86 take; with int8 its operators stay in float"
 
 
 def find_type_conflict(options: Mapping[str, Any]) -> str:

@@ -1,11 +1,8 @@
-"""Who may move which alias, and who may override.
-
-What a registry receives and what it gives back.
-"""
+"""What a registry receives and returns, and the policy of who may move which alias."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -41,19 +38,12 @@ class PromotionPolicy:
 
     def rule(self, model: str, alias: str) -> int | None:
         """Index of the rule that decides; None if none is about this alias."""
-        for index, rule in enumerate(self.rules):
-            if fnmatchcase(model, rule.models) and fnmatchcase(alias, rule.aliases):
-                return index
-        return None
+        rules = enumerate(self.rules)
+        return next((i for i, r in rules if fnmatchcase(model, r.models) and fnmatchcase(alias, r.aliases)), None)
 
     def names(self) -> frozenset[str]:
         """Every user whom the policy names."""
-        return frozenset(self._users()) - {ANYONE}
-
-    def _users(self) -> Iterator[str]:
-        for rule in self.rules:
-            yield from rule.users
-        yield from self.overrides
+        return frozenset().union(self.overrides, *(rule.users for rule in self.rules)) - {ANYONE}
 
 
 def is_among(user: str, users: tuple[str, ...]) -> bool:
@@ -77,11 +67,8 @@ class Lineage:
 
 def flatten_origins(lineage: Lineage) -> dict[str, str]:
     """Every fact of `origins` as `<data set>.<fact>`."""
-    return {
-        f"{name}.{fact}": value
-        for name, told in sorted(lineage.origins.items())
-        for fact, value in sorted(told.items())
-    }
+    origins = sorted(lineage.origins.items())
+    return {f"{name}.{fact}": value for name, facts in origins for fact, value in sorted(facts.items())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

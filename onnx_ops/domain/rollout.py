@@ -21,7 +21,6 @@ from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.rollout_policy import PlannedStep, RolloutPolicy
 
 _NO_TRAFFIC = PlannedStep(kind="canary", percent=0)
-_WITHDRAWN = "no longer wanted by the registry"
 _REPORTED_DESIGN_EFFECT = 1.5
 """Design effect from which a guardrail's summary mentions it."""
 
@@ -225,9 +224,15 @@ def choose_next_action(
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
         return _deploy_first(desired, target)
-    if candidate is not None and (why := _abort_reason(desired, candidate, stable, policy, analysis)):
-        return plan_abort(roles, target, why=why, reject=why != _WITHDRAWN)
-    expected = _expected_state(roles, policy)
+    idle = [roles.previous] if roles.previous is not None and roles.finished_at else []
+    expected = build_split_state(stable, None, 0, *idle)
+    if candidate is not None:
+        is_wanted = desired is not None and desired.manifest in (candidate.manifest, stable.manifest)
+        failure = analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
+        if failure or not is_wanted:
+            why = failure if is_wanted else "no longer wanted by the registry"
+            return plan_abort(roles, target, why=why, reject=is_wanted)
+        expected = _build_trial_state(stable, candidate, _find_step(policy, roles.step), policy, *idle)
     if observed is None or not observed.covers(expected):
         why = "the endpoint differs from its expected state"
         return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
@@ -239,7 +244,7 @@ def choose_next_action(
         why = f"it does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
-        return _start(roles, stable, desired, policy, target, now)
+        return _move_to_step(0, roles, stable, desired, policy, target, now)
     return _tidy(roles, stable, observed, expected, policy, now)
 
 
@@ -377,37 +382,8 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
     )
 
 
-def _abort_reason(
-    desired: Deployment | None,
-    candidate: Deployment,
-    stable: Deployment,
-    policy: RolloutPolicy,
-    analysis: AnalysisResult | None,
-) -> str:
-    """Why the candidate must be taken back whatever else is asked for, or empty."""
-    if desired is None or desired.manifest not in (candidate.manifest, stable.manifest):
-        return _WITHDRAWN
-    return analysis.abort_reason if policy.is_analyzed and analysis is not None else ""
-
-
-def _start(
-    roles: Roles, stable: Deployment, desired: Deployment, policy: RolloutPolicy, target: str, now: float
-) -> Action:
-    if len(policy.planned()) == 1:
-        return _finish(stable, desired, target, now, why="all at once")
-    return _move(ActionKind.START, replace(roles, candidate=desired, finished_at=0.0), stable, desired, policy, 0)
-
-
-def _expected_state(roles: Roles, policy: RolloutPolicy) -> EndpointState:
-    """Return the state that the roles imply if nobody interferes."""
-    idle = [d for d in (roles.previous,) if d is not None and roles.finished_at]
-    if roles.candidate is None:
-        return build_split_state(roles.stable, None, 0, *idle)
-    return _trial_state(roles.stable, roles.candidate, _find_step(policy, roles.step), policy, *idle)
-
-
-def _trial_state(
-    stable: Deployment | None, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *idle: Deployment
+def _build_trial_state(
+    stable: Deployment, candidate: Deployment, step: PlannedStep, policy: RolloutPolicy, *idle: Deployment
 ) -> EndpointState:
     tolerance = None if policy.shadow is None else policy.shadow.tolerance
     return build_split_state(stable, candidate, step.percent, *idle, copied=step.copied, tolerance=tolerance)
@@ -442,34 +418,31 @@ def _continue(
         if isinstance(outcome, Abort):
             return plan_abort(roles, target, why=outcome.why, reject=True)
         because = f"; {outcome.why}"
-    index, last = roles.step + 1, len(policy.planned()) - 1
-    if index >= last:
-        return _finish(stable, candidate, target, now, why=f"step {last + 1} of {last + 1}", because=because)
-    return _move(ActionKind.ADVANCE, roles, stable, candidate, policy, index, because)
+    return _move_to_step(roles.step + 1, roles, stable, candidate, policy, target, now, because)
 
 
-def _move(
-    kind: ActionKind,
+def _move_to_step(
+    index: int,
     roles: Roles,
     stable: Deployment,
     candidate: Deployment,
     policy: RolloutPolicy,
-    index: int,
+    target: str,
+    now: float,
     because: str = "",
 ) -> Action:
-    step = _find_step(policy, index)
-    share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
-    return Action(
-        kind=kind,
-        state=_trial_state(stable, candidate, step, policy),
-        roles=replace(roles, step=index),
-        why=f"step {index + 1} of {len(policy.planned())}: {share} to {candidate.name}{because}",
-    )
-
-
-def _finish(
-    stable: Deployment, candidate: Deployment, target: str, now: float, *, why: str, because: str = ""
-) -> Action:
+    """Start the rollout, advance it, or finish it at its last step."""
+    count, is_start = len(policy.planned()), roles.candidate is None
+    if index < count - 1:
+        step = _find_step(policy, index)
+        share = f"a copy of {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+        return Action(
+            kind=ActionKind.START if is_start else ActionKind.ADVANCE,
+            state=_build_trial_state(stable, candidate, step, policy),
+            roles=replace(roles, candidate=candidate, step=index, finished_at=0.0),
+            why=f"step {index + 1} of {count}: {share} to {candidate.name}{because}",
+        )
+    why = "all at once" if is_start else f"step {count} of {count}"
     return Action(
         kind=ActionKind.FINISH,
         state=build_split_state(candidate, None, 0, stable),

@@ -1,9 +1,4 @@
-"""What a look at the surroundings has found.
-
-Machines: what a figure was measured on, and what a target asks of one.
-
-Targets: named places a model must run on.
-"""
+"""Targets, the named places that a model must run on, and the machines that measure them."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from annotated_types import Ge, MinLen, doc
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import CPU, Environment, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
-from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Json, Notation, Pattern, ShortName
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Notation, Pattern, ShortName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,32 +206,30 @@ class Target:
 
     def digest(self) -> Digest:
         """Digest of everything that shapes a measurement (description, price and limits do not)."""
-        return digest_json(_measured(self))
-
-
-def _measured(target: Target) -> Json:
-    session = target.session
-    libraries = {"custom_ops": sorted(library.digest for library in target.custom_ops)} if target.custom_ops else {}
-    environment: dict[str, Json] = {} if target.env is None else {"env": target.env.content()}
-    wanted = {name: value for name, value in asdict(target.requires).items() if value}
-    return {
-        **libraries,
-        **environment,
-        **({"requires": wanted} if wanted else {}),
-        **({"pool": target.pool} if target.pool else {}),
-        **({"ort_format": asdict(target.ort_format)} if target.ort_format else {}),
-        "runtime": target.runtime,
-        "providers": [
-            {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
-            for p in target.providers
-        ],
-        "session": [
-            session.intra_op_threads,
-            session.inter_op_threads,
-            session.spinning,
-            session.graph_level,
-            dict(session.config),
-        ],
-        "ceiling": [target.max_opset, target.max_ir_version],
-        "dedicated": target.dedicated,
-    }
+        session = self.session
+        optional = {
+            "custom_ops": sorted(library.digest for library in self.custom_ops),
+            "env": None if self.env is None else self.env.content(),
+            "requires": {name: value for name, value in asdict(self.requires).items() if value},
+            "pool": self.pool,
+            "ort_format": None if self.ort_format is None else asdict(self.ort_format),
+        }
+        return digest_json(
+            {
+                **{key: value for key, value in optional.items() if value},
+                "runtime": self.runtime,
+                "providers": [
+                    {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
+                    for p in self.providers
+                ],
+                "session": [
+                    session.intra_op_threads,
+                    session.inter_op_threads,
+                    session.spinning,
+                    session.graph_level,
+                    dict(session.config),
+                ],
+                "ceiling": [self.max_opset, self.max_ir_version],
+                "dedicated": self.dedicated,
+            }
+        )

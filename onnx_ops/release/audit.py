@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onnx_ops import codec
@@ -58,7 +57,27 @@ def reevaluate(ports: Ports, model: str, version: str, target: str | None = None
             where=f"{model}/{version}",
             remedy=f"Targets with one: {known}.",
         )
-    return tuple(_reevaluate(ports, record, name) for name in targets)
+    reevaluated: list[ReevaluatedDecision] = []
+    for name in targets:
+        signed = record.decisions[name]
+        evidence, gates = _load_documents(ports, record, name)
+        decision = judge(gates, evidence)
+        try:
+            verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
+            signature = "valid"
+        except InvalidSignatureError as error:
+            signature = f"not valid: {error}"
+        reevaluated.append(
+            ReevaluatedDecision(
+                target=name,
+                decision=decision,
+                evidence=evidence,
+                signed=signed,
+                reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
+                signature=signature,
+            )
+        )
+    return tuple(reevaluated)
 
 
 def reevaluate_release(ports: Ports, model: str, version: str) -> dict[str, tuple[ReevaluatedDecision, ...]]:
@@ -110,29 +129,19 @@ def list_dependents(ports: Ports, key: Digest) -> tuple[Dependent, ...]:
         ServiceUnavailableError: the registry does not answer.
     """
     configs = [ports.ledger.state(name).config for name in list_bound_endpoints(ports)]
-    streams = (parse_stream_name(name) for name in ports.ledger.endpoints())
     pairs = {(config.model, config.target) for config in configs if config is not None}
-    pairs |= {pair for pair in streams if pair is not None}
-    return tuple(found for model, target in sorted(pairs) for found in _find_dependents(ports, model, target, key))
-
-
-def _reevaluate(ports: Ports, record: VersionRecord, target: str) -> ReevaluatedDecision:
-    signed = record.decisions[target]
-    evidence, gates = _load_documents(ports, record, target)
-    decision = judge(gates, evidence)
-    try:
-        verify_envelope(signed.envelope, DecisionRecord, ports.verifier())
-        signature = "valid"
-    except InvalidSignatureError as error:
-        signature = f"not valid: {error}"
-    return ReevaluatedDecision(
-        target=target,
-        decision=decision,
-        evidence=evidence,
-        signed=signed,
-        reproduced=(decision.verdict, decision.verdicts) == (signed.record.verdict, signed.record.verdicts),
-        signature=signature,
-    )
+    pairs |= {pair for name in ports.ledger.endpoints() if (pair := parse_stream_name(name)) is not None}
+    dependents: list[Dependent] = []
+    for model, target in sorted(pairs):
+        registry, verifier = ports.registry(), ports.verifier()
+        aliases = registry.aliases(model)
+        for name in (format_alias(role, target) for role in ("champion", "challenger", "previous")):
+            try:
+                if name in aliases and is_signed_by(registry.version(model, aliases[name]), target, key, verifier):
+                    dependents.append(Dependent(model=model, version=aliases[name], alias=name))
+            except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
+                continue
+    return tuple(dependents)
 
 
 def _load_documents(ports: Ports, record: VersionRecord, target: str) -> tuple[Evidence, tuple[Gate, ...]]:
@@ -156,14 +165,3 @@ def _load_document(ports: Ports, record: VersionRecord, name: str, digest: Diges
             remedy="The evidence was changed after the decision; run the pipeline again.",
         )
     return data
-
-
-def _find_dependents(ports: Ports, model: str, target: str, key: Digest) -> Iterator[Dependent]:
-    registry, verifier = ports.registry(), ports.verifier()
-    aliases = registry.aliases(model)
-    for name in (format_alias(role, target) for role in ("champion", "challenger", "previous")):
-        try:
-            if name in aliases and is_signed_by(registry.version(model, aliases[name]), target, key, verifier):
-                yield Dependent(model=model, version=aliases[name], alias=name)
-        except NotFoundError:  # onnx-ops did not register it, so it has no decision to lose
-            continue

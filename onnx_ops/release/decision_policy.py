@@ -48,13 +48,27 @@ def require_passing_decision(
         RefusedError: there is none, or it is not a pass.
         InvalidSignatureError: it is forged, signed by a key that is not trusted, or about something else.
     """
-    own = _own_decision(record, target, verifier)
+    where, own = f"{record.model}/{record.version}", record.decisions.get(target)
+    if own is None:
+        raise RefusedError(
+            f"no signed decision for target {target}",
+            where=where,
+            remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
+        )
+    about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
+    if not is_about(about, record, target):
+        raise InvalidSignatureError(
+            "the signed decision is about another model, version or target",
+            where=where,
+            why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, {about.target}",
+            remedy="A tag was copied from another version; run the pipeline again.",
+        )
+    own = Attested(record=about, envelope=own.envelope)
     valid = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
     signed = max(valid, key=lambda each: (each.record.sequence, each.record.verdict.rank))
     decided = signed.record
     if decided.verdict is not Verdict.PASS:
         worst = ", ".join(f"{gate} {v.value}" for gate, v in decided.verdicts.items() if v is not Verdict.PASS)
-        where = f"{record.model}/{record.version}"
         raise RefusedError(
             f"its gates on {target} ended {decided.verdict.value}",
             where=where,
@@ -197,24 +211,3 @@ def is_signed_by(record: VersionRecord, target: str, key: Digest, verifier: Veri
         return True
     override = read_override(record, target, verifier)
     return override is not None and key in override.keys
-
-
-def _own_decision(record: VersionRecord, target: str, verifier: Verifier) -> SignedDecision:
-    """Return the version's own decision, whatever its verdict; raises as `require_passing_decision` does."""
-    where = f"{record.model}/{record.version}"
-    own = record.decisions.get(target)
-    if own is None:
-        raise RefusedError(
-            f"no signed decision for target {target}",
-            where=where,
-            remedy="Run its pipeline with this target in `benchmark.targets`, where decisions are signed.",
-        )
-    about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
-    if not is_about(about, record, target):
-        raise InvalidSignatureError(
-            "the signed decision is about another model, version or target",
-            where=where,
-            why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, {about.target}",
-            remedy="A tag was copied from another version; run the pipeline again.",
-        )
-    return Attested(record=about, envelope=own.envelope)

@@ -1,4 +1,4 @@
-"""Reading and writing the ledger of one endpoint: the intent before an effect, the outcome after it.
+"""Reading and writing the ledger of one endpoint: the intent before an effect, the outcome after it; and retries.
 
 An open intent is the lease of the endpoint. It is renewed while the effect is in progress, since a cloud takes twenty
 minutes for an update; a process that was killed renews nothing and is replaced after one lease.
@@ -7,10 +7,11 @@ minutes for an update; a process that was killed renews nothing and is replaced 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from onnx_ops.attestation import verify_authority
 from onnx_ops.domain.endpoint import EndpointConfig, serves_only
@@ -42,8 +43,29 @@ LEASE_S = 120.0
 """How long an intent keeps other processes away. A holder that is known to be dead loses it at once."""
 LEASE_CHECK_INTERVAL_S = 1.0
 """How often the thread that renews the lease checks the time, in seconds of this machine."""
+MAX_CONFLICT_ATTEMPTS = 10
+"""Attempts to append after losing to another writer. Each loss means that the other writer made progress."""
+COMMAND_TIMEOUT_S = 4.0
+"""Seconds that a command waits for endpoints. An operator needs an answer within ten, start of Python included."""
+MAX_PAUSE_S = 60.0
+"""Longest pause between two attempts, in seconds."""
 
 Effect: TypeAlias = Callable[[int], None]
+_Result = TypeVar("_Result")
+
+
+def retry_on_conflict(attempt: Callable[[], _Result]) -> _Result:
+    """Call `attempt`, which reads the ledger, decides and appends; repeat it if another writer was first.
+
+    Raises:
+        LedgerConflictError: other writers were first each time.
+    """
+    for _ in range(MAX_CONFLICT_ATTEMPTS - 1):
+        try:
+            return attempt()
+        except LedgerConflictError:
+            continue
+    return attempt()
 
 
 @dataclass(slots=True)
@@ -58,6 +80,11 @@ class Journal:
     def open(cls, ports: Ports, endpoint: str, *, actor: str = "") -> Journal:
         """Read the ledger of an endpoint. Raises CorruptStateError if it is damaged."""
         return cls(ports, ports.ledger.state(endpoint), actor or ports.host.actor())
+
+    @classmethod
+    def update(cls, ports: Ports, endpoint: str, change: Callable[[Journal], _Result], *, actor: str = "") -> _Result:
+        """Call `change` with the endpoint's journal, anew each time that another writer appended first."""
+        return retry_on_conflict(lambda: change(cls.open(ports, endpoint, actor=actor)))
 
     @property
     def config(self) -> EndpointConfig:
@@ -127,7 +154,22 @@ class Journal:
         expires_at = self.ports.clock.now() + LEASE_S
         sequence = self.append(Intent(action=action, holder=self.ports.host.holder(), expires_at=expires_at))
         with self._renewing_lease(sequence):
-            failure = self._attempt(config, action, sequence, effect)
+            failure: OnnxOpsError | None = None
+            try:
+                if effect is not None:
+                    effect(sequence)
+                else:
+                    state = replace(action.state, generation=sequence)
+                    self.ports.provider(config.provider).apply(config, state, generation=sequence)
+            except OnnxOpsError as error:
+                failure = error
+            except OSError as error:
+                failure = InfrastructureError(
+                    "the endpoint could not be changed",
+                    where=config.endpoint,
+                    why=str(error),
+                    remedy="Free disk space, or restore access to the file that the reason names.",
+                )
             if (failure is not None or action.is_rollback) and not self._is_applied(config, action, failure):
                 failure = failure or ServiceUnavailableError(
                     "the rollback is not observed at the endpoint yet", where=config.endpoint
@@ -147,26 +189,6 @@ class Journal:
             return False
         current.append(LeaseRenewed(of=sequence, expires_at=self.ports.clock.now() + LEASE_S))
         return True
-
-    def _attempt(
-        self, config: EndpointConfig, action: Action, sequence: int, effect: Effect | None
-    ) -> OnnxOpsError | None:
-        try:
-            if effect is not None:
-                effect(sequence)
-            else:
-                state = replace(action.state, generation=sequence)
-                self.ports.provider(config.provider).apply(config, state, generation=sequence)
-        except OnnxOpsError as error:
-            return error
-        except OSError as error:
-            return InfrastructureError(
-                "the endpoint could not be changed",
-                where=config.endpoint,
-                why=str(error),
-                remedy="Free disk space, or restore access to the file that the reason names.",
-            )
-        return None
 
     def _require_approved(self, action: Action) -> None:
         """Whatever the ledger says, apply only what a trusted key has signed for this model and target."""
@@ -236,6 +258,78 @@ class Journal:
         finally:
             ended.set()
             thread.join()
+
+
+class Backoff:
+    """Skip passes over something that fails: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`.
+
+    Args:
+        interval_s: seconds between two passes.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._most = max(int(MAX_PAUSE_S / interval_s) - 1, 0)
+        self._failures = 0
+        self._skip = 0
+
+    def is_due(self) -> bool:
+        """Return whether to try in this pass. Call it once a pass."""
+        if self._skip:
+            self._skip -= 1
+            return False
+        return True
+
+    def record(self, *, failed: bool) -> None:
+        """Record the result of a try."""
+        self._skip = min((1 << self._failures) - 1, self._most) if failed else 0
+        self._failures = min(self._failures + 1, 30) if failed else 0
+
+
+def call_each(
+    names: Iterable[str], call: Callable[[str], _Result]
+) -> tuple[dict[str, _Result], dict[str, OnnxOpsError]]:
+    """Call a function with each name, and return results and errors by name: a failure stops no other."""
+    results: dict[str, _Result] = {}
+    errors: dict[str, OnnxOpsError] = {}
+    for name in names:
+        try:
+            results[name] = call(name)
+        except OnnxOpsError as error:
+            errors[name] = error
+    return results, errors
+
+
+def run_concurrently(
+    calls: Mapping[str, Callable[[], _Result]], timeout_s: float, on_timeout: Callable[[str], OnnxOpsError]
+) -> dict[str, _Result | OnnxOpsError]:
+    """Return what each call returned or raised, each run in a thread of its own.
+
+    A call that has not ended in time continues until this process ends; `on_timeout` gives the error in its place.
+
+    Raises:
+        BaseException: what a call raised that is no `OnnxOpsError`.
+    """
+    results: dict[str, _Result | BaseException] = {}
+
+    def run(name: str, call: Callable[[], _Result]) -> None:
+        try:
+            results[name] = call()
+        except BaseException as error:  # raised again in the caller's thread
+            results[name] = error
+
+    threads = [threading.Thread(target=run, args=item, name="release-call", daemon=True) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    completed: dict[str, _Result | OnnxOpsError] = {}
+    for name in calls:
+        result = results[name] if name in results else on_timeout(name)
+        if isinstance(result, BaseException) and not isinstance(result, OnnxOpsError):
+            raise result
+        completed[name] = result
+    return completed
 
 
 def list_bound_endpoints(ports: Ports) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from onnx_ops.domain.ledger import LedgerEntry, NotificationSent
+from onnx_ops.domain.ledger import NotificationSent
 from onnx_ops.domain.notification import (
     REPEAT_INTERVAL_S,
     Notification,
@@ -19,8 +19,7 @@ from onnx_ops.domain.notification import (
 )
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
 from onnx_ops.ports import Notifier, Ports, StepNotifier
-from onnx_ops.release.journal import Journal
-from onnx_ops.release.retry import Backoff, retry_on_conflict
+from onnx_ops.release.journal import Backoff, Journal
 
 _log = logging.getLogger(__name__)
 
@@ -120,21 +119,16 @@ class NotificationLoop:
             except CorruptStateError as error:  # a damaged ledger must not stop the others
                 results = (DeliveryResult(endpoint=endpoint, notifier="", trouble=str(error)),)
             for result in results:
-                if result.trouble and result.notifier:
+                source = result.notifier or result.endpoint
+                if result.sent or (result.trouble and self._troubles.get(source) != result.trouble):
+                    self._on_result(result)
+                if result.trouble:
+                    self._troubles[source] = result.trouble
                     failed.add(result.notifier)
-                self._report(result)
         for name in ready:
             self._backoff(name).record(failed=name in failed)
             if name not in failed:
                 self._troubles.pop(name, None)
-
-    def _report(self, result: DeliveryResult) -> None:
-        source = result.notifier or result.endpoint
-        is_new = self._troubles.get(source) != result.trouble
-        if result.sent or (result.trouble and is_new):
-            self._on_result(result)
-        if result.trouble:
-            self._troubles[source] = result.trouble
 
     def _backoff(self, notifier: str) -> Backoff:
         return self._backoffs.setdefault(notifier, Backoff(self._interval_s))
@@ -146,9 +140,14 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
         return DeliveryResult(endpoint=endpoint, notifier=name)
     sent: list[Notification] = []
     try:
-        after = _find_position(ports, endpoint, name, entries)
+        # Its first pass fixes where it begins, so that nothing expires while it fails.
+        positions = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == name]
+        if not positions:
+            oldest = ports.clock.now() - REPEAT_INTERVAL_S
+            positions = [max((entry.sequence for entry in entries if entry.at < oldest), default=0)]
+            _record_position(ports, endpoint, name, positions[-1])
         steps = isinstance(notifier, StepNotifier) and notifier.follows
-        for notification in list_pending_notifications(endpoint, entries, after=after, progress=steps):
+        for notification in list_pending_notifications(endpoint, entries, after=positions[-1], progress=steps):
             result = _send(_add_link(ports, notification), name, notifier)
             if result.trouble:
                 return replace(result, sent=tuple(sent))
@@ -159,24 +158,12 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
     return DeliveryResult(endpoint=endpoint, notifier=name, sent=tuple(sent))
 
 
-def _find_position(ports: Ports, endpoint: str, notifier: str, entries: Sequence[LedgerEntry]) -> int:
-    """Sequence up to which the notifier has sent. Its first pass fixes it: nothing expires while the notifier fails."""
-    positions = [e.body.of for e in entries if isinstance(e.body, NotificationSent) and e.body.notifier == notifier]
-    if positions:
-        return positions[-1]
-    oldest = ports.clock.now() - REPEAT_INTERVAL_S
-    after = max((entry.sequence for entry in entries if entry.at < oldest), default=0)
-    _record_position(ports, endpoint, notifier, after)
-    return after
-
-
 def _record_position(ports: Ports, endpoint: str, notifier: str, sequence: int) -> None:
-    def record() -> None:
-        journal = Journal.open(ports, endpoint)
+    def record(journal: Journal) -> None:
         if journal.state.notified.get(notifier, -1) < sequence:
             journal.append(NotificationSent(notifier=notifier, of=sequence))
 
-    retry_on_conflict(record)
+    Journal.update(ports, endpoint, record)
 
 
 def _send(notification: Notification, name: str, notifier: Notifier) -> DeliveryResult:

@@ -15,7 +15,6 @@ from onnx_ops.domain.ledger import (
     EndpointAbandoned,
     EndpointBound,
     EndpointDeleted,
-    OverrideRecorded,
     ReleaseState,
 )
 from onnx_ops.domain.release import VersionRecord
@@ -25,11 +24,13 @@ from onnx_ops.errors import LedgerConflictError, OnnxOpsError, RefusedError, Sti
 from onnx_ops.ports import Ports
 from onnx_ops.release.decision_policy import build_override, read_override
 from onnx_ops.release.journal import (
+    COMMAND_TIMEOUT_S,
     Journal,
     format_stream_name,
     list_bound_endpoints,
     list_sibling_states,
     read_readable_state,
+    run_concurrently,
 )
 from onnx_ops.release.registry_sync import (
     MAX_TEXT,
@@ -37,7 +38,6 @@ from onnx_ops.release.registry_sync import (
     require_approval,
     require_not_rejected,
 )
-from onnx_ops.release.retry import COMMAND_TIMEOUT_S, retry_on_conflict, run_concurrently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,7 @@ def bind_endpoint(
         ConflictError: another process is changing what would be left behind.
     """
 
-    def bind() -> bool:
-        journal = Journal.open(ports, config.endpoint, actor=actor)
+    def bind(journal: Journal) -> bool:
         if journal.state.deleting:
             finish_deletion(journal)
         bound = journal.state.config
@@ -141,7 +140,7 @@ def bind_endpoint(
         journal.append(EndpointBound(config=config, policy=policy))
         return True
 
-    return retry_on_conflict(bind)
+    return Journal.update(ports, config.endpoint, bind, actor=actor)
 
 
 def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig], *, abandon: str = "") -> None:
@@ -170,7 +169,7 @@ def abandon_dropped(
     """Unbind the endpoints that the file no longer names, and record why; return their names."""
     names = tuple(state.endpoint for state in _list_dropped(ports, pipeline, configs))
     for name in names:
-        retry_on_conflict(partial(_abandon, ports, name, reason, actor))
+        Journal.update(ports, name, lambda journal: _unbind(journal, reason), actor=actor)
     return names
 
 
@@ -186,9 +185,8 @@ def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str
     """
     requested = False
 
-    def attempt() -> None:
+    def delete(journal: Journal) -> None:
         nonlocal requested
-        journal = Journal.open(ports, endpoint, actor=actor)
         if requested and not journal.state.deleting:
             return  # another process has completed it
         config = journal.config
@@ -203,7 +201,7 @@ def delete_endpoint(ports: Ports, endpoint: str, *, reason: str = "", actor: str
         except (OnnxOpsError, OSError) as error:
             raise _still_pending(config.endpoint, str(error)) from error
 
-    retry_on_conflict(attempt)
+    Journal.update(ports, endpoint, delete, actor=actor)
 
 
 def delete_with_timeout(
@@ -241,12 +239,11 @@ def _set_champion(ports: Ports, record: VersionRecord, target: str, actor: str) 
         before = current
     aliases = {champion: record.version, previous: before}
 
-    def record_aliases() -> None:
-        journal = Journal.open(ports, format_stream_name(record.model, target), actor=actor)
+    def record_aliases(journal: Journal) -> None:
         if journal.state.aliases.get(champion) != record.version:
             journal.append(AliasesWritten(aliases=aliases))
 
-    retry_on_conflict(record_aliases)
+    Journal.update(ports, format_stream_name(record.model, target), record_aliases, actor=actor)
 
 
 def _override(
@@ -274,7 +271,7 @@ def _override(
         registry.annotate(record.model, record.version, tag)
     entry = build_override_entry(signed)
     for endpoint in endpoints:
-        retry_on_conflict(partial(_record_entry, ports, endpoint, entry, actor))
+        Journal.update(ports, endpoint, lambda journal: journal.append(entry), actor=actor)
 
 
 def _list_dropped(ports: Ports, pipeline: str, configs: Sequence[EndpointConfig]) -> tuple[ReleaseState, ...]:
@@ -301,14 +298,6 @@ def _exists(state: ReleaseState) -> bool:
     if state.deleting:
         return False
     return state.roles.stable is not None or state.open_intent is not None or state.pending_rollback is not None
-
-
-def _record_entry(ports: Ports, endpoint: str, entry: OverrideRecorded, actor: str) -> None:
-    Journal.open(ports, endpoint, actor=actor).append(entry)
-
-
-def _abandon(ports: Ports, endpoint: str, reason: str, actor: str) -> None:
-    _unbind(Journal.open(ports, endpoint, actor=actor), reason)
 
 
 def _unbind(journal: Journal, reason: str) -> None:

@@ -48,7 +48,7 @@ def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObjec
         except CorruptStateError:
             return ()
 
-    needed = find_reachable(_roots(ports), names)
+    needed = find_reachable(_find_roots(ports), names)
     return tuple(one for one in stored if one.at < before and (one.digest is None or one.digest not in needed))
 
 
@@ -74,7 +74,7 @@ def find_digests(data: bytes) -> frozenset[Digest]:
     return frozenset(Digest(text.decode("ascii")) for text in _DIGEST.findall(data))
 
 
-def _roots(ports: Ports) -> set[Digest]:
+def _find_roots(ports: Ports) -> set[Digest]:
     roots = {digest for manifest in ports.store.results() for digest in manifest.files.values()}
     for endpoint in ports.ledger.endpoints():
         for entry in ports.ledger.read(endpoint):
@@ -208,23 +208,36 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
     remove: dict[str, tuple[ListedVersion, ...]] = {}
     kept: list[RetainedVersion] = []
     for model in models:
-        reasons = _reasons(ports, model, in_use, states)
+        reasons = _find_reasons(ports, model, in_use, states)
         listed = ports.registry().versions(model)
-        newest = _newest_releases(listed, keep)
+        by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
+        newest = list(dict.fromkeys(entry.release for entry in by_age))[:keep]
         leaving: list[ListedVersion] = []
         for entry in listed:
-            why = reasons.get(entry.version) or _recent(entry, newest, keep, now - older_than_s)
+            if entry.version in reasons:
+                why = reasons[entry.version]
+            elif entry.release in newest:
+                why = f"one of the {keep} newest releases"
+            else:
+                why = "too young" if entry.created_at > now - older_than_s else ""
             if why:
                 kept.append(RetainedVersion(model=model, version=entry, why=why))
             else:
                 leaving.append(entry)
         remove[model] = tuple(leaving)
     wanted = {deployment.manifest for _, deployment in in_use} | {entry.version.manifest for entry in kept}
+    leaving_manifests = {entry.manifest for versions in remove.values() for entry in versions}
     endpoints = [s.endpoint for s in states if s.config is not None and s.config.model in models]
     return PrunePlan(
         remove=remove,
         kept=tuple(kept),
-        folders=_idle_folders(ports, wanted, remove, now - older_than_s),
+        # The version of an old folder may have been removed by a pruning that was killed. What another model needs
+        # later is downloaded again.
+        folders=tuple(
+            folder
+            for folder in ports.files.kept()
+            if folder.digest not in wanted and (folder.digest in leaving_manifests or folder.at < now - older_than_s)
+        ),
         orphans=find_orphans(ports, endpoints),
         contents=find_unreferenced(ports, older_than_s=older_than_s),
     )
@@ -241,7 +254,9 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
         gone: list[ListedVersion] = []
         for entry in versions:
             # It may have been promoted since the plan was made.
-            if entry.version in _served(ports, model):
+            states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
+            mine = (state for state in states if state.config is not None and state.config.model == model)
+            if entry.version in {d.version for state in mine for d in list_needed_deployments(ports, state)}:
                 continue
             try:
                 ports.registry().delete_version(model, entry.version)
@@ -266,50 +281,14 @@ def prune(ports: Ports, plan: PrunePlan) -> PrunePlan:
     )
 
 
-def _reasons(
+def _find_reasons(
     ports: Ports, model: str, in_use: Iterable[tuple[ReleaseState, Deployment]], states: Iterable[ReleaseState]
 ) -> dict[str, str]:
-    """Version to why it must stay."""
-    reasons: dict[str, str] = {}
-    for state in states:
-        if state.config is not None and state.config.model == model:
-            owed = {
-                version: f"alias {name} is pending for it" for name, version in state.pending_aliases.items() if version
-            }
-            reasons |= owed
-    for state, deployment in in_use:
-        if deployment.model == model:
-            reasons[deployment.version] = f"endpoint {state.endpoint} needs it"
-    return reasons | {version: f"alias {name}" for name, version in ports.registry().aliases(model).items()}
-
-
-def _served(ports: Ports, model: str) -> frozenset[str]:
-    states = (ports.ledger.state(name) for name in list_bound_endpoints(ports))
-    mine = (state for state in states if state.config is not None and state.config.model == model)
-    return frozenset(deployment.version for state in mine for deployment in list_needed_deployments(ports, state))
-
-
-def _newest_releases(listed: Sequence[ListedVersion], keep: int) -> frozenset[Digest]:
-    by_age = sorted(listed, key=lambda entry: (entry.created_at, int(entry.version)), reverse=True)
-    return frozenset(list(dict.fromkeys(entry.release for entry in by_age))[:keep])
-
-
-def _recent(entry: ListedVersion, newest: frozenset[Digest], keep: int, born_before: float) -> str:
-    if entry.release in newest:
-        return f"one of the {keep} newest releases"
-    return "too young" if entry.created_at > born_before else ""
-
-
-def _idle_folders(
-    ports: Ports, wanted: set[Digest], remove: Mapping[str, Sequence[ListedVersion]], before: float
-) -> tuple[StoredObject, ...]:
-    """Folders of removed versions, and old ones, whose version may have been removed by a pruning that was killed.
-
-    What another model needs later is downloaded again.
-    """
-    leaving = {entry.manifest for versions in remove.values() for entry in versions}
-    return tuple(
-        folder
-        for folder in ports.files.kept()
-        if folder.digest not in wanted and (folder.digest in leaving or folder.at < before)
-    )
+    """Return why each version that is in use, or has an alias, must stay."""
+    configured = [state for state in states if state.config is not None and state.config.model == model]
+    pending = [(name, version) for state in configured for name, version in state.pending_aliases.items() if version]
+    return {
+        **{version: f"alias {name} is pending for it" for name, version in pending},
+        **{one.version: f"endpoint {state.endpoint} needs it" for state, one in in_use if one.model == model},
+        **{version: f"alias {name}" for name, version in ports.registry().aliases(model).items()},
+    }

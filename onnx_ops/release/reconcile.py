@@ -1,4 +1,4 @@
-"""Move an endpoint toward its desired state, one recorded action at a time.
+"""Move an endpoint toward its desired state, one recorded action at a time, as its metrics allow.
 
 `reconcile_step` is level-triggered and idempotent: it reads desired and observed state, does at most one thing, and can
 be killed anywhere; the next call continues or undoes. `DryRun` makes the same decision over ports that only read, so
@@ -13,8 +13,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
-from onnx_ops.domain.ledger import LedgerEntry, ReleaseState
-from onnx_ops.domain.rollout import Action, ActionKind, plan_reversal
+from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.ledger import LedgerEntry, MetricsRecorded, ReleaseState, RolloutPaused, ThresholdsFixed
+from onnx_ops.domain.rollout import (
+    Action,
+    ActionKind,
+    OperatorCommand,
+    Wait,
+    WaitKind,
+    choose_next_action,
+    plan_reversal,
+)
+from onnx_ops.domain.rollout_observations import Observations
 from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
@@ -24,7 +34,14 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
 )
 from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, ModelFiles, Ports, Registry
-from onnx_ops.release.journal import Journal, pin_aliases, read_readable_state
+from onnx_ops.release.journal import (
+    MAX_PAUSE_S,
+    Journal,
+    call_each,
+    pin_aliases,
+    read_readable_state,
+    retry_on_conflict,
+)
 from onnx_ops.release.promote import finish_deletion
 from onnx_ops.release.registry_sync import (
     DesiredState,
@@ -36,12 +53,13 @@ from onnx_ops.release.registry_sync import (
     revert_alias,
     write_pending_aliases,
 )
-from onnx_ops.release.retry import MAX_PAUSE_S, retry_on_conflict
 from onnx_ops.release.rollback import carry_out_pending, request_and_carry_out
-from onnx_ops.release.rollout_metrics import choose_action, read_metrics, record_metrics, record_pause
 
 MAX_STEPS = 20
 """A rollout has a few steps; more than this in one call means that two parties undo each other."""
+RECORD_INTERVAL_S = 60.0
+"""Interval at which readings that change nothing are recorded. A process that dies loses a minute of counts, and a
+rollout of a week leaves about ten thousand entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +103,7 @@ def reconcile_each(
     ports: Ports, endpoints: Sequence[str], *, actor: str = ""
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_until_stable` for several endpoints; return reports and errors by endpoint."""
-    reports: dict[str, list[StepReport]] = {}
-    errors: dict[str, OnnxOpsError] = {}
-    for name in endpoints:
-        try:
-            reports[name] = reconcile_until_stable(ports, name, actor=actor)
-        except OnnxOpsError as error:
-            errors[name] = error
-    return reports, errors
+    return call_each(endpoints, lambda name: reconcile_until_stable(ports, name, actor=actor))
 
 
 def reconcile_with_retries(
@@ -105,11 +116,11 @@ def reconcile_with_retries(
     deadline, pause = time.monotonic() + for_s, 1.0
     while True:
         reports, errors = reconcile_each(ports, endpoints, actor=actor)
-        if not errors and not any(read_readable_state(ports, name).pending_rollback for name in endpoints):
-            return reports, errors
-        if errors and all(isinstance(error, MissingPackageError) for error in errors.values()):
-            return reports, errors
-        if time.monotonic() + pause > deadline:
+        if errors:
+            is_final = all(isinstance(error, MissingPackageError) for error in errors.values())
+        else:
+            is_final = not any(read_readable_state(ports, name).pending_rollback for name in endpoints)
+        if is_final or time.monotonic() + pause > deadline:
             return reports, errors
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
@@ -141,7 +152,7 @@ def reconcile_step(ports: Ports, endpoint: str, *, actor: str = "") -> StepRepor
     if journal.state.deleting:
         finish_deletion(journal)
         return StepReport(endpoint=endpoint, did="deleted", why="its deletion was requested", stable=True)
-    if (report := _wait_for_lease(journal) or _resume(journal)) is not None:
+    if (report := _resume(journal)) is not None:
         return report
     desired = read_desired_state(journal)
     if (report := _refuse(journal, desired)) is not None:
@@ -213,25 +224,114 @@ def _refuse(journal: Journal, desired: DesiredState) -> StepReport | None:
     return StepReport(endpoint=journal.state.endpoint, did=did, why=refused.reason, stable=False, refused=True)
 
 
-def _wait_for_lease(journal: Journal) -> StepReport | None:
-    if (intent := journal.active_intent()) is None:
-        return None
-    why = f"{intent.holder} is changing it: {intent.action.why}"
-    return StepReport(endpoint=journal.state.endpoint, did="", why=why, stable=True)
-
-
 def _resume(journal: Journal) -> StepReport | None:
-    """Carry out a pending rollback, or complete the action of a process that died, before anything else."""
+    """Wait for a process that acts, else carry out a pending rollback or complete the action of a dead process."""
     intent, pending = journal.state.open_intent, journal.state.pending_rollback
-    if pending is not None:
+    if (active := journal.active_intent()) is not None:
+        did, why = "", f"{active.holder} is changing it: {active.action.why}"
+    elif pending is not None:
         carry_out_pending(journal)
-        kind, why = pending.action.kind, f"requested by {pending.actor}: {pending.action.why}"
+        did, why = pending.action.kind.value, f"requested by {pending.actor}: {pending.action.why}"
     elif intent is not None:
         done = _perform(journal, intent.action)
-        kind, why = done.kind, f"finished what {intent.holder} began: {done.why}"
+        did, why = done.kind.value, f"finished what {intent.holder} began: {done.why}"
     else:
         return None
-    return StepReport(endpoint=journal.state.endpoint, did=kind.value, why=why, stable=False)
+    return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=not did)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSnapshot:
+    """What was counted until now, this reading included. `unavailable` is why there is no reading."""
+
+    observations: Observations | None
+    unavailable: str = ""
+
+
+def read_metrics(journal: Journal) -> MetricsSnapshot:
+    """Read the counts of the rollout in progress, if its policy analyzes metrics. Nothing is written."""
+    state, roles = journal.state, journal.state.roles
+    if not state.policy.is_analyzed or state.observations is None or roles.stable is None or roles.candidate is None:
+        return MetricsSnapshot(observations=None)
+    candidate, stable = roles.candidate.name, roles.stable.name
+    limits = {candidate: state.observations.slower, stable: state.observations.thresholds}
+    try:
+        reading = journal.ports.metrics(journal.config).read(journal.config, limits)
+    except ServiceUnavailableError as error:
+        return MetricsSnapshot(observations=None, unavailable=str(error))
+    return MetricsSnapshot(observations=state.observations.with_reading(reading, stable=stable, candidate=candidate))
+
+
+def choose_action(
+    journal: Journal, desired: DesiredState, observed: EndpointState | None, snapshot: MetricsSnapshot
+) -> Action | Wait:
+    """Return the next action by everything that is known. Without counts only a rollback may follow."""
+    state, target, now = journal.state, journal.config.target, journal.ports.clock.now()
+    if snapshot.observations is not None:
+        # The statistics take longer to import than a rollback takes, and most steps need none.
+        from onnx_ops.statistics.rollout import decide
+
+        return decide(
+            desired=desired.deployment,
+            observed=observed,
+            roles=state.roles,
+            observations=snapshot.observations,
+            policy=state.policy,
+            target=target,
+            command=state.command,
+            now=now,
+        )
+    action = choose_next_action(
+        desired=desired.deployment,
+        observed=observed,
+        roles=state.roles,
+        policy=state.policy,
+        target=target,
+        command=state.command,
+        now=now,
+    )
+    if not isinstance(action, Wait):
+        return action
+    why = desired.blocked_by if state.roles.candidate is None and desired.blocked_by else action.why
+    return replace(action, why=f"{why}: {snapshot.unavailable}" if snapshot.unavailable else why)
+
+
+def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action | Wait) -> None:
+    """Record what an action rests on before it is performed: the counts, and the thresholds of a new rollout.
+
+    Raises:
+        ConflictError: another process acted meanwhile.
+        ServiceUnavailableError: a rollout cannot start without the latencies of the stable version.
+    """
+    state = journal.state
+    if snapshot.observations is not None and (reading := snapshot.observations.reading) is not None:
+        last = state.observations.reading if state.observations is not None else None
+        if isinstance(action, Action) or last is None or reading.at - last.at >= RECORD_INTERVAL_S:
+            journal.append(MetricsRecorded(reading=reading))
+    if not isinstance(action, Action) or action.kind is not ActionKind.START or not state.policy.is_analyzed:
+        return
+    candidate, stable, fixed = action.roles.candidate, action.roles.stable, state.thresholds
+    if candidate is None or stable is None or (fixed is not None and fixed.candidate == candidate.manifest):
+        return
+    from onnx_ops.statistics.rollout import fix_thresholds
+
+    latencies = journal.ports.metrics(journal.config).latencies(journal.config, stable.name)
+    thresholds, slower = (None, None) if latencies is None else fix_thresholds(*latencies, state.policy.slower())
+    journal.append(ThresholdsFixed(candidate=candidate.manifest, thresholds=thresholds, slower=slower))
+
+
+def record_pause(journal: Journal, wait: Wait) -> None:
+    """Record that a rollout needs an operator, once for each step and kind of wait, unless an operator paused it.
+
+    Raises:
+        ConflictError: another process acted meanwhile.
+    """
+    state = journal.state
+    needs_operator = wait.kind in (WaitKind.INCONCLUSIVE, WaitKind.PAUSED, WaitKind.APPROVAL)
+    if not needs_operator or state.roles.candidate is None or state.command is OperatorCommand.PAUSE:
+        return
+    if state.pause is None or (state.pause.wait, state.pause.step) != (wait.kind, state.roles.step):
+        journal.append(RolloutPaused(wait=wait.kind, step=state.roles.step, why=wait.why))
 
 
 class _ChangesNeeded(Exception):

@@ -226,8 +226,12 @@ def write_pending_aliases(journal: Journal) -> str:
     state, config = journal.state, journal.config
     pending = dict(state.pending_aliases)
     champion = format_alias("champion", config.target)
-    if not pending or not _all_serve(journal, pending.get(champion)):
+    if not pending:
         return ""
+    if (released := pending.get(champion)) is not None:
+        siblings = list_sibling_states(journal.ports, config.model, config.target)
+        if not all(_serves(journal.ports, sibling, released) for sibling in siblings):
+            return ""
     registry = journal.ports.registry()
     present = registry.aliases(config.model)
     # The champion last: while it is still the old one, the registry's server lets that become `previous`.
@@ -351,7 +355,10 @@ def _verify_request(journal: Journal, name: str, version: str) -> DesiredState:
 
 
 def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision | SignedOverride:
-    """Return the decision or override that lets the version serve; raise RefusedError if there is none."""
+    """Return the decision or override that lets the version serve; raise RefusedError if there is none.
+
+    An override that stands signed on the version is recorded, unless that was done before.
+    """
     ports, config = journal.ports, journal.config
 
     def find() -> SignedDecision | SignedOverride:
@@ -362,21 +369,14 @@ def _find_authority(journal: Journal, record: VersionRecord) -> SignedDecision |
     try:
         return find()
     except RefusedError:
-        if not _record_override(journal, record):
+        signed = read_override(record, config.target, ports.verifier())
+        if signed is None or signed.envelope.digest() in journal.state.used_overrides:
             raise
+        published = read_published_rollback(record, config.endpoint)
+        if published is not None and not is_later(signed, published):
+            raise
+        journal.append(build_override_entry(signed), actor=signed.record.by)
         return find()
-
-
-def _record_override(journal: Journal, record: VersionRecord) -> bool:
-    """Record the override that stands signed on the version, unless that was done before."""
-    signed = read_override(record, journal.config.target, journal.ports.verifier())
-    if signed is None or signed.envelope.digest() in journal.state.used_overrides:
-        return False
-    published = read_published_rollback(record, journal.state.endpoint)
-    if published is not None and not is_later(signed, published):
-        return False
-    journal.append(build_override_entry(signed), actor=signed.record.by)
-    return True
 
 
 def _not_serving(state: ReleaseState, version: VersionRecord, soak_s: float, now: float) -> str:
@@ -407,14 +407,6 @@ def _download(ports: Ports, record: VersionRecord) -> str:
                 remedy="Its artifact was changed after it was evaluated; run the pipeline again.",
             )
         return ports.files.admit(Path(folder), manifest)
-
-
-def _all_serve(journal: Journal, champion: str | None) -> bool:
-    """Whether every endpoint of this model and target serves the version that would become champion."""
-    if champion is None:
-        return True
-    states = list_sibling_states(journal.ports, journal.config.model, journal.config.target)
-    return all(_serves(journal.ports, state, champion) for state in states)
 
 
 def _serves(ports: Ports, state: ReleaseState, version: str) -> bool:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onnx_ops.domain.artifact import Digest
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, serves_only
+from onnx_ops.domain.endpoint import Deployment, serves_only
 from onnx_ops.domain.ledger import OperatorCommandSent, ReleaseState, RequestWithdrawn, RollbackRequested
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_abort, plan_rollback
 from onnx_ops.errors import (
@@ -26,10 +25,18 @@ from onnx_ops.errors import (
     UserError,
 )
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import Journal, find_corruption, pin_aliases, read_readable_state
+from onnx_ops.release.journal import (
+    COMMAND_TIMEOUT_S,
+    Journal,
+    call_each,
+    find_corruption,
+    list_bound_endpoints,
+    pin_aliases,
+    read_readable_state,
+    retry_on_conflict,
+    run_concurrently,
+)
 from onnx_ops.release.registry_sync import restore_files
-from onnx_ops.release.retry import COMMAND_TIMEOUT_S, retry_on_conflict, run_concurrently
-from onnx_ops.release.status import HistoryFilter, filter_endpoints
 
 OBSERVE_TIMEOUT_S = 2.0
 """Seconds to observe whether an earlier rollback took effect. An endpoint that does not answer proves nothing."""
@@ -102,10 +109,11 @@ def request_rollback(
 ) -> tuple[RollbackResult, Journal]:
     """Record that traffic must go back; return the result so far and the journal. Arguments as of `roll_back`."""
 
-    def request() -> tuple[RollbackResult, Journal]:
-        journal = Journal.open(ports, endpoint, actor=actor)
+    def request(journal: Journal) -> tuple[RollbackResult, Journal]:
         config, pending = journal.config, journal.state.pending_rollback
-        if pending is not None and _is_same(pending.action, to):
+        goal = None if pending is None else pending.action.roles.stable
+        # An abort that rejects nothing is not what the operator asks for.
+        if pending is not None and pending.action.reject and goal is not None and to in (None, goal.version, goal.name):
             return _build_result(journal.state, pending.action), journal
         if (done := _find_done(journal, to, force)) is not None:
             return done, journal
@@ -118,7 +126,7 @@ def request_rollback(
         journal.append(RollbackRequested(action=action, by_operator=True))
         return result, journal
 
-    return retry_on_conflict(request)
+    return Journal.update(ports, endpoint, request, actor=actor)
 
 
 def request_and_carry_out(journal: Journal, action: Action) -> None:
@@ -137,9 +145,20 @@ def carry_out_pending(journal: Journal) -> None:
     Raises:
         OnnxOpsError: it is still pending; the ledger says why.
     """
-    pending = journal.state.pending_rollback
-    if pending is not None:
-        journal.perform(pending.action, partial(_apply_rollback, journal.ports, journal.config, pending.action))
+    ports, pending = journal.ports, journal.state.pending_rollback
+    if pending is None:
+        return
+    config, action = journal.config, pending.action
+
+    def apply(generation: int) -> None:
+        state, provider = replace(action.state, generation=generation), ports.provider(config.provider)
+        try:
+            provider.roll_back(config, state, generation=generation)
+        except (NotFoundError, DigestMismatchError):  # lost or damaged files are downloaded again
+            restore_files(ports, state.leader())
+            provider.roll_back(config, state, generation=generation)
+
+    journal.perform(action, apply)
 
 
 def roll_back_each(
@@ -158,21 +177,15 @@ def roll_back_each(
 
     What takes longer than `timeout_s` is a `StillPendingError`. Other arguments as of `roll_back`.
     """
-    requested: dict[str, tuple[RollbackResult, Journal]] = {}
-    errors: dict[str, OnnxOpsError] = {}
-    for name in endpoints:
-        try:
-            requested[name] = request_rollback(
-                ports, name, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
-            )
-        except OnnxOpsError as error:
-            errors[name] = error
+    request = partial(
+        request_rollback, ports, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
+    )
+    requested, errors = call_each(endpoints, request)
     results = {name: result for name, (result, _) in requested.items() if result.already}
     calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
     late = f"the endpoint did not get there within {timeout_s:g} s"
-    for name, result in run_concurrently(
-        calls, timeout_s, lambda name: _still_pending(requested[name][0], late)
-    ).items():
+    carried_out = run_concurrently(calls, timeout_s, lambda name: _still_pending(requested[name][0], late))
+    for name, result in carried_out.items():
         if isinstance(result, OnnxOpsError):
             errors[name] = result
         else:
@@ -193,8 +206,7 @@ def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "
     if not reason.strip():
         raise UserError("a withdrawal needs a reason", where=endpoint, remedy="Say why with --reason; it is recorded.")
 
-    def attempt() -> str:
-        journal = Journal.open(ports, endpoint, actor=actor)
+    def withdraw(journal: Journal) -> str:
         pending, deleting = journal.state.pending_rollback, journal.state.deleting
         if pending is None and not deleting:
             remedy = f"See `onnx-ops history {endpoint}`."
@@ -204,7 +216,7 @@ def withdraw_request(ports: Ports, endpoint: str, *, reason: str, actor: str = "
             return "the deletion"
         return f"the rollback to {_format_name(pending.action.roles.stable)}"
 
-    return retry_on_conflict(attempt)
+    return Journal.update(ports, endpoint, withdraw, actor=actor)
 
 
 def send_command(ports: Ports, endpoint: str, command: OperatorCommand, *, reason: str = "", actor: str = "") -> None:
@@ -214,14 +226,13 @@ def send_command(ports: Ports, endpoint: str, command: OperatorCommand, *, reaso
         UserError: no rollout is in progress.
     """
 
-    def send() -> None:
-        journal = Journal.open(ports, endpoint, actor=actor)
+    def send(journal: Journal) -> None:
         config = journal.config
         if journal.state.roles.candidate is None:
             raise _no_rollout(config.endpoint)
         journal.append(OperatorCommandSent(command=command, reason=reason))
 
-    retry_on_conflict(send)
+    Journal.update(ports, endpoint, send, actor=actor)
 
 
 def select_endpoints(
@@ -247,36 +258,31 @@ def select_endpoints(
             "no endpoints were selected",
             remedy="Name them, or write --all --model MODEL; `onnx-ops status` lists them.",
         )
-    names = filter_endpoints(ports, HistoryFilter(model=model, target=target)) if every else endpoints
-    if not names:
+    if not every:
+        return endpoints
+    bound = [read_readable_state(ports, name) for name in list_bound_endpoints(ports)]
+    states = [state for state in bound if state.config is None or state.config.serves(model, target)]
+    if not states:
         of_target = f" on {target}" if target else ""
         raise NotFoundError(f"no endpoint serves {model}{of_target}", remedy="See `onnx-ops status`.")
-    return _select_reached(ports, names, model) if every and to is None else names
-
-
-def _select_reached(ports: Ports, names: Sequence[str], model: str) -> tuple[str, ...]:
-    states = {name: read_readable_state(ports, name) for name in names}
-    latest = max(states.values(), key=lambda state: state.latest_release_at).latest_release
-    # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
-    selected = tuple(
-        name for name, state in states.items() if latest in _active_releases(state) or find_corruption(ports, name)
-    )
+    if to is not None:
+        return tuple(state.endpoint for state in states)
+    latest = max(states, key=lambda state: state.latest_release_at).latest_release
+    selected: list[str] = []
+    for state in states:
+        roles = [state.roles] if state.open_intent is None else [state.roles, state.open_intent.action.roles]
+        active = {d.release for each in roles for d in (each.candidate, each.stable) if d is not None}
+        # A damaged ledger does not show whether it had that release: its rollback must fail visibly.
+        if latest in active or find_corruption(ports, state.endpoint):
+            selected.append(state.endpoint)
     # Repeated after the rollback: those that rolled back from it, to report that this is done.
-    selected = selected or tuple(
-        name for name, state in states.items() if state.last_rollback and state.latest_release == latest
-    )
+    selected = selected or [s.endpoint for s in states if s.last_rollback and s.latest_release == latest]
     if not selected:
         raise NotFoundError(
             f"nothing to roll back: no endpoint is serving the latest release of {model}",
             remedy="See `onnx-ops history`; to go further back, name a version with --to.",
         )
-    return selected
-
-
-def _active_releases(state: ReleaseState) -> set[Digest]:
-    """Releases that take traffic, or are about to."""
-    roles = (state.roles, *((state.open_intent.action.roles,) if state.open_intent is not None else ()))
-    return {d.release for each in roles for d in (each.candidate, each.stable) if d is not None}
+    return tuple(selected)
 
 
 def _no_rollout(endpoint: str) -> UserError:
@@ -287,8 +293,14 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     """Carry out what was requested. Raises StillPendingError with the cause."""
 
     def attempt() -> None:
+        deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            _wait_for_other(journal)
+            # Another process may finish the same rollback, so that repeated commands do not each begin it anew.
+            while (intent := journal.active_intent()) is not None:
+                if time.monotonic() > deadline:
+                    raise ServiceUnavailableError(f"{intent.holder} is changing it", where=result.endpoint)
+                time.sleep(_POLL_INTERVAL_S)
+                journal.state = journal.ports.ledger.state(result.endpoint)
             carry_out_pending(journal)
         except LedgerConflictError:
             journal.state = journal.ports.ledger.state(result.endpoint)
@@ -301,16 +313,6 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
     return replace(result, pending_aliases=tuple(sorted(journal.state.pending_aliases)))
 
 
-def _wait_for_other(journal: Journal) -> None:
-    """Let another process finish the same rollback, so that repeated commands do not each begin it anew."""
-    deadline = time.monotonic() + COMMAND_TIMEOUT_S
-    while (intent := journal.active_intent()) is not None:
-        if time.monotonic() > deadline:
-            raise ServiceUnavailableError(f"{intent.holder} is changing it", where=journal.state.endpoint)
-        time.sleep(_POLL_INTERVAL_S)
-        journal.state = journal.ports.ledger.state(journal.state.endpoint)
-
-
 def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
     return StillPendingError(
         f"accepted, still pending: all traffic to {result.moved_to}",
@@ -321,23 +323,7 @@ def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
     )
 
 
-def _apply_rollback(ports: Ports, config: EndpointConfig, action: Action, generation: int) -> None:
-    """Roll back by the provider's one call; lost or damaged files are downloaded again."""
-    state, provider = replace(action.state, generation=generation), ports.provider(config.provider)
-    try:
-        provider.roll_back(config, state, generation=generation)
-    except (NotFoundError, DigestMismatchError):
-        restore_files(ports, state.leader())
-        provider.roll_back(config, state, generation=generation)
-
-
-def _is_same(pending: Action, to: str | None) -> bool:
-    """Whether the pending rollback is what the operator asks for. An abort that rejects nothing is not."""
-    goal = pending.roles.stable
-    return bool(pending.reject) and goal is not None and to in (None, goal.version, goal.name)
-
-
-def _build_result(state: ReleaseState, action: Action, *, already: bool = False) -> RollbackResult:
+def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
     idle = [name for name, weight in action.state.split.weights.items() if not weight]
     return RollbackResult(
         endpoint=state.endpoint,
@@ -345,7 +331,6 @@ def _build_result(state: ReleaseState, action: Action, *, already: bool = False)
         moved_to=_format_name(action.roles.stable),
         reason=action.why,
         pending_aliases=tuple(sorted(state.pending_aliases)),
-        already=already,
     )
 
 
@@ -366,7 +351,7 @@ def _find_done(journal: Journal, to: str | None, force: bool) -> RollbackResult 
     if observed is None or isinstance(observed, OnnxOpsError) or not serves_only(observed, stable):
         return None
     if last is not None:
-        return _build_result(state, last, already=True)
+        return replace(_build_result(state, last), already=True)
     return RollbackResult(
         endpoint=config.endpoint,
         moved_from=stable.name,

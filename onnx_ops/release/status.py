@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
@@ -36,9 +36,9 @@ from onnx_ops.domain.rollout_observations import EvidencePath, LatencyThresholds
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
 from onnx_ops.ports import DetachedServing, Ports
-from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
+from onnx_ops.release.journal import Journal, call_each, list_bound_endpoints, read_readable_state
+from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
-from onnx_ops.release.rollout_metrics import choose_action, read_metrics
 
 _TIMELINE = (ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK)
 
@@ -87,10 +87,6 @@ class HistoryFilter:
     limit: int | None = None
     traffic: bool = False
     """Only entries that moved traffic."""
-
-    def matches(self, config: EndpointConfig) -> bool:
-        """Return whether an endpoint with this binding is selected by model and target."""
-        return self.model in ("", config.model) and self.target in ("", config.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +147,8 @@ def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
 
 def read_statuses(ports: Ports, endpoints: Sequence[str]) -> tuple[tuple[EndpointStatus, ...], dict[str, OnnxOpsError]]:
     """Return the status of several endpoints, and the errors of others by name."""
-    statuses: list[EndpointStatus] = []
-    errors: dict[str, OnnxOpsError] = {}
-    for name in endpoints:
-        try:
-            statuses.append(read_status(ports, name))
-        except OnnxOpsError as error:
-            errors[name] = error
-    return tuple(statuses), errors
+    statuses, errors = call_each(endpoints, lambda name: read_status(ports, name))
+    return tuple(statuses.values()), errors
 
 
 def filter_endpoints(ports: Ports, selection: HistoryFilter) -> tuple[str, ...]:
@@ -171,7 +161,8 @@ def filter_endpoints(ports: Ports, selection: HistoryFilter) -> tuple[str, ...]:
         Journal.open(ports, name).config  # noqa: B018 (raises NotFoundError for an unknown name)
     names = selection.endpoints or list_bound_endpoints(ports)
     configs = {name: read_readable_state(ports, name).config for name in names}
-    return tuple(name for name, config in configs.items() if config is None or selection.matches(config))
+    model, target = selection.model, selection.target
+    return tuple(name for name, config in configs.items() if config is None or config.serves(model, target))
 
 
 def read_history(
@@ -243,7 +234,9 @@ def build_timeline(endpoint: str, entries: Sequence[LedgerEntry]) -> RolloutTime
     """Return the endpoint's last rollout that had a step before its last one, or None."""
     state, timeline = ReleaseState(endpoint=endpoint), None
     for entry in entries:
-        action = _find_completed_action(state, entry)
+        body, opened = entry.body, state.open_intent
+        is_completed = isinstance(body, ActionOutcome) and body.ok and body.of == state.generation
+        action = opened.action if opened is not None and is_completed else None
         state = apply_entry(state, entry)
         if action is not None and action.kind is ActionKind.START and action.roles.candidate is not None:
             timeline = RolloutTimeline(
@@ -298,15 +291,15 @@ def _is_about(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilte
         return selection.model in ("", model) and selection.target in ("", target)
     if not (selection.model or selection.target):
         return True
-    return any(isinstance(e.body, EndpointBound) and selection.matches(e.body.config) for e in entries)
+    configs = (entry.body.config for entry in entries if isinstance(entry.body, EndpointBound))
+    return any(config.serves(selection.model, selection.target) for config in configs)
 
 
 def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
     what, why = _describe_entry(entry.body)
     action = entry.body.action if isinstance(entry.body, Intent) else None
-    roles = (
-        {} if action is None else {role: getattr(action.roles, role) for role in ("stable", "previous", "candidate")}
-    )
+    names = () if action is None else ("stable", "previous", "candidate")
+    roles = {role: getattr(action.roles, role) for role in names}
     return HistoryLine(
         endpoint=entry.endpoint,
         sequence=entry.sequence,
@@ -399,14 +392,6 @@ def _describe_action(action: Action) -> str:
     if action.kind in (ActionKind.FINISH, ActionKind.ROLLBACK) and stable is not None and before is not None:
         return f"{action.kind.value} {before} -> {stable.name}: {split}"
     return f"{action.kind.value}: {split}"
-
-
-def _find_completed_action(before: ReleaseState, entry: LedgerEntry) -> Action | None:
-    """Return the action that this entry completes, if the entry counts."""
-    body, opened = entry.body, before.open_intent
-    if isinstance(body, ActionOutcome) and body.ok and opened is not None and body.of == before.generation:
-        return opened.action
-    return None
 
 
 def _build_step(entry: LedgerEntry, action: Action) -> TimelineStep:

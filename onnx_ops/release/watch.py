@@ -16,8 +16,8 @@ from enum import StrEnum
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import ConflictError, OnnxOpsError
 from onnx_ops.ports import Ports
+from onnx_ops.release.journal import Backoff
 from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
-from onnx_ops.release.retry import Backoff
 
 MAX_QUEUED = 1000
 """Models that can be queued; beyond that the next full pass covers them."""
@@ -146,7 +146,13 @@ class WatchLoop:
         """Run one pass over all endpoints. The registry is read once; while it is down, not in every pass."""
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
-            self._update_snapshot(read_registry(self._ports))
+            was_down, self._snapshot = bool(self._snapshot.down), read_registry(self._ports)
+            why = self._snapshot.down
+            self._registry_backoff.record(failed=bool(why))
+            if why and not was_down:
+                self.emit("", WatchEventKind.REGISTRY_DOWN, why=why)
+            elif was_down and not why:
+                self.emit("", WatchEventKind.REGISTRY_BACK, why="the registry answers again")
         dry_run = DryRun(self._ports, lambda: self._snapshot)
         for name in names:
             if self._queue.is_closed():
@@ -194,22 +200,14 @@ class WatchLoop:
             self._fail(name, str(error))
             return None
 
-    def _update_snapshot(self, snapshot: RegistrySnapshot) -> None:
-        was_down, self._snapshot = bool(self._snapshot.down), snapshot
-        self._registry_backoff.record(failed=bool(snapshot.down))
-        if snapshot.down and not was_down:
-            self.emit("", WatchEventKind.REGISTRY_DOWN, why=snapshot.down)
-        elif was_down and not snapshot.down:
-            self.emit("", WatchEventKind.REGISTRY_BACK, why="the registry answers again")
-
     def _reconcile(self, dry_run: DryRun, name: str) -> None:
+        def emit_step(report: StepReport) -> None:
+            kind = WatchEventKind.STEP if report.did else WatchEventKind.WAITING
+            kind = WatchEventKind.REFUSED if report.refused else kind
+            self.emit(name, kind, did=report.did, why=report.why)
+
         try:
-            reports = dry_run.reconcile(
-                name,
-                actor=self._actor,
-                on_step=lambda report: self._report(name, report),
-                is_stopped=self._queue.is_closed,
-            )
+            reports = dry_run.reconcile(name, actor=self._actor, on_step=emit_step, is_stopped=self._queue.is_closed)
         except ConflictError as error:
             self.emit(name, WatchEventKind.WAITING, why=f"another process acted meanwhile: {error.what}")
         except OnnxOpsError as error:
@@ -221,17 +219,9 @@ class WatchLoop:
         else:
             is_unstable = not reports[-1].stable and not self._queue.is_closed()
             if is_unstable:
-                self.emit(
-                    name, WatchEventKind.TROUBLE, why="does not become stable: another process undoes each change"
-                )
+                why = "does not become stable: another process undoes each change"
+                self.emit(name, WatchEventKind.TROUBLE, why=why)
             self._backoff(name).record(failed=is_unstable or any(report.refused for report in reports))
-
-    def _report(self, name: str, report: StepReport) -> None:
-        if report.refused:
-            kind = WatchEventKind.REFUSED
-        else:
-            kind = WatchEventKind.STEP if report.did else WatchEventKind.WAITING
-        self.emit(name, kind, did=report.did, why=report.why)
 
     def _fail(self, name: str, why: str) -> None:
         self._backoff(name).record(failed=True)

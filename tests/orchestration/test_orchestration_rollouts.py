@@ -15,7 +15,7 @@ from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.notifier import PrefectNotifier
-from onnx_ops.release.rollout_metrics import RECORD_INTERVAL_S
+from onnx_ops.release.reconcile import RECORD_INTERVAL_S
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.notifiers import ROLLED_BACK
 from onnx_ops.testing.webhook_sink import WebhookSink

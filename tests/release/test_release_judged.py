@@ -9,7 +9,7 @@ from onnx_ops.domain.rollout_observations import RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 from onnx_ops.release.decision_policy import read_published_rollback
-from onnx_ops.release.rollout_metrics import RECORD_INTERVAL_S
+from onnx_ops.release.reconcile import RECORD_INTERVAL_S
 from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects
 from tests.release.release_scenes import GUARDED, begun, copies_of, counted_out
 from tests.support.faults import Faults, Killed
