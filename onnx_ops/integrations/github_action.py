@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import judge_change, results
 from onnx_ops.reporting.description import markdown
-from onnx_ops.reporting.pull_request import Checked, overall, page, title
+from onnx_ops.reporting.pull_request import overall, page, title
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"
 """By it the one comment of a pull request is found again."""
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OnnxOpsError as error:
         _tell(f"::error title=onnx-ops::{_command_data(str(error))}")
         quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
-        _summary(os.environ, f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
+        _append(os.environ, "GITHUB_STEP_SUMMARY", f"## onnx-ops: the commit could not be judged\n\n{quoted}\n")
         return error.exit_code
 
 
@@ -120,41 +120,35 @@ def is_hosted(environ: Mapping[str, str]) -> bool | None:
 def publish(event: Event, folder: Path, environ: Mapping[str, str], *, reports: str = "") -> int:
     """Write summary, comment and check. What GitHub does not let this run write is said in the summary."""
     checked = results(folder)
-    told = page(checked, commit=event.commit, reports=reports)
+    text = page(checked, commit=event.commit, reports=reports)
     verdict, notes = overall(checked), []
-    deeds: list[tuple[str, Callable[[GitHubRepository], None]]] = [
-        ("check", lambda to: _check(to, event, checked, told))
-    ]
-    if event.pull_request is not None:
-        number = event.pull_request
-        deeds.append(("comment", lambda to: _comment(to, number, told, wanted=bool(checked))))
-    for what, deed in deeds:
-        try:
-            deed(_repository(environ))
-        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token may only read
-            notes.append(f"The {what} could not be written: {error}")
-    _summary(environ, "\n\n".join([told, *notes]))
-    for note in notes:
-        _tell(f"::warning title=onnx-ops::{_command_data(note)}")
-    _tell(title(checked))
-    _output(environ, "verdict", "none" if verdict is None else verdict.value)
-    return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
-
-
-def _check(repository: GitHubRepository, event: Event, checked: Sequence[Checked], told: str) -> None:
-    about = {
+    check = {
         "name": CHECK,
         "head_sha": event.commit,
         "status": "completed",
-        "conclusion": _CONCLUSIONS[overall(checked)],
-        "output": {"title": title(checked), "summary": told},
+        "conclusion": _CONCLUSIONS[verdict],
+        "output": {"title": title(checked), "summary": text},
     }
-    repository.request("POST", "check-runs", about)
+    for what in ("check",) if event.pull_request is None else ("check", "comment"):
+        try:
+            repository = _open_repository(environ)
+            if event.pull_request is not None and what == "comment":
+                _write_comment(repository, event.pull_request, text, wanted=bool(checked))
+            else:
+                repository.request("POST", "check-runs", check)
+        except (RefusedError, ServiceUnavailableError, UserError) as error:  # a fork's token may only read
+            notes.append(f"The {what} could not be written: {error}")
+    _append(environ, "GITHUB_STEP_SUMMARY", "\n\n".join([text, *notes]))
+    for note in notes:
+        _tell(f"::warning title=onnx-ops::{_command_data(note)}")
+    _tell(title(checked))
+    _append(environ, "GITHUB_OUTPUT", f"verdict={'none' if verdict is None else verdict.value}\n")
+    return 1 if verdict in (Verdict.FAIL, Verdict.ERROR) else 0
 
 
-def _comment(repository: GitHubRepository, number: int, told: str, *, wanted: bool) -> None:
-    """One comment a pull request, written anew by each commit; none where there never was anything to say."""
-    body = {"body": f"{MARK}\n{told}"}
+def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
+    """Write one comment a pull request, anew for each commit; none where there never was anything to say."""
+    body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):
         ours = (comment.get("user") or {}).get("type") == "Bot"  # whoever copies the mark keeps their comment
         if ours and str(comment.get("body") or "").startswith(MARK):
@@ -164,7 +158,7 @@ def _comment(repository: GitHubRepository, number: int, told: str, *, wanted: bo
         repository.request("POST", f"issues/{number}/comments", body)
 
 
-def _repository(environ: Mapping[str, str]) -> GitHubRepository:
+def _open_repository(environ: Mapping[str, str]) -> GitHubRepository:
     name, token = environ.get("GITHUB_REPOSITORY", ""), environ.get("GITHUB_TOKEN", "").strip()
     if not REPOSITORY.fullmatch(name):
         raise UserError(f"{name!r} is no repository", where="GITHUB_REPOSITORY")
@@ -173,16 +167,11 @@ def _repository(environ: Mapping[str, str]) -> GitHubRepository:
     return GitHubRepository(name=name, token=lambda: validate_token(token, "GITHUB_TOKEN"))
 
 
-def _summary(environ: Mapping[str, str], text: str) -> None:
-    if path := environ.get("GITHUB_STEP_SUMMARY"):
+def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
+    """Append to the file that the runner names in a variable."""
+    if path := environ.get(variable):
         with Path(path).open("a", encoding="utf-8") as stream:
             stream.write(text)
-
-
-def _output(environ: Mapping[str, str], name: str, value: str) -> None:
-    if path := environ.get("GITHUB_OUTPUT"):
-        with Path(path).open("a", encoding="utf-8") as stream:
-            stream.write(f"{name}={value}\n")
 
 
 def _sha(text: object) -> str:

@@ -134,7 +134,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         reason = given.pop("reason", "")
         if not target_name:
             raise UserError("a new deployment needs a target", remedy="Add -C target=NAME, a file in configs/targets/.")
-        settings = _settings(given)
+        settings = {key: _parse_scalar(text) for key, text in given.items()}
         self._ports.provider(provider).validate_settings(settings)
         bound = EndpointConfig(
             endpoint=name,
@@ -233,7 +233,8 @@ class OnnxOpsDeployments(BaseDeploymentClient):
             )
         # MLflow's own function cannot write a dict of arrays.
         if isinstance(inputs, dict):
-            body = json.dumps({"inputs": {name: _plain(value) for name, value in inputs.items()}})
+            plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in inputs.items()}
+            body = json.dumps({"inputs": plain})
         else:
             body = dump_input_data(inputs)
         headers = {"content-type": "application/json"}
@@ -288,12 +289,8 @@ def _check_flavor(flavor: str | None) -> None:
         raise UserError(f"flavor {flavor!r} cannot be deployed", remedy="Leave it out, or write onnx.")
 
 
-def _settings(given: Mapping[str, str]) -> dict[str, str | int | float | bool]:
-    """MLflow hands every value over as text."""
-    return {name: _scalar(text) for name, text in given.items()}
-
-
-def _scalar(text: str) -> str | int | float | bool:
+def _parse_scalar(text: str) -> str | int | float | bool:
+    """Return the value of a setting, which MLflow hands over as text."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -302,7 +299,3 @@ def _scalar(text: str) -> str | int | float | bool:
         except ValueError:
             continue
     return text
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value

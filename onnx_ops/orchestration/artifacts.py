@@ -20,9 +20,8 @@ from prefect.logging import get_logger
 from onnx_ops.app.results import Summary, locate_report
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
-from onnx_ops.domain.release import Choice
 from onnx_ops.pipeline import SilentObserver
-from onnx_ops.reporting.description import ResultRow, result_table
+from onnx_ops.reporting.description import result_table
 from onnx_ops.reporting.html import variants_picture
 
 
@@ -34,8 +33,30 @@ def publish_tables(summary: Summary) -> None:
     """
     if not summary.decisions:
         return
-    gates = [_gate_row(row) for row in result_table(summary.decisions)]
-    choices = [_choice_row(choice, summary) for choice in summary.choices]
+    gates = [
+        {
+            "variant": row.variant,
+            "target": row.target,
+            "gate": f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate,
+            "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
+            "figure": f"{row.figure} {row.interval}".strip(),
+            "limit": row.limit,
+            "n": str(row.n or ""),
+            "reason": row.reason,
+        }
+        for row in result_table(summary.decisions)
+    ]
+    versions = summary.registration.versions if summary.registration is not None else {}
+    choices = [
+        {
+            "target": choice.target,
+            "verdict": choice.verdict.value.upper(),
+            "variant": choice.variant or "none",
+            "version": versions.get(choice.variant or "", ""),
+            "reason": choice.reason,
+        }
+        for choice in summary.choices
+    ]
     create_table_artifact(
         gates, key=f"{summary.pipeline}-gates", description=f"Gates of {summary.pipeline}, per variant and target."
     )
@@ -63,30 +84,6 @@ def publish_pictures(summary: Summary, evidence: Collection[Evidence]) -> None:
                 key=f"{summary.pipeline}-{choice.target}-variants",
                 description=f"{picture.title}. {picture.caption}",
             )
-
-
-def _gate_row(row: ResultRow) -> dict[str, str]:
-    return {
-        "variant": row.variant,
-        "target": row.target,
-        "gate": f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate,
-        "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
-        "figure": f"{row.figure} {row.interval}".strip(),
-        "limit": row.limit,
-        "n": str(row.n or ""),
-        "reason": row.reason,
-    }
-
-
-def _choice_row(choice: Choice, summary: Summary) -> dict[str, str]:
-    versions = summary.registration.versions if summary.registration is not None else {}
-    return {
-        "target": choice.target,
-        "verdict": choice.verdict.value.upper(),
-        "variant": choice.variant or "none",
-        "version": versions.get(choice.variant or "", ""),
-        "reason": choice.reason,
-    }
 
 
 class Progress(SilentObserver):

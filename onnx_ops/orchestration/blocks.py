@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,8 +178,18 @@ class TargetDefinitions(Block, EnvironmentBlock):
         wrong = [f"{name}: {problem}" for name, target in value.items() for problem in _forbidden(target)]
         if wrong:
             raise ValueError(f"only a project's own files may say: {'; '.join(wrong)}")
+        from onnx_ops.config.targets import TargetFiles
+
         with Scratch() as folder:
-            _check(_written(value, folder), value)
+            files = TargetFiles(_written(value, folder), folder)
+            for name in value:
+                try:
+                    files.load(name)
+                except ConfigError as error:
+                    problems = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
+                    raise ValueError(f"{name}: {problems}") from error
+                except UserError as error:
+                    raise ValueError(f"{name}: {error.what}") from error
         return value
 
     def environ(self, folder: Path) -> Mapping[str, str]:
@@ -208,20 +218,6 @@ def _written(targets: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
         # JSON is YAML
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, **target}), encoding="utf-8")
     return folder
-
-
-def _check(folder: Path, names: Iterable[str]) -> None:
-    from onnx_ops.config.targets import TargetFiles
-
-    files = TargetFiles(folder, folder)
-    for name in names:
-        try:
-            files.load(name)
-        except ConfigError as error:
-            told = "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
-            raise ValueError(f"{name}: {told}") from error
-        except UserError as error:
-            raise ValueError(f"{name}: {error.what}") from error
 
 
 def load_block(place: str) -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prefect import State
@@ -34,49 +35,48 @@ def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *
         UserError: a name has no champion.
         ServiceUnavailableError: the registry does not answer.
     """
-    found: list[Drift] = []
+    drifts: list[Drift] = []
+
+    def measure(champion: ChampionRecord) -> State[Any]:
+        drifts.append(measure_again(ports, perform, champion))
+        return concluded(drifts[-1:])
+
     for champion in list_champions(ports, names):
-        told = f"{champion.record.model} v{champion.record.version} @ {champion.target}"
-        run_as_task("champion", told, lambda champion=champion: _measured(ports, perform, champion, found))  # type: ignore[misc]
-        if found[-1].drifted:
-            send_now(ports, build_drift_notification(found[-1], at=ports.clock.now(), actor=by))
-    publish_champions(found)
-    return concluded(found)
+        name = f"{champion.record.model} v{champion.record.version} @ {champion.target}"
+        run_as_task("champion", name, partial(measure, champion))
+        if drifts[-1].drifted:
+            send_now(ports, build_drift_notification(drifts[-1], at=ports.clock.now(), actor=by))
+    publish_champions(drifts)
+    return concluded(drifts)
 
 
-def publish_champions(found: Sequence[Drift]) -> None:
+def publish_champions(drifts: Sequence[Drift]) -> None:
     """`champions`: one row for each; nothing where there are none."""
-    if found:
-        told = "Champions measured again, with the runtime and the machine of now."
-        create_table_artifact([_row(drift) for drift in found], key="champions", description=told)
+    rows = [
+        {
+            "pipeline": drift.pipeline,
+            "target": drift.target,
+            "version": drift.version,
+            "variant": drift.variant,
+            "verdict": _verdict(drift),
+            "why": drift.why,
+            "changed": ", ".join(drift.changed),
+        }
+        for drift in drifts
+    ]
+    if rows:
+        description = "Champions measured again, with the runtime and the machine of now."
+        create_table_artifact(rows, key="champions", description=description)
 
 
-def concluded(found: Sequence[Drift]) -> State[Any]:
+def concluded(drifts: Sequence[Drift]) -> State[Any]:
     """Return the final state of the flow run: Failed, named `Drifted`, if a champion has drifted."""
-    lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in found]
+    lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in drifts]
     message = "\n".join(lines) or "no champions yet: the first release of a pipeline makes one"
-    code = compute_drift_exit_code(found)
+    code = compute_drift_exit_code(drifts)
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
-
-
-def _measured(ports: Ports, perform: ExecuteStage, champion: ChampionRecord, found: list[Drift]) -> State[Any]:
-    drift = measure_again(ports, perform, champion)
-    found.append(drift)
-    return concluded([drift])
 
 
 def _verdict(drift: Drift) -> str:
     words = {Verdict.PASS: "as it was", Verdict.FAIL: "drifted", Verdict.ERROR: "not measured"}
     return words.get(drift.verdict, drift.verdict.value)
-
-
-def _row(drift: Drift) -> dict[str, str]:
-    return {
-        "pipeline": drift.pipeline,
-        "target": drift.target,
-        "version": drift.version,
-        "variant": drift.variant,
-        "verdict": _verdict(drift),
-        "why": drift.why,
-        "changed": ", ".join(drift.changed),
-    }

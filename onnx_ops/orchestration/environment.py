@@ -46,23 +46,17 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         found = dict(environment(named, folder))
         if settings.root is not None and "ONNX_OPS_ROOT" not in os.environ:
             found["ONNX_OPS_ROOT"] = str(settings.root)
-        with _with_environ(found):
+        before = {name: os.environ.get(name) for name in found}
+        os.environ.update(found)
+        try:
             project = open_project()
             yield replace(project, ports=with_events(project.ports))
-
-
-@contextlib.contextmanager
-def _with_environ(given: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed,
 from onnx_ops.ports import Ports
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import DryRun, write_aliases
-from onnx_ops.release.rollback import RollbackResult, roll_back_each
+from onnx_ops.release.rollback import roll_back_each
 
 P = ParamSpec("P")
 
@@ -71,7 +71,20 @@ def _choice_line(choice: Choice) -> str:
 
 def reconcile_as_task(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
     """Reconcile one endpoint in its own task run; a failure does not stop other endpoints."""
-    return run_as_task("reconcile", f"reconcile {endpoint}", lambda: _settled(dry_run, endpoint, by))
+
+    def reconcile() -> State[Any]:
+        try:
+            reports = dry_run.reconcile(endpoint, actor=by)
+        except OnnxOpsError as error:
+            return failed(error)
+        message = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)
+        if any(report.refused for report in reports):
+            return Failed(name="Refused", message=message)
+        if why := reports[-1].registry_down:
+            return Failed(name="RegistryDown", message=f"{message}\nthe registry does not answer: {why}")
+        return Completed(message=message)
+
+    return run_as_task("reconcile", f"reconcile {endpoint}", reconcile)
 
 
 def roll_back_endpoints(
@@ -85,22 +98,19 @@ def roll_back_endpoints(
     pin: bool,
 ) -> Mapping[str, State[Any]]:
     """Roll all endpoints back first; then record a task run for each, update the registry, and notify people."""
-    moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=by, force=force, pin=pin)
-    states: dict[str, State[Any]] = {}
-    for name in names:
+    results, errors = roll_back_each(ports, names, to=to, reason=reason, actor=by, force=force, pin=pin)
+
+    def report(name: str) -> State[Any]:
         if name in errors:
-            states[name] = run_as_task("rollback", f"rollback {name}", functools.partial(failed, errors[name]))
-        else:
-            told = functools.partial(_moved, ports, moved[name], by)
-            states[name] = run_as_task("rollback", f"rollback {name}", told)
-    send_pending_each(ports, tuple(moved))
+            return failed(errors[name])
+        result = results[name]
+        message = f"{result.moved_from} -> {result.moved_to}, 100 % of traffic. Reason: {result.reason}"
+        pending = write_aliases(ports, name, actor=by) if result.pending_aliases else ""
+        return Completed(message=f"{message}\nregistry pending: {pending}" if pending else message)
+
+    states = {name: run_as_task("rollback", f"rollback {name}", functools.partial(report, name)) for name in names}
+    send_pending_each(ports, tuple(results))
     return states
-
-
-def _moved(ports: Ports, rolled: RollbackResult, by: str) -> State[Any]:
-    told = f"{rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}"
-    pending = write_aliases(ports, rolled.endpoint, actor=by) if rolled.pending_aliases else ""
-    return Completed(message=f"{told}\nregistry pending: {pending}" if pending else told)
 
 
 def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
@@ -110,19 +120,6 @@ def aggregate_state(states: Mapping[str, State[Any]]) -> State[Any]:
     if bad:
         return Failed(name=bad[0], message=told)
     return Completed(message=told or "no endpoints yet: the first run of a pipeline with `deploy` binds one")
-
-
-def _settled(dry_run: DryRun, endpoint: str, by: str) -> State[Any]:
-    try:
-        reports = dry_run.reconcile(endpoint, actor=by)
-    except OnnxOpsError as error:
-        return failed(error)
-    told = "\n".join(f"{report.did}: {report.why}" if report.did else report.why for report in reports)
-    if any(report.refused for report in reports):
-        return Failed(name="Refused", message=told)
-    if reports[-1].registry_down:
-        return Failed(name="RegistryDown", message=f"{told}\nthe registry does not answer: {reports[-1].registry_down}")
-    return Completed(message=told)
 
 
 def run_pipeline(

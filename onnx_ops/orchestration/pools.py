@@ -1,4 +1,4 @@
-"""Benchmarks on workers of Prefect's work pools: one pool for each kind of machine."""
+"""Benchmarks on workers of Prefect work pools: one pool for each kind of machine."""
 
 from __future__ import annotations
 
@@ -41,35 +41,41 @@ class PrefectPools:
 
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
         """Run a measurement on a worker of the pool, and wait for it."""
-        with _client() as client:
-            deployment, deaths = _deployment(client, pool), list[str]()
+        from prefect.exceptions import ObjectNotFound
+        from prefect.states import Cancelling
+
+        deaths: list[str] = []
+        with _open_client() as client:
+            try:
+                deployment = client.read_deployment_by_name(f"{FLOW}/{pool}").id
+            except ObjectNotFound as error:
+                raise UserError(
+                    f"no deployment is called {FLOW}/{pool}",
+                    where=f"pool {pool}",
+                    remedy="Deploy it as prefect.yaml does for `local`: "
+                    f"prefect --no-prompt deploy flows/measure.py:measure --name {pool} --pool {pool}; "
+                    f"and start a worker there: prefect worker start --pool {pool}",
+                ) from error
             while len(deaths) < self.tries:
+                parameters = {"request": dict(request)}
+                run = client.create_flow_run_from_deployment(deployment, parameters=parameters, name=title).id
                 try:
-                    return self._once(client, deployment, pool, title, request, timeout)
-                except _WorkerDied as death:
-                    deaths.append(str(death))
+                    return self._wait(client, run, pool, title, timeout)
+                except BaseException as error:
+                    # A worker that still does it stops, and one that has not begun never does.
+                    with contextlib.suppress(Exception):  # what went wrong before is what is reported
+                        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
+                            cancelling = Cancelling(message="nobody waits for it any more")
+                            client.set_flow_run_state(run, cancelling, force=True)
+                    if not isinstance(error, _WorkerDied):
+                        raise
+                    deaths.append(str(error))
         raise MeasurementError(
             f"{self.tries} workers of pool {pool} died over it, one after the other",
             where=title,
             why=deaths[-1],
             remedy="See the flow runs of `measure` in Prefect, and whether those machines have enough memory.",
         )
-
-    def _once(
-        self,
-        client: SyncPrefectClient,
-        deployment: UUID,
-        pool: str,
-        title: str,
-        request: Mapping[str, Json],
-        timeout: float | None,
-    ) -> None:
-        run = client.create_flow_run_from_deployment(deployment, parameters={"request": dict(request)}, name=title)
-        try:
-            self._wait(client, run.id, pool, title, timeout)
-        except BaseException:
-            _cancel(client, run.id)
-            raise
 
     def _wait(self, client: SyncPrefectClient, run: UUID, pool: str, title: str, timeout: float | None) -> None:
         asked, started = time.monotonic(), None
@@ -85,13 +91,21 @@ class PrefectPools:
             if kind == "RUNNING":
                 started = now if started is None else started
                 if timeout is not None and now - started > timeout:
-                    raise _too_long(title, timeout)
+                    raise MeasurementError(
+                        f"it ran longer than its time-out of {timeout:g} s and was stopped",
+                        where=title,
+                        remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+                    )
                 if (last := _heartbeat(client, run)) != beat:
                     beat, heard = last, now
                 if beat and now - heard > self.silence:
                     raise _WorkerDied(f"its flow run has sent no heartbeat for {now - heard:.0f} s")
             elif now - asked > self.patience:
-                raise _nobody(pool, title, self.patience)
+                raise MeasurementError(
+                    f"no worker of pool {pool} took it within {self.patience:g} s",
+                    where=title,
+                    remedy=f"Start one on the machine: prefect worker start --pool {pool}",
+                )
             time.sleep(self.poll)
 
 
@@ -100,7 +114,7 @@ def _kind(state: State[Any] | None) -> str:
 
 
 @contextlib.contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
+def _open_client() -> Iterator[SyncPrefectClient]:
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
@@ -120,20 +134,6 @@ def _client() -> Iterator[SyncPrefectClient]:
         ) from error
 
 
-def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
-    from prefect.exceptions import ObjectNotFound
-
-    try:
-        return client.read_deployment_by_name(f"{FLOW}/{pool}").id
-    except ObjectNotFound as error:
-        raise UserError(
-            f"no deployment is called {FLOW}/{pool}",
-            where=f"pool {pool}",
-            remedy=f"Deploy it as prefect.yaml does for `local`: prefect --no-prompt deploy flows/measure.py:measure "
-            f"--name {pool} --pool {pool}; and start a worker there: prefect worker start --pool {pool}",
-        ) from error
-
-
 def _heartbeat(client: SyncPrefectClient, run: UUID) -> str:
     """Return the time of the run's last heartbeat; empty if it sent none."""
     wanted = {
@@ -146,28 +146,3 @@ def _heartbeat(client: SyncPrefectClient, run: UUID) -> str:
     }
     events = client.request("POST", "/events/filter", json=wanted).json()["events"]
     return str(events[0]["id"]) if events else ""
-
-
-def _cancel(client: SyncPrefectClient, run: UUID) -> None:
-    """Nobody waits for it any more; a worker that still does it stops, and one that has not begun never does."""
-    from prefect.states import Cancelling
-
-    with contextlib.suppress(Exception):  # what went wrong before is what is told
-        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
-            client.set_flow_run_state(run, Cancelling(message="nobody waits for it any more"), force=True)
-
-
-def _too_long(title: str, timeout: float) -> MeasurementError:
-    return MeasurementError(
-        f"it ran longer than its time-out of {timeout:g} s and was stopped",
-        where=title,
-        remedy="Raise `timeout` in the pipeline file if the work is really that long.",
-    )
-
-
-def _nobody(pool: str, title: str, patience: float) -> MeasurementError:
-    return MeasurementError(
-        f"no worker of pool {pool} took it within {patience:g} s",
-        where=title,
-        remedy=f"Start one on the machine: prefect worker start --pool {pool}",
-    )

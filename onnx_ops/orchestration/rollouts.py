@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from functools import partial
 from time import sleep
 from typing import Any
 
@@ -45,94 +46,82 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
     pause, deadline = _seconds(every, "every"), ports.clock.monotonic() + _seconds(limit, "limit")
     trouble, published = "", -1
     while True:
-        reports, error = _look(ports, endpoint, by)
+        reports, error = _reconcile(ports, endpoint, by)
         if error is not None and str(error) != trouble:
             trouble = str(error)
-            run_as_task("rollout", f"{endpoint}: trouble", lambda error=error: failed(error))  # type: ignore[misc]
+            run_as_task("rollout", f"{endpoint}: trouble", partial(failed, error))
         send_pending_each(ports, (endpoint,))
         journal = Journal.open(ports, endpoint)
         if journal.state.head != published:
             published = journal.state.head
             publish_rollout(ports, endpoint)
-        over = journal.state.roles.candidate is None and error is None and reports[-1].stable
-        if over or ports.clock.monotonic() >= deadline:
-            return _end(ports, endpoint, reports, error, over=over)
+        is_over = journal.state.roles.candidate is None and error is None and reports[-1].stable
+        if is_over or ports.clock.monotonic() >= deadline:
+            break
         sleep(pause)
+    if error is not None:
+        return failed(error)
+    if not is_over:
+        return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
+    timeline = build_timeline(endpoint, ports.ledger.read(endpoint))
+    if timeline is not None and timeline.end in _ENDED_BADLY:
+        return Failed(name="RolledBack", message=f"{timeline.candidate.name}: {timeline.steps[-1].why}")
+    return Completed(message=reports[-1].why)
 
 
 def publish_rollout(ports: Ports, endpoint: str) -> None:
     """`<endpoint>-rollout`: the steps, their reasons and the evidence. Nothing for an endpoint without a rollout."""
-    found = build_timeline(endpoint, ports.ledger.read(endpoint))
-    if found is not None:
-        key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
-        told = f"The last rollout of {endpoint}: what was done, and why."
-        create_markdown_artifact(page(endpoint, found, _report(ports, found)), key=key, description=told)
+    timeline = build_timeline(endpoint, ports.ledger.read(endpoint))
+    if timeline is None:
+        return
+    model, version = timeline.candidate.model, timeline.candidate.version
+    try:
+        link = ports.registry().page(model, version, "report.html")
+    except OnnxOpsError:  # the registry may be down
+        link = ""
+    command = f"Write the report out: `onnx-ops report {model}/{version}`"
+    text = page(endpoint, timeline, f"[Report of the release]({link})" if link else command)
+    key = re.sub(r"[^a-z0-9]+", "-", f"{endpoint}-rollout".lower()).strip("-")
+    description = f"The last rollout of {endpoint}: what was done, and why."
+    create_markdown_artifact(text, key=key, description=description)
 
 
-def page(endpoint: str, found: RolloutTimeline, report: str) -> str:
-    """Markdown. Prefect shows an SVG that is the address of an image, but none in the text."""
-    name = found.candidate.name
+def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
+    """Return Markdown. Prefect shows an SVG that is the address of an image, but none in the text."""
+    from onnx_ops.statistics.rollout.judge import trace_guardrails
+
+    name, observations = timeline.candidate.name, timeline.observations
     ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
-    how = "is on trial" if found.end is None else ended.get(found.end, "was rolled back")
+    how = "is on trial" if timeline.end is None else ended.get(timeline.end, "was rolled back")
     rows = [f"# {endpoint}: {name} {how}", "", "| when (UTC) | what | share | why | by |", "|---|---|---|---|---|"]
-    for step in found.steps:
+    for step in timeline.steps:
         at = datetime.datetime.fromtimestamp(step.at, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         share = "" if step.percent is None else f"{step.percent} %"
         rows.append("| " + " | ".join([at, step.what, share, _cell(step.why), _cell(step.actor)]) + " |")
-    if plot := _plot(found):
+    if observations is not None and (plot := evidence_svg(trace_guardrails(observations, timeline.policy))):
         rows += ["", f"![Evidence against {name}]({as_data_url(plot)})"]
     return "\n".join([*rows, "", report, ""])
 
 
-def _look(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
-    """One pass; every step that did something becomes a task run that says what and why."""
+def _reconcile(ports: Ports, endpoint: str, by: str) -> tuple[list[StepReport], OnnxOpsError | None]:
+    """Run one pass; every step that did something becomes a task run that says what and why."""
     reports: list[StepReport] = []
+
+    def record(report: StepReport) -> None:
+        reports.append(report)
+        state: State[Any] = Completed(message=report.why)
+        if report.refused:
+            state = Failed(name="Refused", message=report.why)
+        if report.did:
+            run_as_task("rollout", f"{report.endpoint}: {report.did}", lambda: state)
+
     try:
-        reconcile_until_stable(ports, endpoint, actor=by, on_step=lambda report: _tell(report, reports))
-    except ConflictError:  # somebody else acted; the next look sees it
+        reconcile_until_stable(ports, endpoint, actor=by, on_step=record)
+    except ConflictError:  # another process acted; the next pass sees it
         reports.append(StepReport(endpoint=endpoint, did="", why="somebody else acted meanwhile", stable=False))
     except OnnxOpsError as error:
         return reports, error
     return reports, None
-
-
-def _tell(report: StepReport, reports: list[StepReport]) -> None:
-    reports.append(report)
-    if report.did:
-        state: State[Any] = (
-            Failed(name="Refused", message=report.why) if report.refused else Completed(message=report.why)
-        )
-        run_as_task("rollout", f"{report.endpoint}: {report.did}", lambda: state)
-
-
-def _end(
-    ports: Ports, endpoint: str, reports: list[StepReport], error: OnnxOpsError | None, *, over: bool
-) -> State[Any]:
-    if error is not None:
-        return failed(error)
-    if not over:
-        return Completed(name="TimeIsOver", message=f"not over yet: {reports[-1].why}")
-    found = build_timeline(endpoint, ports.ledger.read(endpoint))
-    if found is not None and found.end in _ENDED_BADLY:
-        return Failed(name="RolledBack", message=f"{found.candidate.name}: {found.steps[-1].why}")
-    return Completed(message=reports[-1].why)
-
-
-def _plot(found: RolloutTimeline) -> str:
-    from onnx_ops.statistics.rollout.judge import trace_guardrails
-
-    return evidence_svg(trace_guardrails(found.observations, found.policy)) if found.observations is not None else ""
-
-
-def _report(ports: Ports, found: RolloutTimeline) -> str:
-    """Where the release's report is read. The registry may be down; then how it is got later."""
-    model, version = found.candidate.model, found.candidate.version
-    try:
-        link = ports.registry().page(model, version, "report.html")
-    except OnnxOpsError:
-        link = ""
-    command = f"Write the report out: `onnx-ops report {model}/{version}`"
-    return f"[Report of the release]({link})" if link else command
 
 
 def _cell(text: str) -> str:

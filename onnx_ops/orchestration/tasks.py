@@ -41,7 +41,8 @@ def run_as_task(
         retries: further attempts after a Failed state.
         retry_if: asked after each Failed state whether another attempt makes sense.
     """
-    get_logger("prefect.task_runs").addFilter(_without_repetition)
+    # Prefect logs errors with an empty traceback, `NoneType: None`; its next line has the state.
+    get_logger("prefect.task_runs").addFilter(_has_traceback)
     task = Task(
         fn=work,
         name=kind,
@@ -54,8 +55,7 @@ def run_as_task(
     return task(return_state=True, wait_for=[allow_failure(state) for state in after])
 
 
-def _without_repetition(record: logging.LogRecord) -> bool:
-    """Drop the errors that Prefect logs with an empty traceback, `NoneType: None`; its next line has the state."""
+def _has_traceback(record: logging.LogRecord) -> bool:
     return record.exc_info != (None, None, None)
 
 
@@ -96,8 +96,25 @@ class PrefectExecutor:
         return attempt.manifest
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
-        """Record a stage that needed no work."""
-        self._run(stage, lambda: _shown(task_run_name(stage), outcome, decide))
+        """Record a stage that needed no work.
+
+        The message of its state names the stage: `prefect flow-run logs` prints the message of a task run's state, and
+        not its name.
+        """
+
+        def end() -> State[Any]:
+            name = task_run_name(stage)
+            if outcome.status is StageStatus.FAILED:
+                return Failed(message=outcome.reason)
+            if outcome.manifest is None or outcome.status is StageStatus.SKIPPED:
+                return Completed(name="Skipped", message=f"{name}: {outcome.reason}")
+            decision = decide(outcome.manifest)
+            if decision is not None and decision.verdict is not Verdict.PASS:
+                return judged(decision)
+            key = f" ({short_digest(outcome.key)})" if outcome.key is not None else ""
+            return Completed(name="Cached", message=f"{name}: unchanged{key}")
+
+        self._run(stage, end)
 
     def _run(
         self,
@@ -156,19 +173,3 @@ def judged(decision: Decision) -> State[Any]:
     if decision.verdict is Verdict.PASS:
         return Completed(message=message)
     return Failed(name=GATE_STATES[decision.verdict], message=message)
-
-
-def _shown(name: str, outcome: StageOutcome, decide: Decide) -> State[Any]:
-    """Return the final state of a cached stage.
-
-    Its message names the stage: `prefect flow-run logs` prints the message of a task run's state, and not its name.
-    """
-    if outcome.status is StageStatus.FAILED:
-        return Failed(message=outcome.reason)
-    if outcome.manifest is None or outcome.status is StageStatus.SKIPPED:
-        return Completed(name="Skipped", message=f"{name}: {outcome.reason}")
-    decision = decide(outcome.manifest)
-    if decision is not None and decision.verdict is not Verdict.PASS:
-        return judged(decision)
-    key = f" ({short_digest(outcome.key)})" if outcome.key is not None else ""
-    return Completed(name="Cached", message=f"{name}: unchanged{key}")

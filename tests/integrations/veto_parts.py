@@ -16,7 +16,7 @@ from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, Signe
 from onnx_ops.domain.release import Publication, VersionRecord
 from onnx_ops.integrations.mlflow_app.configuration import Configuration
 from onnx_ops.integrations.mlflow_app.guard import Guard
-from onnx_ops.integrations.mlflow_app.store import StoredVersion
+from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
 from onnx_ops.ports import Signer
 from onnx_ops.reporting.description import version_description
 from onnx_ops.testing.fakes import FakeClock
@@ -85,8 +85,8 @@ def judged(release: Publication, signer: Signer, verdict: Verdict, *, sequence: 
 
 
 @dataclass
-class MemoryVersions:
-    """`Versions` as a server would hold them."""
+class MemoryVersions(ServerStore):
+    """The store of a server, in memory."""
 
     kept: dict[tuple[str, str], StoredVersion] = field(default_factory=dict)
 

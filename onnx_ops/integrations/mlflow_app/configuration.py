@@ -39,7 +39,9 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
         NotFoundError, ConfigError, RefusedError: a file is missing, wrong or readable by others.
     """
     folder, policy_file, key_file = (environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY))
-    basic_auth = _flag(environ.get(BASIC_AUTH, ""))
+    flag = environ.get(BASIC_AUTH, "")
+    if (basic_auth := _WORDS.get(flag.lower())) is None:
+        raise UserError(f"{BASIC_AUTH} is {flag!r}", remedy="Write true or false.")
     keys = TrustedKeys(Path(folder)) if folder else None
     policy = load_policy(Path(policy_file)) if policy_file else None
     if policy is not None and (names := policy.policy.names()) and not basic_auth:
@@ -48,23 +50,11 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
             where=policy_file,
             remedy=f"Set {BASIC_AUTH}=true, or let every rule say `users: ['*']`.",
         )
-    return Configuration(
-        keys=keys, policy=policy, signer=_signer(Path(key_file), keys) if key_file else None, basic_auth=basic_auth
-    )
-
-
-def _flag(text: str) -> bool:
-    if text.lower() not in _WORDS:
-        raise UserError(f"{BASIC_AUTH} is {text!r}", remedy="Write true or false.")
-    return _WORDS[text.lower()]
-
-
-def _signer(path: Path, keys: TrustedKeys | None) -> Signer:
-    signer = EcdsaSigner(path)
-    if signer.key not in (() if keys is None else keys.keys()):
+    signer = EcdsaSigner(Path(key_file)) if key_file else None
+    if signer is not None and signer.key not in (() if keys is None else keys.keys()):
         raise UserError(
             f"overrides would be signed by key {short_digest(signer.key)}, which is not trusted",
-            where=str(path),
-            remedy=f"Put {public_path(path).name} into the folder that {TRUSTED_KEYS} names.",
+            where=str(Path(key_file)),
+            remedy=f"Put {public_path(Path(key_file)).name} into the folder that {TRUSTED_KEYS} names.",
         )
-    return signer
+    return Configuration(keys=keys, policy=policy, signer=signer, basic_auth=basic_auth)

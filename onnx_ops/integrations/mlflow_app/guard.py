@@ -18,8 +18,8 @@ from onnx_ops.domain.release import VersionRecord, is_among
 from onnx_ops.domain.rollout import format_alias as alias_of
 from onnx_ops.errors import InvalidSignatureError, OnnxOpsError, RefusedError
 from onnx_ops.integrations.mlflow_app.configuration import OVERRIDE_KEY, POLICY, TRUSTED_KEYS, Configuration
-from onnx_ops.integrations.mlflow_app.store import StoredVersion, Versions
-from onnx_ops.ports import Clock, Verifier
+from onnx_ops.integrations.mlflow_app.store import ServerStore, StoredVersion
+from onnx_ops.ports import Clock
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.reporting.description import told_reason
 
@@ -29,7 +29,7 @@ _IDENTITY = (RELEASE, VARIANT, DIGEST)
 class Guard:
     """The rules, over what the server's store says. `user` is empty where the server knows none."""
 
-    def __init__(self, configuration: Configuration, versions: Versions, clock: Clock) -> None:
+    def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
         self._versions = versions
         self._overrides = Overrides(configuration, versions, clock)
@@ -54,7 +54,7 @@ class Guard:
                 )
             if record is None:
                 raise RefusedError("onnx-ops did not register this version", remedy="Register it with `onnx-ops run`.")
-            self._decided(user, found, record, target)
+            self._require_decision(user, found, record, target)
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
         """Check a request to delete an alias, which takes the permission to set it."""
@@ -103,21 +103,19 @@ class Guard:
     def delete_version(self, model: str, version: str) -> None:
         """Check a request to delete a version, which would silently delete its aliases."""
         found, _ = self._read(model, version)
-        held = [alias for alias in found.aliases if guarded(alias)] if found is not None else []
-        if found is not None and held and self._versions.registered_here(found.model):
+        aliases = sorted(alias for alias in found.aliases if guarded(alias)) if found is not None else []
+        if found is not None and aliases and self._versions.registered_here(found.model):
             with _said(f"version {found.version} of {found.model} was not deleted"):
-                raise RefusedError(f"it holds {', '.join(sorted(held))}", remedy="Move that to another version first.")
+                raise RefusedError(f"it holds {', '.join(aliases)}", remedy="Move that to another version first.")
 
     def delete_model(self, model: str) -> None:
         """Check a request to delete a registered model with all its versions."""
         if not self._versions.registered_here(model):
             return
-        held = [
-            f"{alias} on version {number}" for alias, number in self._versions.aliases(model).items() if guarded(alias)
-        ]
-        if held:
+        aliases = [f"{name} on version {n}" for name, n in self._versions.aliases(model).items() if guarded(name)]
+        if aliases:
             with _said(f"model {model} was not deleted"):
-                raise RefusedError(f"it has {', '.join(sorted(held))}", remedy="Delete those aliases first.")
+                raise RefusedError(f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first.")
 
     def rename_model(self, model: str) -> None:
         """Check a request to rename a registered model."""
@@ -150,8 +148,13 @@ class Guard:
                 )
                 raise RefusedError(f"{rule}, and you are {user or 'not known'}", remedy=f"Ask {users[0]} to do it.")
 
-    def _decided(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
-        keys = self._keys()
+    def _require_decision(self, user: str, found: StoredVersion, record: VersionRecord, target: GuardedAlias) -> None:
+        keys = self._configuration.keys
+        if keys is None or not keys.keys():
+            raise RefusedError(
+                "this server trusts no keys, so it can verify no decision",
+                remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
+            )
         try:
             require_passing_decision(record, target.target, keys, others=self._versions.twins(record, target.target))
         except RefusedError as error:
@@ -164,15 +167,6 @@ class Guard:
             why = (told_reason(found.description, target.target) if judged else "") or error.why
             remedy = f"{error.remedy.rstrip('.')}. {self._overrides.advice(user, target.target)}"
             raise RefusedError(error.what, why=why, remedy=remedy) from error
-
-    def _keys(self) -> Verifier:
-        keys = self._configuration.keys
-        if keys is None or not keys.keys():
-            raise RefusedError(
-                "this server trusts no keys, so it can verify no decision",
-                remedy=f"Its operator names the folder of public keys in {TRUSTED_KEYS}.",
-            )
-        return keys
 
     def _counts(self, record: VersionRecord, target: str) -> bool:
         keys, signed = self._configuration.keys, record.decisions.get(target)
@@ -237,7 +231,7 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Overrides:
     """Who may override, and the record of it."""
 
-    def __init__(self, configuration: Configuration, versions: Versions, clock: Clock) -> None:
+    def __init__(self, configuration: Configuration, versions: ServerStore, clock: Clock) -> None:
         self._configuration = configuration
         self._versions = versions
         self._clock = clock

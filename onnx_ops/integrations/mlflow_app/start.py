@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
-from onnx_ops.integrations.mlflow_app.configuration import Configuration, read_configuration
+from onnx_ops.integrations.mlflow_app.configuration import read_configuration
 from onnx_ops.integrations.mlflow_app.guard import Guard
 from onnx_ops.integrations.mlflow_app.store import ServerStore
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from flask import Flask
-if TYPE_CHECKING:
     from flask import Flask
 
 
@@ -47,18 +45,14 @@ def refuse_to_start_wrong() -> None:
     from mlflow.exceptions import MlflowException
 
     try:
-        _prepare(read_configuration(os.environ))
+        if read_configuration(os.environ).basic_auth:
+            from mlflow.server import auth
+
+            # As MLflow does before it starts workers: check the secret, make the first user.
+            auth.get_flask_server_secret_key()
+            auth.bootstrap_admin_user()
     except (OnnxOpsError, MlflowException) as error:
         raise SystemExit(f"onnx-ops refuses to start MLflow: {error}") from error
-
-
-def _prepare(configuration: Configuration) -> None:
-    """Prepare basic-auth as MLflow does before it starts workers: check the secret, make the first user."""
-    if configuration.basic_auth:
-        from mlflow.server import auth
-
-        auth.get_flask_server_secret_key()
-        auth.bootstrap_admin_user()
 
 
 Check = Callable[[Guard, str, Any], None]
@@ -110,23 +104,17 @@ def install(app: Flask, guard: Guard) -> None:
 
     @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
     def look() -> None:
-        from flask import request
+        from flask import g, request
 
         message, check = CHECKS.get(request.endpoint or "", ("", None))
         if check is None:
             return
         read = handlers._get_request_message  # noqa: SLF001 (see above)
         asked = read(getattr(model_registry_pb2, message)())  # type: ignore[no-untyped-call]
+        user = str(g.get("mlflow_authenticated_user", ""))  # as basic-auth, or what replaces it, has recognised
         try:
-            check(guard, _user(), asked)
+            check(guard, user, asked)
         except RefusedError as error:
             raise MlflowException(str(error), databricks_pb2.PERMISSION_DENIED) from error
 
     app.before_request(look)
-
-
-def _user() -> str:
-    """Whom basic-auth, or what stands in for it, has recognised; empty without one."""
-    from flask import g
-
-    return str(g.get("mlflow_authenticated_user", ""))

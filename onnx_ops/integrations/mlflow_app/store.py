@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from onnx_ops.adapters.registries.mlflow_tags import DIGEST, RELEASE, read_decisions
 from onnx_ops.domain.decision import SignedDecision
@@ -25,34 +25,11 @@ class StoredVersion:
     description: str = ""
 
 
-class Versions(Protocol):
-    """What the guard asks of the server."""
-
-    def find(self, model: str, version: str) -> StoredVersion | None:
-        """None if there is no such version; the request itself will be told so."""
-        ...
-
-    def registered_here(self, model: str) -> bool:
-        """Whether onnx-ops registered any version of the model."""
-        ...
-
-    def aliases(self, model: str) -> Mapping[str, str]:
-        """Version by alias; empty if there is no such model."""
-        ...
-
-    def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
-        """Decisions for the target on the model's other versions of the same content."""
-        ...
-
-    def annotate(self, found: StoredVersion, key: str, value: str) -> None:
-        """Set a tag of a version."""
-
-
 class ServerStore:
-    """`Versions` of the MLflow server whose process this is."""
+    """The versions of the MLflow server whose process this is."""
 
     def find(self, model: str, version: str) -> StoredVersion | None:
-        """Return a version with its tags; None if it does not exist."""
+        """Return a version with its tags; None if it does not exist, which the request itself will report."""
         found = _unless_absent(lambda: _store().get_model_version(model, version))
         if found is None:
             return None
@@ -65,8 +42,9 @@ class ServerStore:
         )
 
     def registered_here(self, model: str) -> bool:
-        """Return whether the model exists in this registry."""
-        name = model if _PLAIN.fullmatch(model) else self._stored_name(model)
+        """Return whether onnx-ops registered any version of the model."""
+        stored = None if _PLAIN.fullmatch(model) else _unless_absent(lambda: _store().get_registered_model(model))
+        name = model if stored is None else str(stored.name)
         if not _PLAIN.fullmatch(name):
             return False
         query = f"name = '{name}' AND tags.{RELEASE} LIKE 'sha256:%'"
@@ -78,7 +56,7 @@ class ServerStore:
         return {} if found is None else {str(alias): str(version) for alias, version in found.aliases.items()}
 
     def twins(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
-        """Yield signed decisions of other versions with the same files."""
+        """Yield decisions for the target on the model's other versions of the same content."""
         query, token = f"tags.`{DIGEST}` = '{record.manifest}'", None
         while True:
             page = _store().search_model_versions(query, max_results=100, page_token=token)
@@ -95,10 +73,6 @@ class ServerStore:
         from mlflow.entities.model_registry import ModelVersionTag
 
         _store().set_model_version_tag(found.model, found.version, ModelVersionTag(key, value))  # type: ignore[no-untyped-call]
-
-    def _stored_name(self, model: str) -> str:
-        found = _unless_absent(lambda: _store().get_registered_model(model))
-        return model if found is None else str(found.name)
 
 
 def _store() -> Any:
