@@ -34,9 +34,9 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeRegistry
 from onnx_ops.testing.registries import publication
+from tests.release.release_parts import roll_back
 from tests.support.load import LoadPlan, LoadProcess, Payload
 
 ENDPOINT, MODEL, TARGET = "digits", "linear", "cpu-1t"

@@ -320,11 +320,6 @@ class ReleaseEvent:
     key: Digest | None = None
 
 
-def format_endpoint_id(name: str) -> str:
-    """Return the resource id of an endpoint."""
-    return f"{PREFIX}endpoint.{name}"
-
-
 def format_model_id(name: str) -> str:
     """Return the resource id of a model."""
     return f"{PREFIX}model.{name}"
@@ -346,7 +341,7 @@ def build_event(notice: Notification) -> ReleaseEvent:
     }
     return ReleaseEvent(
         event=EVENT_NAMES[notice.what],
-        resource=format_model_id(notice.model) if drift else format_endpoint_id(notice.endpoint),
+        resource=format_model_id(notice.model) if drift else f"{PREFIX}endpoint.{notice.endpoint}",
         name=notice.endpoint,
         at=notice.at,
         payload=payload,

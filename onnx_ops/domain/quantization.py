@@ -246,7 +246,6 @@ def choose_reduce_range(
 
     Args:
         options: `reduce_range`, where a person has set it.
-        machines: those of all targets.
         mixed: uint8 activations meet int8 weights, the only products that saturate.
     """
     needed = mixed and any(one.saturates for one in machines)
@@ -278,8 +277,6 @@ def list_search_recipes(machines: Sequence[Arithmetic], *, calibrated: bool, sma
     Types within each follow the machines (`choose_static_recipe`, `choose_reduce_range`).
 
     Args:
-        machines: those of all targets.
-        calibrated: there are rows to find ranges with.
         small: size counts, not only time.
     """
     found = [Recipe(name="dynamic", method="dynamic", options={"op_types": ["Gather", "Gemm", "MatMul"]})]

@@ -214,12 +214,8 @@ def choose_next_action(
     Args:
         desired: what the registry asks for, verified; None if it asks for nothing.
         observed: what the provider observed; None if the endpoint does not exist or does not answer.
-        roles: the roles of the ledger.
-        policy: the steps of the rollout.
-        target: the target, which names the aliases.
         command: the operator's last command that was not acted upon.
         now: seconds since the epoch.
-        analysis: what the metrics show about the rollout in progress.
     """
     candidate, stable = roles.candidate, roles.stable
     if stable is None:
@@ -254,9 +250,6 @@ def evaluate_step(
     """Return what follows for the present step. Without metrics nothing moves.
 
     Args:
-        name: name of the candidate.
-        step: the step that the rollout is at.
-        policy: what has to be shown.
         analysis: what the metrics show; None if nothing was counted yet.
         now: seconds since the epoch.
     """
@@ -339,9 +332,6 @@ def build_split_state(
     """Return the state in which `candidate` receives `percent` of the traffic and `stable` the rest.
 
     Args:
-        stable: the stable deployment.
-        candidate: the deployment on trial.
-        percent: the candidate's share of traffic.
         idle: deployments that stay loaded without traffic.
         copied: percentage of requests of which the candidate gets a copy.
         tolerance: relative difference that answers to copies may show.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -12,7 +12,6 @@ from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.project import Project, execute, open_project, prepare
 from onnx_ops.app.results import (
-    Summary,
     evidence_of,
     export_commit,
     find_base,
@@ -22,14 +21,11 @@ from onnx_ops.app.results import (
     summarize,
 )
 from onnx_ops.config.settings import Settings
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Pipeline, StageKind
-from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.paired_rows import compare_rows
-from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
+from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_lines
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
@@ -53,9 +49,7 @@ def judge_change(
     The results for the step that publishes them lie in `folder` afterwards, and a report of each pipeline.
 
     Args:
-        folder: where results and reports are written.
         base: the commit before; empty where there is none, so that every file counts as changed.
-        until: the last kind of stage.
         hosted: whether the machine is the service's own and ends with the job; None where this is no job.
         figures: folder through which a job without the project's store knows what others have recorded of earlier
             commits: one that stops early takes it from there, the others leave it there.
@@ -107,8 +101,18 @@ def judged(
     except OnnxOpsError as error:
         return Checked(file=one.file, because=one.because, verdict=Verdict.ERROR, error=str(error))
     evidence, pairs = evidence_of(summary, project.ports.store), partial(compare_rows, project.ports.store)
-    made = read_provenance(root, project.ports.clock.now(), os.environ)
-    report = report_of(summary, evidence, made, base, pairs)
+    measured, made = tuple(evidence.values()), read_provenance(root, project.ports.clock.now(), os.environ)
+    report = release_report(
+        summary.decisions,
+        measured,
+        summary.choices,
+        None,
+        {} if summary.registration is None else summary.registration.versions,
+        digests={(one.variant, one.target): digest for digest, one in evidence.items()},
+        provenance=made,
+        base=base,
+        pairs=pairs,
+    )
     (folder / f"{Path(one.file).stem}.html").write_text(report, encoding="utf-8")
     errors = [f"{stage}: {error}" for stage, error in result.errors.items()]
     verdicts = [choice.verdict for choice in summary.choices]
@@ -122,10 +126,10 @@ def judged(
         choices=summary.choices,
         decisions=summary.decisions,
         comparisons=(
-            *champion_comparisons(summary.choices, tuple(evidence.values())),
-            *(() if base is None else base_comparisons(summary.choices, tuple(evidence.values()), base, pairs)),
+            *champion_comparisons(summary.choices, measured),
+            *(() if base is None else base_comparisons(summary.choices, measured, base, pairs)),
         ),
-        variants=variant_lines(summary.decisions, tuple(evidence.values())),
+        variants=variant_lines(summary.decisions, measured),
         made_by=made_by(made),
         error="\n".join(errors),
         withheld=withheld,
@@ -176,29 +180,6 @@ def _local(place: str) -> Path | None:
             return Path(unquote(parts.path).removeprefix("/")).absolute()
         case _:
             return None
-
-
-def report_of(
-    summary: Summary,
-    evidence: Mapping[Digest, Evidence],
-    provenance: Provenance,
-    base: BaseRelease | None,
-    pairs: Pairs,
-) -> str:
-    """Return the report of a release that is not registered."""
-    digests = {(e.variant, e.target): digest for digest, e in evidence.items()}
-    versions = {} if summary.registration is None else summary.registration.versions
-    return release_report(
-        summary.decisions,
-        tuple(evidence.values()),
-        summary.choices,
-        None,
-        versions,
-        digests=digests,
-        provenance=provenance,
-        base=base,
-        pairs=pairs,
-    )
 
 
 def results(folder: Path) -> tuple[Checked, ...]:

@@ -26,10 +26,7 @@ def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *
     """Measure champions again, one after the other, and tell people and programs of those that have drifted.
 
     Args:
-        ports: the outside world of the project that released them.
-        perform: does a benchmark.
         names: pipelines or models; all if empty.
-        by: who is answerable.
 
     Raises:
         UserError: a name has no champion.
@@ -46,12 +43,6 @@ def check_champions(ports: Ports, perform: ExecuteStage, names: Sequence[str], *
         run_as_task("champion", name, partial(measure, champion))
         if drifts[-1].drifted:
             send_now(ports, build_drift_notification(drifts[-1], at=ports.clock.now(), actor=by))
-    publish_champions(drifts)
-    return concluded(drifts)
-
-
-def publish_champions(drifts: Sequence[Drift]) -> None:
-    """`champions`: one row for each; nothing where there are none."""
     rows = [
         {
             "pipeline": drift.pipeline,
@@ -67,6 +58,7 @@ def publish_champions(drifts: Sequence[Drift]) -> None:
     if rows:
         description = "Champions measured again, with the runtime and the machine of now."
         create_table_artifact(rows, key="champions", description=description)
+    return concluded(drifts)
 
 
 def concluded(drifts: Sequence[Drift]) -> State[Any]:

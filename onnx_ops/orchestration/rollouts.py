@@ -32,9 +32,6 @@ def run_rollout(ports: Ports, endpoint: str, *, by: str, limit: str, every: str)
     another run, goes on with it.
 
     Args:
-        ports: the outside world.
-        endpoint: its name.
-        by: who is answerable.
         limit: longest duration, as `1 d`.
         every: duration between two looks, as `10 s`.
 

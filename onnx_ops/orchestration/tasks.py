@@ -34,8 +34,6 @@ def run_as_task(
     a concurrency lease for each tag.
 
     Args:
-        kind: name of the task.
-        name: name of the task run.
         work: answers with the state in which the run ends; what it raises ends the run as Prefect sees fit.
         after: states of earlier task runs; Prefect draws an edge from each, whatever became of it.
         retries: further attempts after a Failed state.

@@ -37,9 +37,6 @@ def require_passing_decision(
     """Return the decision that lets the version serve the target.
 
     Args:
-        record: the version as the registry returns it.
-        target: the target's name.
-        verifier: knows the trusted keys.
         others: decisions from elsewhere, such as another version with the same content. Those that are validly signed
             and about exactly this content and target count too: the one with the highest sequence decides, and of
             several with the same sequence the worst. None replaces the version's own.
@@ -177,11 +174,7 @@ def build_override(
     published rollback of the version, however wrong the clock is, since the user knows of that rollback.
 
     Args:
-        record: the version.
-        target: the target that it may serve.
         verifier: verifies the decision; None where none can be verified.
-        reason: the user's reason.
-        by: the user.
         now: seconds since the epoch.
     """
     signed = record.decisions.get(target)

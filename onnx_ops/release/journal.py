@@ -140,7 +140,6 @@ class Journal:
         is done only once it was observed.
 
         Args:
-            action: what to do.
             effect: how to do it, given the intent's sequence; by default the provider applies the action's state.
 
         Raises:
@@ -261,11 +260,7 @@ class Journal:
 
 
 class Backoff:
-    """Skip passes over something that fails: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`.
-
-    Args:
-        interval_s: seconds between two passes.
-    """
+    """Skip passes over something that fails: none at first, then 1, 3, 7 … up to `MAX_PAUSE_S`."""
 
     def __init__(self, interval_s: float) -> None:
         self._most = max(int(MAX_PAUSE_S / interval_s) - 1, 0)

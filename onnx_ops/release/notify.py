@@ -76,9 +76,6 @@ class NotificationLoop:
     """Send what is pending, pass after pass, without delaying what moves traffic.
 
     Args:
-        ports: the outside world.
-        interval_s: seconds between passes.
-        endpoints: returns the endpoints of a pass.
         on_result: gets what was sent, and each trouble when it begins.
     """
 

@@ -65,11 +65,6 @@ def promote(
     """Make a version the challenger of a target; the champion at once if no endpoint serves the target.
 
     Args:
-        ports: the outside world.
-        model: registered model.
-        version: its version.
-        target: the target that it should serve.
-        actor: who is recorded for it.
         reason: why, recorded; required for an override.
         override: serve it whatever its gates or its history say.
         expects: endpoints that are about to be bound, so that the champion is left to their reconciler.
@@ -109,10 +104,6 @@ def bind_endpoint(
     """Bind an endpoint to what its pipeline says; return whether that changed anything.
 
     Args:
-        ports: the outside world.
-        config: what it is bound to.
-        policy: policy of its rollouts.
-        actor: who is recorded for it.
         abandon: why what runs elsewhere under this name may be left behind; recorded.
 
     Raises:
@@ -147,8 +138,6 @@ def require_no_orphans(ports: Ports, pipeline: str, configs: Sequence[EndpointCo
     """Refuse a pipeline file that would leave endpoints behind, running and without a manager.
 
     Args:
-        ports: the outside world.
-        pipeline: name of the pipeline.
         configs: every endpoint that its file names.
         abandon: why endpoints may be left behind.
 

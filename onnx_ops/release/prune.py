@@ -193,8 +193,6 @@ def plan_pruning(ports: Ports, models: Sequence[str], *, keep: int = KEEP_RELEAS
     served stays.
 
     Args:
-        ports: the outside world.
-        models: registered models.
         keep: newest releases of each model that stay, with all of their variants.
         older_than_s: age in seconds below which a version or content stays.
 

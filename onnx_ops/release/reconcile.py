@@ -361,7 +361,6 @@ class DryRun:
     """One pass over endpoints, over ledgers that are read once and one snapshot of the registry.
 
     Args:
-        ports: the outside world.
         read_snapshot: reads the registry; called once, if at all. While the registry is down it gets no other request.
     """
 

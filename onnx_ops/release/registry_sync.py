@@ -103,9 +103,6 @@ def require_approval(ports: Ports, record: VersionRecord, target: str, target_di
     """Return the version's signed decision for the target.
 
     Args:
-        ports: the outside world.
-        record: the version as the registry returns it.
-        target: the target that it should serve.
         target_digest: the target's definition now; None skips the comparison.
 
     Raises:

@@ -55,80 +55,6 @@ class RollbackResult:
     already: bool = False
 
 
-def roll_back(
-    ports: Ports,
-    endpoint: str,
-    *,
-    to: str | None = None,
-    reason: str = "",
-    actor: str = "",
-    force: bool = False,
-    pin: bool = True,
-    candidate_only: bool = False,
-) -> RollbackResult:
-    """Request that all traffic goes to the previous version, or to `to`, and carry it out.
-
-    Where several endpoints serve the same model and target, this one is pinned: the shared aliases stay. Without `pin`
-    they follow once all of these endpoints have rolled back.
-
-    The request takes precedence over any open action: its later outcome no longer counts, and the endpoint refuses its
-    later effects, which carry a lower generation. A request that has taken effect already changes nothing.
-
-    Args:
-        ports: the outside world.
-        endpoint: name of the endpoint.
-        to: version to go back to.
-        reason: why, recorded.
-        actor: who is recorded for it.
-        force: allow a version that was rolled back itself.
-        pin: leave aliases that several endpoints share.
-        candidate_only: only abort a rollout in progress.
-
-    Raises:
-        NotFoundError: no such endpoint, or no version to go back to.
-        RefusedError: that version was rolled back itself, and `force` is not set.
-        StillPendingError: it was requested, and could not be carried out yet.
-        UserError: no rollout is in progress, and `candidate_only` is set.
-    """
-    result, journal = request_rollback(
-        ports, endpoint, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
-    )
-    return result if result.already else _carry_out(journal, result)
-
-
-def request_rollback(
-    ports: Ports,
-    endpoint: str,
-    *,
-    to: str | None,
-    reason: str,
-    actor: str,
-    force: bool,
-    pin: bool,
-    candidate_only: bool,
-) -> tuple[RollbackResult, Journal]:
-    """Record that traffic must go back; return the result so far and the journal. Arguments as of `roll_back`."""
-
-    def request(journal: Journal) -> tuple[RollbackResult, Journal]:
-        config, pending = journal.config, journal.state.pending_rollback
-        goal = None if pending is None else pending.action.roles.stable
-        # An abort that rejects nothing is not what the operator asks for.
-        if pending is not None and pending.action.reject and goal is not None and to in (None, goal.version, goal.name):
-            return _build_result(journal.state, pending.action), journal
-        if (done := _find_done(journal, to, force)) is not None:
-            return done, journal
-        if candidate_only and journal.state.roles.candidate is None:
-            raise _no_rollout(endpoint)
-        action = _plan(journal, to, reason, force)
-        if pin:
-            action = pin_aliases(ports, config, action)
-        result = _build_result(journal.state, action)
-        journal.append(RollbackRequested(action=action, by_operator=True))
-        return result, journal
-
-    return Journal.update(ports, endpoint, request, actor=actor)
-
-
 def request_and_carry_out(journal: Journal, action: Action) -> None:
     """Request the rollback that metrics or the registry call for, and try once to carry it out.
 
@@ -173,14 +99,41 @@ def roll_back_each(
     candidate_only: bool = False,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> tuple[dict[str, RollbackResult], dict[str, OnnxOpsError]]:
-    """Request the rollback of several endpoints, carry all out side by side, and return results and errors by endpoint.
+    """Request that all traffic goes to the previous version, or to `to`, and carry it out on all endpoints at once.
 
-    What takes longer than `timeout_s` is a `StillPendingError`. Other arguments as of `roll_back`.
+    The request takes precedence over any open action: its later outcome no longer counts, and the endpoint refuses its
+    later effects, which carry a lower generation. A request that has taken effect already changes nothing.
+
+    Args:
+        force: allow a version that was rolled back itself.
+        pin: leave aliases that several endpoints share; else they follow once all of these have rolled back.
+        candidate_only: only abort a rollout in progress.
+        timeout_s: seconds after which what is not carried out is reported as pending.
+
+    Returns:
+        Results and errors by endpoint. Errors are NotFoundError (no such endpoint or version), RefusedError (that
+        version was rolled back itself), StillPendingError (requested, and not carried out yet) and UserError (no
+        rollout is in progress, and `candidate_only` is set).
     """
-    request = partial(
-        request_rollback, ports, to=to, reason=reason, actor=actor, force=force, pin=pin, candidate_only=candidate_only
-    )
-    requested, errors = call_each(endpoints, request)
+
+    def request(journal: Journal) -> tuple[RollbackResult, Journal]:
+        config, pending = journal.config, journal.state.pending_rollback
+        goal = None if pending is None else pending.action.roles.stable
+        # An abort that rejects nothing is not what the operator asks for.
+        if pending is not None and pending.action.reject and goal is not None and to in (None, goal.version, goal.name):
+            return _build_result(journal.state, pending.action), journal
+        if (done := _find_done(journal, to, force)) is not None:
+            return done, journal
+        if candidate_only and journal.state.roles.candidate is None:
+            raise _no_rollout(config.endpoint)
+        action = _plan(journal, to, reason, force)
+        if pin:
+            action = pin_aliases(ports, config, action)
+        result = _build_result(journal.state, action)
+        journal.append(RollbackRequested(action=action, by_operator=True))
+        return result, journal
+
+    requested, errors = call_each(endpoints, lambda name: Journal.update(ports, name, request, actor=actor))
     results = {name: result for name, (result, _) in requested.items() if result.already}
     calls = {name: partial(_carry_out, journal, r) for name, (r, journal) in requested.items() if not r.already}
     late = f"the endpoint did not get there within {timeout_s:g} s"

@@ -101,11 +101,8 @@ class WatchLoop:
     """Reconcile endpoints until the queue is closed.
 
     Args:
-        ports: the outside world.
         models: models to reconcile at once; closing it ends the loop.
-        interval_s: seconds between passes over everything.
         endpoints: names of endpoints; by default all that are bound, now or later.
-        actor: who is recorded for what is done.
         on_event: gets an event of everything that happens, and of every change of what is waited for.
     """
 

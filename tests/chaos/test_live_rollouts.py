@@ -30,10 +30,10 @@ from onnx_ops.ports import Ports
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.rollback import roll_back
 from onnx_ops.release.status import read_status
 from onnx_ops.serving.inference.request_queue import INLINE_S
 from onnx_ops.testing.fakes import FakeWorld
+from tests.release.release_parts import roll_back
 from tests.support.load import LoadPlan, LoadProcess, Payload, Records
 
 if TYPE_CHECKING:

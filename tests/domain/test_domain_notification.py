@@ -164,3 +164,4 @@ def test_a_test_says_that_it_is_one() -> None:
     found = build_test_notification("onnx-ops", at=1.0, actor="me")
     assert found.what is NotificationKind.TEST
     assert "test" in found.title
+    assert found.lines[-1] == "By me"

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.ledger import (
     ActionOutcome,
@@ -36,6 +36,7 @@ from onnx_ops.domain.rollout import (
     plan_rollback,
 )
 from onnx_ops.domain.rollout_policy import DAY, RolloutPolicy
+from tests.domain.test_domain_ledger import version
 
 POLICIES = (
     RolloutPolicy(),
@@ -44,20 +45,8 @@ POLICIES = (
 )
 
 
-def version(number: int) -> Deployment:
-    """Versions 0 and 1, 2 and 3 … are variants of one release."""
-    return Deployment(
-        name=f"v{number}",
-        model="digits",
-        version=str(number),
-        variant="fp32",
-        release=digest_bytes(f"release {number // 2}".encode()),
-        manifest=digest_bytes(f"manifest {number}".encode()),
-        location=f"/models/{number}",
-    )
-
-
-VERSIONS = tuple(version(number) for number in range(6))
+VERSIONS = tuple(version(number, release=f"release {number // 2}") for number in range(6))
+"""Versions 0 and 1, 2 and 3 … are variants of one release."""
 
 
 class Rollouts(RuleBasedStateMachine):

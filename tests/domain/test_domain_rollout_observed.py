@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.ledger import (
     ActionOutcome,
@@ -30,20 +29,8 @@ from onnx_ops.domain.rollout_observations import (
     ShadowCounts,
     diff_readings,
 )
+from tests.domain.test_domain_ledger import version
 from tests.support.golden import Golden
-
-
-def version(number: int) -> Deployment:
-    return Deployment(
-        name=f"v{number}",
-        model="m",
-        version=str(number),
-        variant="fp32",
-        release=digest_bytes(f"release {number}".encode()),
-        manifest=digest_bytes(f"manifest {number}".encode()),
-        location="",
-    )
-
 
 V1, V2, V3 = version(1), version(2), version(3)
 LIMITS = LatencyThresholds(p50_s=0.001, p99_s=0.01, requests=500)

@@ -54,3 +54,9 @@ def veto_server(veto_home: Path) -> Iterator[GuardedServer]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tests' pipelines have in common is done once."""
+    return tmp_path_factory.mktemp("store")

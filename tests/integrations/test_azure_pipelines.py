@@ -18,22 +18,12 @@ from onnx_ops.integrations import azure_pipelines
 from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.reporting.pull_request import Checked
 from tests.infra.infra_tools import steps
+from tests.integrations.commit_parts import pipeline_text
 from tests.support.git import commit_all, git
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "infra" / "azure" / "azure-pipelines.yml"
-PIPELINE = """
-pipeline: iris
-data:
-  all: {{sklearn: iris}}
-train: {{run: "azure_model:train"}}
-export: {{framework: sklearn}}
-validate: {{samples: {{data: all, limit: 150}}}}
-benchmark: {{targets: [cpu-1t]}}
-gates:
-  - {{kind: parity}}
-  - {{kind: size, max: {size}}}
-"""
+TRAIN = "azure_model:train"
 MODEL = """
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
@@ -43,18 +33,12 @@ def train(data):
 """
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tests' pipelines have in common is done once."""
-    return tmp_path_factory.mktemp("store")
-
-
 @pytest.fixture
 def checkout(tmp_path: Path, store: Path) -> Path:
     root = tmp_path / "checkout"
     (root / "configs" / "pipelines").mkdir(parents=True)
     (root / "configs" / "targets").mkdir()
-    (root / "configs" / "pipelines" / "iris.yaml").write_text(PIPELINE.format(size="1 MB"))
+    (root / "configs" / "pipelines" / "iris.yaml").write_text(pipeline_text(TRAIN))
     (root / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\n")
     (root / "azure_model.py").write_text(MODEL)
     (root / "onnx-ops.toml").write_text(f"store = '{store}'\n")
@@ -96,7 +80,7 @@ def agent(checkout: Path, **environ: str) -> list[tuple[int, str]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("size", "code", "verdict"), [("1 MB", 0, "pass"), ("1 B", 1, "fail")])
 def test_a_pull_request_is_judged(checkout: Path, size: str, code: int, verdict: str) -> None:
-    (checkout / "configs" / "pipelines" / "iris.yaml").write_text(PIPELINE.format(size=size) + "description: new\n")
+    (checkout / "configs" / "pipelines" / "iris.yaml").write_text(pipeline_text(TRAIN, size) + "description: new\n")
     head = commit_all(checkout)
     (ran, said), (ended, told) = agent(
         checkout,

@@ -24,21 +24,12 @@ from onnx_ops.integrations.commits import RESULTS
 from onnx_ops.integrations.github_action import MARK, main, read_event
 from onnx_ops.reporting.pull_request import Checked
 from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
+from tests.integrations.commit_parts import pipeline_text
+from tests.support.git import commit_all
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "ghs_0123456789"  # noqa: S105 (nobody's)
-PIPELINE = """
-pipeline: iris
-data:
-  all: {{sklearn: iris}}
-train: {{run: "code.model:train"}}
-export: {{framework: sklearn}}
-validate: {{samples: {{data: all, limit: 150}}}}
-benchmark: {{targets: [cpu-1t]}}
-gates:
-  - {{kind: parity}}
-  - {{kind: size, max: {size}}}
-"""
+TRAIN = "code.model:train"
 RELEASED = """
 register: {model: iris, promote: auto}
 deploy: {endpoint: iris, provider: local, target: cpu-1t}
@@ -91,11 +82,8 @@ class Runner:
     root: Path
     github: GitHub
 
-    def commit(self, message: str = "change") -> str:
-        for arguments in (("add", "-A"), ("commit", "--quiet", "--allow-empty", "-m", message)):
-            subprocess.run(["git", *arguments], cwd=self.root, check=True)
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=self.root, check=True, capture_output=True, text=True)
-        return found.stdout.strip()
+    def commit(self) -> str:
+        return commit_all(self.root)
 
     def event(self, document: dict[str, Any]) -> None:
         Path(os.environ["GITHUB_EVENT_PATH"]).write_text(json.dumps(document), encoding="utf-8")
@@ -113,25 +101,16 @@ class Runner:
         return (self.root.parent / "summary").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tests' pipelines have in common is done once."""
-    return tmp_path_factory.mktemp("store")
-
-
 @pytest.fixture
 def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     root = tmp_path / "checkout"
-    write(root, "configs/pipelines/iris.yaml", PIPELINE.format(size="1 MB"))
+    write(root, "configs/pipelines/iris.yaml", pipeline_text(TRAIN))
     write(root, "configs/targets/cpu-1t.yaml", (ROOT / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8"))
     write(root, "code/__init__.py", "")
     write(root, "code/model.py", MODEL.format(module="rounds"))
     write(root, "code/rounds.py", "ROUNDS = 200\n")
     write(root, "onnx-ops.toml", f"store = '{store}'\n")
     write(root, ".gitignore", ".onnx-ops/\n__pycache__/\n")
-    subprocess.run(["git", "init", "--quiet", "-b", "main", str(root)], check=True)
-    for key, value in (("user.name", "tester"), ("user.email", "tester@example.org"), ("commit.gpgsign", "false")):
-        subprocess.run(["git", "config", key, value], cwd=root, check=True)
     github = GitHub()
     with WebhookSink(github).open() as inbox:
         made = Runner(root, github)
@@ -147,7 +126,7 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(root)
-        monkeypatch.setenv("GITHUB_SHA", made.commit("first"))
+        monkeypatch.setenv("GITHUB_SHA", made.commit())
         yield made
 
 
@@ -164,7 +143,7 @@ def test_code_that_a_pipeline_reaches_is_judged_and_told_once(runner: Runner) ->
     (check,) = runner.github.checks
     assert (check["conclusion"], check["output"]["title"]) == ("success", "1 passed")
     assert (runner.root.parent / "out" / "iris.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    write(runner.root, "configs/pipelines/iris.yaml", PIPELINE.format(size="1 B"))
+    write(runner.root, "configs/pipelines/iris.yaml", pipeline_text(TRAIN, "1 B"))
     runner.pull_request(base, runner.commit())
     assert (runner.step("run"), runner.step("publish")) == (0, 1)
     assert runner.github.checks[1]["conclusion"] == "failure"
@@ -255,7 +234,7 @@ def test_a_push_that_would_release_onto_the_job_s_disk_stops_at_the_gates(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("RUNNER_ENVIRONMENT", environment)
     monkeypatch.delenv("ONNX_OPS_SIGNING")
-    write(runner.root, "configs/pipelines/iris.yaml", f"{PIPELINE.format(size='1 MB')}{RELEASED}")
+    write(runner.root, "configs/pipelines/iris.yaml", f"{pipeline_text(TRAIN)}{RELEASED}")
     runner.event({"before": os.environ["GITHUB_SHA"]})
     os.environ["GITHUB_SHA"] = runner.commit()
     assert (runner.step("run"), runner.step("publish")) == (0, 0)
@@ -313,7 +292,7 @@ def test_the_action_calls_this_script(runner: Runner, tmp_path: Path) -> None:
     action = yaml.safe_load((ROOT / ".github/actions/onnx-ops/action.yml").read_text(encoding="utf-8"))
     steps = [step["run"] for step in action["runs"]["steps"] if "run" in step]
     runner.event({"before": "0" * 40})
-    runner.commit("second")
+    runner.commit()
     folders = {"FOLDER": str(tmp_path / "out"), "FIGURES": str(tmp_path / "figures")}
     environ = {**os.environ, **folders, "SINCE": "", "REPORTS": ""}
     path = f"{Path(sys.executable).parent}:{environ['PATH']}"

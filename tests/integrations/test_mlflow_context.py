@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.integrations.mlflow_context import RunContext
+from tests.support.git import commit_all
 
 
 def test_outside_a_flow_nothing_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +28,6 @@ def test_mlflow_asks_for_the_tags_of_a_flow_and_its_commit(monkeypatch: pytest.M
 
     assert prefect.runtime.flow_run.id is None
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "77c1")
-    commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "--allow-empty", "-qm", "first"]
-    for command in (["git", "init", "-q"], commit):
-        subprocess.run(command, cwd=tmp_path, check=True)
+    sha = commit_all(tmp_path)
     monkeypatch.chdir(tmp_path)
-    sha = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert {"prefect.flow_run": "77c1", "git.sha": sha}.items() <= resolve_tags().items()

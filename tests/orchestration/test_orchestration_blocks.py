@@ -14,7 +14,6 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from onnx_ops.app.project import check
-from onnx_ops.domain.notification import build_test_notification
 from onnx_ops.errors import ConfigError, ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME
 
@@ -257,7 +256,3 @@ def test_a_server_and_a_worker_that_load_the_collection_load_nothing_heavy() -> 
     code = f"import sys, prefect.main; old = set(sys.modules); import {module}; print({heavy} & set(sys.modules) - old)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_a_trial_is_about_no_ledger_entry() -> None:
-    assert build_test_notification("onnx-ops", at=1.0, actor="me").lines[-1] == "By me"

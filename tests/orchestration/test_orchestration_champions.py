@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import pytest
 import yaml
@@ -12,34 +11,21 @@ import yaml
 from onnx_ops.domain.notification import NotificationKind
 from onnx_ops.testing.fakes import FakeNotifier, FakeWorld
 from tests.app.champion_parts import SLOWER, Throne
-from tests.orchestration.test_orchestration_rollouts import run_of, task_runs
+from tests.orchestration.flow_runs import artifacts_of, in_flow, names_of_task_runs, run_of
 
 if TYPE_CHECKING:
     from prefect import State
 
 
 def watched(throne: Throne) -> State[Any]:
-    from prefect import flow
-
     from onnx_ops.orchestration.champions import check_champions
 
-    @flow(name="watched", persist_result=False)
-    def story() -> State[Any]:
-        return check_champions(throne.ports, throne.perform, (), by="flow")
-
-    return story(return_state=True)
+    return in_flow(lambda: check_champions(throne.ports, throne.perform, (), by="flow"))
 
 
 def table(state: State[Any]) -> list[dict[str, str]]:
-    """Rows of the run's tables. Prefect's client writes one again whose answer was long in coming."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-
-    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(run_of(state)))]))
-    with get_client(sync_client=True) as client:
-        found = client.read_artifacts(artifact_filter=wanted)
-    by_key = {artifact.key: artifact for artifact in found}
-    return [row for artifact in by_key.values() for row in yaml.safe_load(str(artifact.data))]
+    """Rows of the run's tables."""
+    return [row for artifact in artifacts_of(run_of(state)).values() for row in yaml.safe_load(str(artifact.data))]
 
 
 def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tmp_path: Path) -> None:
@@ -52,7 +38,7 @@ def test_one_that_has_drifted_fails_the_run_and_is_told(prefect_server: None, tm
     (row,) = table(state)
     assert (row["pipeline"], row["version"], row["verdict"]) == ("p", "1", "drifted")
     assert row["changed"] == "runtime onnxruntime 2, was onnxruntime 1"
-    assert task_runs(state, "digits v1 @ cpu") == ["digits v1 @ cpu"]
+    assert names_of_task_runs(state, "digits v1 @ cpu") == ["digits v1 @ cpu"]
 
 
 @pytest.mark.parametrize(

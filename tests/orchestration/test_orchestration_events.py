@@ -15,11 +15,11 @@ from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events,
 from onnx_ops.ports import Notifier
 from onnx_ops.ports.notify import StepNotifier
 from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
-from onnx_ops.release.rollback import roll_back
 from onnx_ops.testing.fakes import FakeNotifier
+from tests.orchestration.flow_runs import in_flow, run_of
 from tests.orchestration.test_orchestration_flows import SERVED, UNSERVED, summary
 from tests.pipeline.plan_parts import PIPELINE
-from tests.release.release_parts import CANARY, Scene
+from tests.release.release_parts import CANARY, Scene, roll_back
 
 assert PIPELINE.register is not None
 PIPE = replace(PIPELINE, register=replace(PIPELINE.register, model="digits-mlp"))
@@ -103,16 +103,8 @@ def test_what_is_sent_twice_is_stored_once(prefect_server: None) -> None:
 
 
 def test_events_of_a_flow_run_lead_to_it(prefect_server: None) -> None:
-    from prefect import flow
-
-    @flow(name="emitting", persist_result=False)
-    def story() -> str:
-        from prefect import runtime
-
-        send_test_message(replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()}))
-        return str(runtime.flow_run.id)
-
-    run = story()
+    ports = replace(Scene().ports, notifiers=lambda: {NAME: PrefectEvents()})
+    run = run_of(in_flow(lambda: bool(send_test_message(ports))))
     (found,) = events("onnx-ops.endpoint.onnx-ops")
     assert found["event"] == "onnx-ops.test"
     assert found["related"] == [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]

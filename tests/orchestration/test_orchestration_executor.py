@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from uuid import UUID
 
 import pytest
 
@@ -17,6 +16,7 @@ from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageStatus
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.pipeline import RunResult, SilentObserver, run
+from tests.orchestration.flow_runs import in_flow, run_of, task_runs_of
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun
@@ -105,32 +105,20 @@ def waited(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def task_runs(flow_run_id: UUID) -> list[TaskRun]:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-
-    with get_client(sync_client=True) as client:
-        return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
-
-
 def performed(handler: FakeHandler, executor: PrefectExecutor) -> Seen:
-    from prefect import flow, runtime
+    results: list[RunResult] = []
 
-    @flow(name="fake", persist_result=False)
     def fake() -> None:
-        ids.append(UUID(str(runtime.flow_run.id)))
         results.append(run(PLAN, handler=handler, executor=executor, observer=SilentObserver(), clock=SystemClock()))
 
-    ids: list[UUID] = []
-    results: list[RunResult] = []
-    fake()
+    state = in_flow(fake)
 
     def complete() -> bool:
-        found = task_runs(ids[0])
+        found = task_runs_of(run_of(state))
         return len(found) == len(PLAN.stages) and all(r.state is not None and r.state.is_final() for r in found)
 
     waited(complete)
-    return Seen(result=results[0], handler=handler, runs={r.name: r for r in task_runs(ids[0])})
+    return Seen(result=results[0], handler=handler, runs={r.name: r for r in task_runs_of(run_of(state))})
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
@@ -28,7 +27,9 @@ from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import DryRun, read_registry
 from onnx_ops.testing.models import FEATURES, rows, write_perceptron
-from tests.release.release_parts import Scene
+from tests.orchestration.flow_runs import artifacts_of, in_flow, run_of
+from tests.release.release_scenes import serving
+from tests.support.git import commit_all
 
 if TYPE_CHECKING:
     from prefect import Flow, State
@@ -160,16 +161,10 @@ def repository(empty_project: Path) -> Path:
     np.savez(empty_project / "rows.npz", **arrays)
     (empty_project / ".gitignore").write_text(".onnx-ops/\n")
     (pipelines / "brought.yaml").write_text(BROUGHT)
-    commit(empty_project, "one")
+    commit_all(empty_project)
     (empty_project / "notes.md").write_text("nothing of a model\n")
-    commit(empty_project, "two")
+    commit_all(empty_project)
     return empty_project
-
-
-def commit(root: Path, message: str) -> None:
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "--quiet"], ["add", "."], [*who, "commit", "--quiet", "--message", message]):
-        subprocess.run(["git", *words], cwd=root, check=True)
 
 
 def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repository: Path) -> None:
@@ -180,7 +175,7 @@ def test_a_commit_runs_the_pipelines_that_it_touches(prefect_server: None, repos
     assert (untouched.name, untouched.message) == ("Completed", "no pipeline is touched by this change")
     (repository / "configs" / "targets" / "cpu-1t.yaml").write_text("name: cpu-1t\ndescription: changed\n")
     (repository / "configs" / "pipelines" / "wrong.yaml").write_text("pipeline: wrong\n")
-    commit(repository, "three")
+    commit_all(repository)
     touched = end("model_commit", until="gate")
     assert touched.name == "WrongInput"
     assert "configs/pipelines/brought.yaml: cpu-1t: serves fp32" in str(touched.message)
@@ -262,14 +257,14 @@ def test_one_endpoint_that_cannot_be_settled_fails_the_run(prefect_server: None,
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool) -> None:
-    from onnx_ops.orchestration.flows import _settled
+def test_a_registry_that_does_not_answer_fails_the_reconciliation(down: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnx_ops.orchestration import flows
 
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
+    scene = serving("a")
     scene.world.registry.down = down
-    state = _settled(DryRun(scene.ports, lambda: read_registry(scene.ports)), "digits", "a flow run")
+    monkeypatch.setattr(flows, "run_as_task", lambda kind, name, work: work())
+    dry_run = DryRun(scene.ports, lambda: read_registry(scene.ports))
+    state = flows.reconcile_as_task(dry_run, "digits", "a flow run")
     assert (state.is_completed(), state.name) == (not down, "RegistryDown" if down else "Completed")
 
 
@@ -318,20 +313,9 @@ def test_a_run_with_nothing_changed_says_so() -> None:
 
 
 def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
-    from prefect import flow, runtime
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-
     from onnx_ops.orchestration.artifacts import publish_tables
 
-    @flow(name="tables", persist_result=False)
-    def tables() -> str:
-        publish_tables(summary(SERVED, 0))
-        return str(runtime.flow_run.id)
-
-    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(tables())]))
-    with get_client(sync_client=True) as client:
-        found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=wanted)}
+    found = artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0)))))
     assert set(found) == {"digits-mlp-gates", "digits-mlp-choices", "digits-mlp-report"}
     gates = yaml.safe_load(str(found["digits-mlp-gates"].data))
     assert [(row["variant"], row["gate"], row["verdict"]) for row in gates] == [
@@ -346,20 +330,9 @@ def test_tables_hold_every_gate_and_choice(prefect_server: None) -> None:
 
 
 def test_a_run_that_judged_nothing_leaves_no_tables(prefect_server: None) -> None:
-    from prefect import flow, runtime
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-
     from onnx_ops.orchestration.artifacts import publish_tables
 
-    @flow(name="no tables", persist_result=False)
-    def no_tables() -> str:
-        publish_tables(summary(SERVED, 0, decisions=(), choices=()))
-        return str(runtime.flow_run.id)
-
-    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(no_tables())]))
-    with get_client(sync_client=True) as client:
-        assert client.read_artifacts(artifact_filter=wanted) == []
+    assert artifacts_of(run_of(in_flow(lambda: publish_tables(summary(SERVED, 0, decisions=(), choices=()))))) == {}
 
 
 def test_deployments_lead_to_flows_and_pipelines_of_this_project() -> None:

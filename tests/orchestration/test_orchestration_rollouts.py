@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-import threading
 from collections.abc import Callable
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import pytest
 
@@ -19,11 +15,11 @@ from onnx_ops.release.reconcile import RECORD_INTERVAL_S
 from onnx_ops.testing.fakes import FakeNotifier
 from onnx_ops.testing.notifiers import ROLLED_BACK
 from onnx_ops.testing.webhook_sink import WebhookSink
+from tests.orchestration.flow_runs import artifacts_of, in_flow, names_of_task_runs, run_of
 from tests.release.release_parts import CANARY, Scene
 
 if TYPE_CHECKING:
     from prefect import State
-    from prefect.client.schemas import TaskRun
 
 
 def promoted(policy: RolloutPolicy = CANARY) -> Scene:
@@ -44,53 +40,14 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, *deeds: Callable[[], object]) -> 
 
 
 def driven(scene: Scene, limit: str = "1 d") -> State[Any]:
-    from prefect import flow
-
     from onnx_ops.orchestration import rollouts
 
-    @flow(name="driven", persist_result=False)
-    def story() -> State[Any]:
-        return rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, every="10 s")
-
-    return story(return_state=True)
-
-
-def expected(run: TaskRun) -> datetime:
-    at = run.expected_start_time or run.created
-    assert at is not None
-    return at
-
-
-def task_runs(state: State[Any], *awaited: str) -> list[str]:
-    """Names in order. The server hears of task runs by events, a moment after the flow run has ended."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-
-    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
-    names: list[str] = []
-    with get_client(sync_client=True) as client:
-        for _ in range(150):
-            runs = client.read_task_runs(flow_run_filter=wanted)
-            names = [run.name for run in sorted(runs, key=expected)]
-            if set(awaited) <= set(names) and not any(name.startswith("rollout-") for name in names):
-                break
-            threading.Event().wait(0.2)
-    return names
-
-
-def run_of(state: State[Any]) -> UUID:
-    return UUID(str(state.state_details.flow_run_id))
+    return in_flow(lambda: rollouts.run_rollout(scene.ports, "digits", by="flow", limit=limit, every="10 s"))
 
 
 def page_of(state: State[Any]) -> str:
     """The last page that the run published."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-
-    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run_of(state)]))
-    with get_client(sync_client=True) as client:
-        pages = [a for a in client.read_artifacts(artifact_filter=wanted) if a.key == "digits-rollout"]
-    return str(max(pages, key=operator.attrgetter("created")).data)
+    return str(artifacts_of(run_of(state))["digits-rollout"].data)
 
 
 def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +57,7 @@ def test_a_rollout_that_goes_well(prefect_server: None, monkeypatch: pytest.Monk
     state = driven(scene)
     assert state.is_completed()
     assert scene.traffic()["v2"] == 100
-    names = task_runs(state, "digits: finish")
+    names = names_of_task_runs(state, "digits: finish")
     assert [name for name in names if "aliases" not in name] == [
         "digits: start",
         "digits: advance",
@@ -151,7 +108,7 @@ def test_trouble_is_shown_once_and_tried_again(prefect_server: None, monkeypatch
     meanwhile(monkeypatch, lambda: None, back, *[lambda: scene.say(OperatorCommand.ADVANCE)] * 2)
     state = driven(scene)
     assert state.is_completed()
-    assert task_runs(state, "digits: trouble").count("digits: trouble") == 1
+    assert names_of_task_runs(state, "digits: trouble").count("digits: trouble") == 1
 
 
 @pytest.mark.parametrize(("limit", "error"), [("soon", UserError), ("1 d", NotFoundError)])
@@ -164,23 +121,20 @@ def test_what_cannot_be_driven(limit: str, error: type[Exception]) -> None:
 
 
 def test_several_are_rolled_back_each_in_a_task_run(prefect_server: None) -> None:
-    from prefect import flow
-
     from onnx_ops.orchestration.flows import aggregate_state, roll_back_endpoints
 
     scene = promoted()
     scene.settle_some()
 
-    @flow(name="back", persist_result=False)
     def story() -> State[Any]:
         names = ("digits", "nowhere")
         states = roll_back_endpoints(scene.ports, names, to=None, reason="slow", by="me", force=False, pin=True)
         return aggregate_state(states)
 
-    state = story(return_state=True)
+    state, expected = in_flow(story), {"rollback digits", "rollback nowhere"}
     assert state.name == "WrongInput"
     assert "digits: v2 -> v1, 100 % of traffic. Reason: slow" in (state.message or "")
-    assert set(task_runs(state, "rollback digits", "rollback nowhere")) == {"rollback digits", "rollback nowhere"}
+    assert set(names_of_task_runs(state, *expected)) == expected
     assert scene.traffic() == {"v1": 100}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.attestation import sign_record
@@ -22,7 +23,7 @@ from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import PromotionResult, bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
-from onnx_ops.release.rollback import RollbackResult, roll_back, send_command
+from onnx_ops.release.rollback import RollbackResult, roll_back_each, send_command
 from onnx_ops.testing.fakes import FakeSigner, FakeWorld
 from tests.support.faults import Faults
 
@@ -40,9 +41,8 @@ def config_of(endpoint: str) -> EndpointConfig:
     )
 
 
-def decision_record(
-    release: Digest, variant: str, manifest: Digest, verdict: Verdict = Verdict.PASS, *, batchable: bool = False
-) -> DecisionRecord:
+def decision_record(release: Digest, variant: str, manifest: Digest) -> DecisionRecord:
+    """A decision that lets a version serve."""
     return DecisionRecord(
         model=MODEL,
         release=release,
@@ -52,13 +52,30 @@ def decision_record(
         target_digest=TARGET_DIGEST,
         gates_digest=digest_bytes(b"gates"),
         evidence=digest_bytes(b"evidence"),
-        verdict=verdict,
-        verdicts={"size": verdict},
-        batchable=batchable,
+        verdict=Verdict.PASS,
+        verdicts={"size": Verdict.PASS},
         execution=EXECUTION,
         decided_at="2026-01-01T00:00:00Z",
         sequence=1,
     )
+
+
+def publish_file(world: FakeWorld, file: Path, release: Digest, *, variant: str = "fp32", **about: Any) -> str:
+    """Register a model file as a version with a signed decision, in which `about` stands in place of the defaults."""
+    manifest = Manifest(files={"model.onnx": digest_file(file)})
+    decided = replace(decision_record(release, variant, manifest.digest()), **about)
+    record = VariantRecord(
+        variant=variant,
+        files={"model.onnx": file},
+        manifest=manifest,
+        evidence={},
+        metrics={},
+        decisions={},
+        signed={decided.target: sign_record(decided, world.signer)},
+        description="",
+    )
+    lineage = Lineage(pipeline="p", release=release)
+    return world.registry.publish(Publication(model=decided.model, lineage=lineage, variants=(record,)))[variant]
 
 
 new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default=FakeWorld)
@@ -67,6 +84,14 @@ new_world: ContextVar[Callable[[], FakeWorld]] = ContextVar("new_world", default
 
 def make_world() -> FakeWorld:
     return new_world.get()()
+
+
+def roll_back(ports: Ports, endpoint: str, **options: Any) -> RollbackResult:
+    """What the command does with one endpoint, however slow the machine is."""
+    results, errors = roll_back_each(ports, (endpoint,), timeout_s=60.0, **options)
+    for error in errors.values():
+        raise error
+    return results[endpoint]
 
 
 @dataclass
@@ -98,24 +123,11 @@ class Scene:
         self, seed: str, *, variant: str = "fp32", verdict: Verdict = Verdict.PASS, batchable: bool = False
     ) -> str:
         """A version of release `seed` with a signed decision; versions count from 1."""
-        release = digest_bytes(seed.encode())
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             file.write_text(f"{seed} {variant}")
-            manifest = Manifest(files={"model.onnx": digest_file(file)})
-            decided = decision_record(release, variant, manifest.digest(), verdict, batchable=batchable)
-            record = VariantRecord(
-                variant=variant,
-                files={"model.onnx": file},
-                manifest=manifest,
-                evidence={},
-                metrics={},
-                decisions={},
-                signed={TARGET: sign_record(decided, self.world.signer)},
-                description="",
-            )
-            lineage = Lineage(pipeline="p", release=release)
-            return self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))[variant]
+            about = {"verdict": verdict, "verdicts": {"size": verdict}, "batchable": batchable}
+            return publish_file(self.world, file, digest_bytes(seed.encode()), variant=variant, **about)
 
     def forge(self, version: str, **changes: object) -> VersionRecord:
         """Let the registry say something else about a version."""

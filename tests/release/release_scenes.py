@@ -7,22 +7,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from onnx_ops.attestation import sign_record
-from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
+import pytest
+
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord
+from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.domain.rollout_policy import DAY, Guardrail, RolloutPolicy
+from onnx_ops.errors import ConflictError
+from onnx_ops.ports import Ports
 from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import (
     CANARY,
     CHALLENGER,
     CHAMPION,
     MODEL,
-    TARGET,
     Scene,
-    decision_record,
     effects,
+    publish_file,
 )
 
 GUARDED = RolloutPolicy(
@@ -58,8 +61,40 @@ def copies_of(setup: Callable[[], Scene]) -> Callable[[], Scene]:
     return copy
 
 
-def serving(*seeds: str) -> Scene:
-    scene = Scene()
+def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = False) -> None:
+    """Do something in a process that is killed in the middle of its effect on the endpoint."""
+    provider, apply = scene.world.provider, scene.world.provider.apply
+
+    def die(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
+        if reaches:
+            apply(config, state, generation=generation)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(provider, "apply", die)
+        patched.setattr(provider, "roll_back", die)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+def refused_while_at_work(scene: Scene, call: Callable[[Ports], object]) -> None:
+    """A second process does something while the first is at an effect on the endpoint, in which it is then killed."""
+
+    def interfere(*_: object, **__: object) -> None:
+        with pytest.raises(ConflictError, match="changing this endpoint"):
+            call(scene.world.ports("process-2"))
+        raise KeyboardInterrupt
+
+    scene.promote(scene.publish("c"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scene.world.provider, "apply", interfere)
+        with pytest.raises(KeyboardInterrupt):
+            scene.settle()
+    scene.restart()
+
+
+def serving(*seeds: str, world: FakeWorld | None = None) -> Scene:
+    scene = Scene() if world is None else Scene(world=world)
     scene.bind()
     for seed in seeds:
         scene.serve(scene.publish(seed))
@@ -180,18 +215,4 @@ def end_of(scene: Scene) -> dict[str, object]:
 def publish_scaling(scene: Scene, folder: Path, factor: float) -> str:
     """Register a version that passed and that multiplies by `factor`, for endpoints that really answer."""
     scaling_deployment(folder, name="v", version="", scale=factor)
-    file = folder / "model.onnx"
-    manifest = Manifest(files={"model.onnx": digest_file(file)})
-    release = digest_bytes(str(factor).encode())
-    record = VariantRecord(
-        variant="fp32",
-        files={"model.onnx": file},
-        manifest=manifest,
-        evidence={},
-        metrics={},
-        decisions={},
-        signed={TARGET: sign_record(decision_record(release, "fp32", manifest.digest()), scene.world.signer)},
-        description="",
-    )
-    lineage = Lineage(pipeline="p", release=release)
-    return scene.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))["fp32"]
+    return publish_file(scene.world, folder / "model.onnx", digest_bytes(str(factor).encode()))

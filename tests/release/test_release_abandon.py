@@ -8,12 +8,12 @@ import pytest
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.ledger import EndpointAbandoned
-from onnx_ops.errors import ConflictError, RefusedError, UserError
+from onnx_ops.errors import RefusedError, UserError
 from onnx_ops.release.journal import list_bound_endpoints
 from onnx_ops.release.promote import abandon_dropped, bind_endpoint, require_no_orphans
-from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.status import HistoryFilter, read_history
 from tests.release.release_parts import AT_ONCE, Scene, config_of
+from tests.release.release_scenes import refused_while_at_work
 from tests.support.golden import Golden
 
 
@@ -83,17 +83,5 @@ def test_setting_that_an_existing_endpoint_keeps_is_refused_whatever_may_be_left
 
 
 def test_endpoint_that_somebody_changes_is_not_left(scene: Scene) -> None:
-    apply = scene.world.provider.apply
-
-    def interrupted(*_: object, **__: object) -> None:
-        with pytest.raises(ConflictError, match="changing this endpoint"):
-            bind_endpoint(scene.world.ports("process-2"), here(region="b"), AT_ONCE, abandon="it moves")
-        raise KeyboardInterrupt
-
-    scene.promote(scene.publish("c"))
-    scene.world.provider.apply = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        reconcile_until_stable(scene.ports, "digits")
-    scene.world.provider.apply = apply  # type: ignore[method-assign]
-    scene.restart()
+    refused_while_at_work(scene, lambda ports: bind_endpoint(ports, here(region="b"), AT_ONCE, abandon="it moves"))
     assert bind_endpoint(scene.ports, here(region="b"), AT_ONCE, abandon="it moves")

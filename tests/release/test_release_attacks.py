@@ -23,10 +23,11 @@ from onnx_ops.adapters.ledgers.log import SNAPSHOT_EVERY, ObjectLedger
 from onnx_ops.adapters.objects import LocalObjects
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.attestation import TrustedKeys, sign_record
-from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_file
+from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
 from onnx_ops.domain.attestation import Envelope, OverrideRecord, override_reason_tag, override_record_tag
-from onnx_ops.domain.decision import DecisionRecord, SignedDecision, Verdict
+from onnx_ops.domain.decision import SignedDecision, Verdict
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
+from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     EndpointBound,
@@ -38,22 +39,20 @@ from onnx_ops.domain.ledger import (
     ReleaseState,
     RollbackRequested,
 )
-from onnx_ops.domain.release import Lineage, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, plan_rollback
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import OnnxOpsError, RefusedError
 from onnx_ops.ports import Ports
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.rollback import roll_back
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeProvider, FakeSigner, FakeWorld
-from tests.release.release_parts import CHALLENGER, CHAMPION, Scene
+from tests.release.release_parts import CHALLENGER, CHAMPION, TARGET_DIGEST, Scene, publish_file, roll_back
 
 ENDPOINT, MODEL, OTHER, TARGET, GPU = "digits", "digits", "faces", "cpu", "gpu"
 THIEF = FakeSigner(b"has no trusted key")
-TARGET_DIGEST = digest_bytes(b"target")
 
 
 class Loading(FakeProvider):
@@ -142,35 +141,19 @@ class Site:
         scale: float | None = None,
     ) -> str:
         folder = self.root / "built" / model / str(number)
-        made = scaling_deployment(folder, name="x", version=str(number), scale=scale or float(number), model=model)
-        release = digest_bytes(f"{model} {number}".encode())
-        manifest = Manifest(files={"model.onnx": digest_file(folder / "model.onnx")})
-        decided = DecisionRecord(
+        scaling_deployment(folder, name="x", version=str(number), scale=scale or float(number), model=model)
+        return publish_file(
+            self.world,
+            folder / "model.onnx",
+            digest_bytes(f"{model} {number}".encode()),
             model=model,
-            release=release,
-            variant="fp32",
             target=target,
-            manifest=made.manifest,
-            target_digest=TARGET_DIGEST,
-            gates_digest=digest_bytes(b"gates"),
             evidence=digest_bytes(f"evidence {number}".encode()),
             verdict=verdict,
             verdicts={"size": verdict},
-            decided_at="2026-01-01T00:00:00+00:00",
+            execution=Execution(),
             sequence=number,
         )
-        record = VariantRecord(
-            variant="fp32",
-            files={"model.onnx": folder / "model.onnx"},
-            manifest=manifest,
-            evidence={},
-            metrics={},
-            decisions={},
-            signed={target: sign_record(decided, self.world.signer)},
-            description="",
-        )
-        lineage = Lineage(pipeline="p", release=release)
-        return self.world.registry.publish(Publication(model=model, lineage=lineage, variants=(record,)))["fp32"]
 
     def record(self, version: str, model: str = MODEL) -> VersionRecord:
         return self.world.registry.version(model, version)

@@ -22,9 +22,9 @@ from onnx_ops.domain.release import VersionRecord
 from onnx_ops.errors import InvalidSignatureError, RefusedError
 from onnx_ops.release.decision_policy import build_override, is_valid_for, read_override, require_passing_decision
 from onnx_ops.testing.fakes import FakeSigner
+from tests.release.release_parts import TARGET, decision_record
 
 SIGNER, STRANGER = FakeSigner(), FakeSigner(b"somebody else")
-TARGET = "cpu"
 digests = st.sampled_from([digest_bytes(bytes([n])) for n in range(3)])
 names = st.sampled_from(["cpu", "cuda", "digits", "faces"])
 verdicts = st.sampled_from(list(Verdict))
@@ -36,21 +36,8 @@ json_values = st.recursive(
 
 
 def record(**changes: Any) -> DecisionRecord:
-    passed = DecisionRecord(
-        model="digits",
-        release=digest_bytes(b"release"),
-        variant="fp32",
-        target=TARGET,
-        manifest=digest_bytes(b"manifest"),
-        target_digest=digest_bytes(b"target"),
-        gates_digest=digest_bytes(b"gates"),
-        evidence=digest_bytes(b"evidence"),
-        verdict=Verdict.PASS,
-        verdicts={"latency": Verdict.PASS},
-        decided_at="2026-01-01T00:00:00+00:00",
-        sequence=10,
-    )
-    return replace(passed, **changes)
+    passed = decision_record(digest_bytes(b"release"), "fp32", digest_bytes(b"manifest"))
+    return replace(passed, **{"verdicts": {"latency": Verdict.PASS}, "sequence": 10, **changes})
 
 
 def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:

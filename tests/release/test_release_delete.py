@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import EndpointDeleted
-from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, StillPendingError
+from onnx_ops.errors import NotFoundError, RefusedError, StillPendingError
 from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
 from tests.release.release_parts import CHAMPION, Scene, config_of
+from tests.release.release_scenes import refused_while_at_work, serving
 from tests.support.faults import Faults, Killed
 
 
 @pytest.fixture
 def scene() -> Scene:
-    scene = Scene()
-    scene.bind()
-    for seed in ("a", "b"):
-        scene.serve(scene.publish(seed))
-    return scene
+    return serving("a", "b")
 
 
 def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
@@ -39,43 +36,28 @@ def test_it_is_gone_and_its_history_stays(scene: Scene) -> None:
 
 
 def test_killed_anywhere_it_is_completed() -> None:
-    moments = _moments()
-    assert moments > 6
-    for at in range(moments):
+    whole, counted = serving("a"), Faults()
+    whole.faults = counted
+    delete_endpoint(whole.ports, "digits")
+    assert counted.moments > 6
+    for at in range(counted.moments):
         for finish in (
             lambda s: reconcile_until_stable(s.ports, "digits"),
             lambda s: delete_endpoint(s.ports, "digits"),
             lambda s: s.bind(),
         ):
-            scene = _scene()
+            scene = serving("a")
             scene.faults = Faults(at=at)
             with pytest.raises(Killed):
                 delete_endpoint(scene.ports, "digits")
             scene.restart()
-            asked = scene.state().deleting
-            gone = scene.state().config is None
-            if gone or not asked:
+            if scene.state().config is None or not scene.state().deleting:
                 continue
             finish(scene)
             assert scene.traffic() == {}
             assert not scene.state().deleting
             done = [e for e in scene.world.ledger.read("digits") if e.body == EndpointDeleted(done=True)]
             assert len(done) == 1
-
-
-def _scene() -> Scene:
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
-    return scene
-
-
-def _moments() -> int:
-    scene = _scene()
-    counted = Faults()
-    scene.faults = counted
-    delete_endpoint(scene.ports, "digits")
-    return counted.moments
 
 
 def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene) -> None:
@@ -95,19 +77,7 @@ def test_the_name_can_be_bound_again_but_what_failed_stays_refused(scene: Scene)
 
 
 def test_not_while_somebody_is_at_work(scene: Scene) -> None:
-    apply = scene.world.provider.apply
-
-    def interrupted(*_: object, **__: object) -> None:
-        with pytest.raises(ConflictError, match="changing this endpoint"):
-            delete_endpoint(scene.world.ports("process-2"), "digits")
-        raise KeyboardInterrupt
-
-    scene.promote(scene.publish("c"))
-    scene.world.provider.apply = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        reconcile_until_stable(scene.ports, "digits")
-    scene.world.provider.apply = apply  # type: ignore[method-assign]
-    scene.restart()
+    refused_while_at_work(scene, lambda ports: delete_endpoint(ports, "digits"))
     delete_endpoint(scene.ports, "digits")
     assert scene.traffic() == {}
 

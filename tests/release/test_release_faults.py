@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.ledger import OperatorCommandSent, OverrideRecorded, RequestWithdrawn, ThresholdsFixed
+from onnx_ops.domain.ledger import OperatorCommandSent, OverrideRecorded
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.errors import ConflictError, NotFoundError, RefusedError, ServiceUnavailableError, StillPendingError
-from onnx_ops.release.journal import Journal
-from onnx_ops.release.promote import promote
+from onnx_ops.errors import ConflictError, ServiceUnavailableError, StillPendingError
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.rollback import roll_back
-from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene, effects
+from tests.release.release_parts import CHALLENGER, CHAMPION, Scene, effects, roll_back
 from tests.release.release_scenes import (
     asked_for,
     copies_of,
@@ -266,14 +263,6 @@ def test_while_one_driver_acts_another_reports_and_touches_nothing(golden: Golde
     assert effects(scene.world.ledger.read("digits")) == ["first-deployment", "finish"]
 
 
-def test_two_drivers_that_saw_the_same_ledger_cannot_both_write() -> None:
-    scene = serving("a")
-    one, two = (Journal.open(scene.world.ports(name), "digits") for name in ("one", "two"))
-    one.append(ThresholdsFixed(candidate=scene.record("1").manifest, thresholds=None))
-    with pytest.raises(ConflictError):
-        two.append(RequestWithdrawn(reason="y"))
-
-
 @pytest.mark.parametrize("candidate", ["c", "b"], ids=["another release", "the same release"])
 def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> None:
     """What the operator rolled back does not serve in the end, and the driver's late effects do not stick."""
@@ -308,13 +297,3 @@ def test_a_rollback_at_any_moment_of_a_driver(candidate: str, sweep: Sweep) -> N
         assert scene.aliases()[CHAMPION] == state.roles.stable.version
         assert effects(scene.world.ledger.read("digits")).count("rollback") == 1
     assert 20 < moment < MOST_MOMENTS - PARTS
-
-
-def test_a_promotion_that_was_killed_is_refused_if_its_release_was_rolled_back_meanwhile() -> None:
-    scene = serving("a", "b")
-    scene.roll_back()
-    with pytest.raises(RefusedError):
-        promote(scene.ports, MODEL, "2", TARGET)
-    with pytest.raises(NotFoundError):
-        promote(scene.ports, MODEL, "7", TARGET)
-    assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}

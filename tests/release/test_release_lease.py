@@ -13,8 +13,7 @@ from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.release import journal as lease
 from onnx_ops.release.journal import LEASE_S, Journal
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.rollback import roll_back
-from tests.release.release_parts import Scene, effects
+from tests.release.release_parts import Scene, effects, roll_back
 from tests.release.release_scenes import serving, with_candidate
 from tests.support.golden import Golden
 

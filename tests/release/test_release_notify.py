@@ -17,9 +17,8 @@ from onnx_ops.domain.rollout import ActionKind, OperatorCommand, Wait, WaitKind,
 from onnx_ops.errors import LedgerConflictError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.notify import DeliveryResult, NotificationLoop, send_pending, send_pending_each, send_test_message
-from onnx_ops.release.reconcile import reconcile_until_stable
+from onnx_ops.release.reconcile import reconcile_until_stable, record_pause
 from onnx_ops.release.rollback import request_and_carry_out
-from onnx_ops.release.reconcile import record_pause
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.release.release_parts import CANARY, CHAMPION, Scene
 from tests.release.release_scenes import copies_of, misled, on_trial, serving

@@ -14,16 +14,13 @@ from onnx_ops.domain.ledger import LedgerEntry, OverrideRecorded
 from onnx_ops.errors import RefusedError
 from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeSigner, FakeWorld
 from tests.release.release_parts import CHALLENGER, CHAMPION, MODEL, PREVIOUS, TARGET, Scene
+from tests.release.release_scenes import serving, with_candidate
 
 
 @pytest.fixture
 def scene() -> Scene:
     """Version 1 serves; version 2 failed its gates."""
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
-    scene.publish("b", verdict=Verdict.FAIL)
-    return scene
+    return with_candidate(serving("a"), verdict=Verdict.FAIL)
 
 
 def overrides(scene: Scene) -> list[LedgerEntry]:
@@ -87,11 +84,8 @@ class SigningRegistry(FakeRegistry):
 
 
 def behind_a_server(*, refusing: bool) -> Scene:
-    scene = SigningRegistry(refusing=refusing).scene
-    scene.bind()
-    scene.serve(scene.publish("a"))
-    scene.publish("b", verdict=Verdict.FAIL)
-    return scene
+    world = SigningRegistry(refusing=refusing).scene.world
+    return with_candidate(serving("a", world=world), verdict=Verdict.FAIL)
 
 
 def test_a_promotion_with_override_is_the_same_override_as_the_servers() -> None:
@@ -129,11 +123,7 @@ class VetoingRegistry(FakeRegistry):
 
 def vetoing() -> tuple[Scene, VetoingRegistry]:
     registry = VetoingRegistry()
-    scene = Scene(world=FakeWorld(registry=registry))
-    scene.bind()
-    scene.serve(scene.publish("a"))
-    scene.serve(scene.publish("b"))
-    return scene, registry
+    return serving("a", "b", world=FakeWorld(registry=registry)), registry
 
 
 def test_a_rollback_stands_although_the_server_refuses_its_alias() -> None:
@@ -178,10 +168,7 @@ def restored(scene: Scene, count: int) -> Scene:
 
 def overridden_and_rolled_back() -> Scene:
     """Version 2 failed its gates, served by an override, and was rolled back; the ledger is of before all that."""
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
-    scene.publish("b", verdict=Verdict.FAIL)
+    scene = with_candidate(serving("a"), verdict=Verdict.FAIL)
     before = len(scene.world.ledger.read("digits"))
     scene.world.clock.advance(1)
     scene.promote("2", override=True, reason="sure")
@@ -216,10 +203,7 @@ def test_a_later_override_brings_it_back_there_too(hours: int) -> None:
 
 
 def test_a_version_that_serves_again_is_told_to_be_free() -> None:
-    scene = Scene()
-    scene.bind()
-    for seed in "ab":
-        scene.serve(scene.publish(seed))
+    scene = serving("a", "b")
     scene.roll_back()
     scene.settle()
     assert scene.record("2").tags["onnxops.rolled-back.digits"].endswith("it is slow")

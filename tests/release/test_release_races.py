@@ -25,10 +25,9 @@ from onnx_ops.domain.ledger import (
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import LedgerConflictError
 from onnx_ops.ports import Ports
-from onnx_ops.release.journal import Journal
+from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS, Journal
 from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
-from onnx_ops.release.journal import MAX_CONFLICT_ATTEMPTS
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import AT_ONCE, CHAMPION, PREVIOUS, Scene, effects
 from tests.release.release_scenes import end_of, on_trial, rolled_back_alone, serving, with_candidate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +27,7 @@ from onnx_ops.release import rollback
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable, reconcile_with_retries
-from onnx_ops.release.rollback import roll_back, roll_back_each, withdraw_request
+from onnx_ops.release.rollback import roll_back_each, withdraw_request
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import (
     AT_ONCE,
@@ -40,18 +39,16 @@ from tests.release.release_parts import (
     Scene,
     config_of,
     effects,
+    roll_back,
 )
+from tests.release.release_scenes import interrupted, serving
 from tests.support.faults import Faults
 
 
 @pytest.fixture
 def scene() -> Scene:
     """Versions 1, 2 and 3 served one after another; 3 serves now."""
-    scene = Scene()
-    scene.bind()
-    for seed in "abc":
-        scene.serve(scene.publish(seed))
-    return scene
+    return serving("a", "b", "c")
 
 
 def test_back_to_the_previous_version(scene: Scene) -> None:
@@ -176,11 +173,8 @@ def test_a_previous_version_that_was_unloaded_is_still_the_way_back(scene: Scene
 
 
 def test_without_a_previous_version_there_is_no_way_back() -> None:
-    scene = Scene()
-    scene.bind()
-    scene.serve(scene.publish("a"))
     with pytest.raises(NotFoundError, match="no previous version"):
-        scene.roll_back()
+        serving("a").roll_back()
 
 
 @pytest.fixture
@@ -359,22 +353,6 @@ def test_what_is_owed_is_withdrawn_by_a_person_with_a_reason(scene: Scene) -> No
         withdraw_request(scene.ports, "digits", reason="again")
 
 
-def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool) -> None:
-    """Do something in a process that is killed in the middle of its effect on the endpoint."""
-    provider, apply = scene.world.provider, scene.world.provider.apply
-
-    def die(config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        if reaches:
-            apply(config, state, generation=generation)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(provider, "apply", die)
-        patched.setattr(provider, "roll_back", die)
-        with pytest.raises(KeyboardInterrupt):
-            call()
-
-
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_drivers_open_intent_is_outranked(scene: Scene, reaches: bool, dead: bool) -> None:
@@ -509,6 +487,16 @@ def test_one_endpoints_rollback_pins_that_endpoint(pair: Scene) -> None:
     assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
+def test_without_a_pin_the_champion_follows_once_all_have_gone_back(pair: Scene) -> None:
+    roll_back(pair.ports, PAIR[0], reason="slow", pin=False)
+    pair.settle(PAIR[0])
+    assert pair.aliases()[CHAMPION] == "2"
+    roll_back(pair.ports, PAIR[1], reason="slow", pin=False)
+    pair.settle_all()
+    assert pair.aliases()[CHAMPION] == "1"
+    assert [(pair.traffic(name)["v1"], pair.state(name).pending_aliases) for name in PAIR] == [(100, {})] * 2
+
+
 def test_a_pinned_endpoint_follows_the_next_release(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
     pair.settle_all()
@@ -607,10 +595,7 @@ def test_a_rollback_after_10_000_entries_takes_ten_reads_at_most() -> None:
     """The first 9,995 entries are not even there: a snapshot is taken of every fourth one."""
     objects = CountedObjects({})
     writer = ObjectLedger(objects)
-    scene = Scene(world=FakeWorld(ledger=writer))
-    scene.bind()
-    for seed in "ab":
-        scene.serve(scene.publish(seed))
+    scene = serving("a", "b", world=FakeWorld(ledger=writer))
     writer._states["digits"] = replace(scene.state(), head=9_995)
     objects.data.clear()
     for sequence in range(9_996, 10_005):

@@ -19,7 +19,6 @@ from onnx_ops.errors import AlarmRollbackError, NotFoundError, RefusedError, Ser
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable
 from onnx_ops.release.status import HistoryFilter, read_history, read_status
-from onnx_ops.testing.fakes import FakeSigner
 from tests.release.release_parts import (
     AT_ONCE,
     CANARY,
@@ -31,9 +30,9 @@ from tests.release.release_parts import (
     TARGET,
     Scene,
     config_of,
-    decision_record,
     effects,
 )
+from tests.release.release_scenes import interrupted, serving
 from tests.support.golden import Golden
 
 
@@ -106,9 +105,8 @@ def test_steps_go_by_words() -> None:
 @pytest.fixture
 def trial() -> Scene:
     """Version 2 receives a tenth of the traffic; version 1 the rest."""
-    scene = Scene()
+    scene = serving("a")
     scene.bind(policy=CANARY)
-    scene.serve(scene.publish("a"))
     scene.promote(scene.publish("b"))
     scene.settle()
     assert scene.traffic() == {"v2": 10, "v1": 90}
@@ -132,29 +130,12 @@ def test_a_word_survives_the_repair_of_the_endpoint(trial: Scene) -> None:
 
 def test_an_abort_said_while_a_dead_drivers_step_is_open_is_obeyed(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
-    provider, apply = trial.world.provider, trial.world.provider.apply
-
-    def die(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    provider.apply = die  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        reconcile_until_stable(trial.ports, "digits")
-    provider.apply = apply  # type: ignore[method-assign]
+    interrupted(trial, trial.settle)
     trial.restart()
     trial.abort()
     assert trial.traffic() == {"v1": 100, "v2": 0}
     trial.settle()
     assert trial.traffic() == {"v1": 100}
-
-
-def test_an_abort_by_word_rejects_the_release(trial: Scene) -> None:
-    trial.abort()
-    trial.settle()
-    assert trial.traffic() == {"v1": 100}
-    assert trial.aliases() == {CHAMPION: "1"}
-    with pytest.raises(RefusedError, match="rolled this release back"):
-        trial.promote("2")
 
 
 def test_removing_the_alias_aborts_and_rejects_nothing(trial: Scene) -> None:
@@ -203,30 +184,9 @@ def unsigned(scene: Scene, record: VersionRecord) -> dict[str, object]:
     return {"decisions": {}}
 
 
-def forged(scene: Scene, record: VersionRecord) -> dict[str, object]:
-    del scene
-    genuine = record.decisions[TARGET]
-    later = sign_record(replace(genuine.record, sequence=99), FakeSigner(b"a stranger"))
-    envelope = replace(later.envelope, signatures=genuine.envelope.signatures)
-    return {"decisions": {TARGET: replace(later, envelope=envelope)}}
+def decided(**changes: object) -> Callable[[Scene, VersionRecord], dict[str, object]]:
+    """Its decision, signed with changes."""
 
-
-def strange_key(scene: Scene, record: VersionRecord) -> dict[str, object]:
-    del scene
-    return {"decisions": {TARGET: sign_record(record.decisions[TARGET].record, FakeSigner(b"a stranger"))}}
-
-
-def failed(scene: Scene, record: VersionRecord) -> dict[str, object]:
-    about = decision_record(record.release, record.variant, record.manifest, Verdict.FAIL)
-    return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
-
-
-def inconclusive(scene: Scene, record: VersionRecord) -> dict[str, object]:
-    about = decision_record(record.release, record.variant, record.manifest, Verdict.INCONCLUSIVE)
-    return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
-
-
-def about_another(**changes: object) -> Callable[[Scene, VersionRecord], dict[str, object]]:
     def spoil(scene: Scene, record: VersionRecord) -> dict[str, object]:
         about = replace(record.decisions[TARGET].record, **changes)  # type: ignore[arg-type]
         return {"decisions": {TARGET: sign_record(about, scene.world.signer)}}
@@ -241,17 +201,12 @@ def tampered(scene: Scene, record: VersionRecord) -> dict[str, object]:
 
 SPOILT = {
     "no signed decision": unsigned,
-    "does not fit": forged,
-    "is not trusted": strange_key,
-    "ended fail": failed,
-    "ended inconclusive": inconclusive,
-    "about another model": about_another(model="faces"),
-    "about another model, version": about_another(manifest=digest_bytes(b"other")),
-    "about another model, version or target": about_another(release=digest_bytes(b"other")),
-    "another model, version or target": about_another(variant="int8"),
-    "has changed since": about_another(target_digest=digest_bytes(b"as it was")),
+    "ended fail": decided(verdict=Verdict.FAIL),
+    "about another model, version or target": decided(model="faces"),
+    "has changed since": decided(target_digest=digest_bytes(b"as it was")),
     "the registry holds": tampered,
 }
+"""Each kind of reason; what a decision may be is tried in `test_release_decided`, by attackers in `…_attacks`."""
 
 
 @pytest.mark.parametrize("reason", SPOILT)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from onnx_ops.adapters.ledgers.log import ObjectLedger
-from onnx_ops.adapters.objects import open_objects
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.errors import RefusedError
 from onnx_ops.ports import Registry
 from onnx_ops.release.reconcile import DryRun, RegistrySnapshot, StepReport, read_registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
-from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, PREVIOUS, Scene, config_of
 from tests.release.release_scenes import lost, misled, past_its_time, serving, with_candidate
 from tests.support.golden import Golden
@@ -141,19 +137,6 @@ def test_one_endpoint_in_trouble_does_not_stop_the_others() -> None:
     assert scene.traffic("digits-1") == {"v2": 100, "v1": 0}
     assert scene.traffic("digits-0") == {"v1": 100}
     assert [r.why for r in watch.told if r.kind is WatchEventKind.TROUBLE] == ["unexpected: ZeroDivisionError: a bug"]
-
-
-def test_a_ledger_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
-    scene = Scene(world=FakeWorld(ledger=ObjectLedger(open_objects(str(tmp_path)))))
-    for name in ("digits-a", "digits-b"):
-        scene.bind(name)
-    (tmp_path / "digits-a" / "00000001.json").write_text("{")
-    watch = Watch(Scene(world=replace(scene.world, ledger=ObjectLedger(open_objects(str(tmp_path))))))
-    watch.look()
-    assert [(r.endpoint, r.kind) for r in watch.told] == [
-        ("digits-a", WatchEventKind.TROUBLE),
-        ("digits-b", WatchEventKind.WAITING),
-    ]
 
 
 def test_a_ledger_that_cannot_be_listed_is_told_once_and_waited_for() -> None:

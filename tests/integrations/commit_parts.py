@@ -1,0 +1,21 @@
+"""A small pipeline whose commits are judged."""
+
+from __future__ import annotations
+
+_PIPELINE = """
+pipeline: iris
+data:
+  all: {{sklearn: iris}}
+train: {{run: "{train}"}}
+export: {{framework: sklearn}}
+validate: {{samples: {{data: all, limit: 150}}}}
+benchmark: {{targets: [cpu-1t]}}
+gates:
+  - {{kind: parity}}
+  - {{kind: size, max: {size}}}
+"""
+
+
+def pipeline_text(train: str, size: str = "1 MB") -> str:
+    """A pipeline with this training function, whose model may have so many bytes."""
+    return _PIPELINE.format(train=train, size=size)
