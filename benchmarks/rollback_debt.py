@@ -31,14 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.debt.clients import Client
-from benchmarks.debt.processes import (
-    comes_true,
-    context_of,
-    end_process,
-    given_up_after,
-    run_bounded,
-    start_process,
-)
+from benchmarks.debt.processes import comes_true, context_of, end_process, given_up_after, run_bounded, start_process
 from benchmarks.debt.project import FOLLOWERS, Place, confirm, create_project, request, serve_both
 from benchmarks.debt.sites import PROVIDERS, Site, opened
 from benchmarks.truth.claims import Claim, at_most, summary, table

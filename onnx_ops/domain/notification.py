@@ -10,14 +10,7 @@ from enum import StrEnum
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import Drift
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.domain.ledger import (
-    ActionOutcome,
-    LedgerEntry,
-    ReleaseState,
-    RolloutPaused,
-    VersionRefused,
-    apply_entry,
-)
+from onnx_ops.domain.ledger import ActionOutcome, LedgerEntry, ReleaseState, RolloutPaused, VersionRefused, apply_entry
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout import Action, ActionKind, WaitKind
 

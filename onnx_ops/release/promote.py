@@ -10,13 +10,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.attestation import MAX_REASON_LENGTH, override_reason_tag, override_record_tag
 from onnx_ops.domain.endpoint import EndpointConfig
-from onnx_ops.domain.ledger import (
-    AliasesWritten,
-    EndpointAbandoned,
-    EndpointBound,
-    EndpointDeleted,
-    ReleaseState,
-)
+from onnx_ops.domain.ledger import AliasesWritten, EndpointAbandoned, EndpointBound, EndpointDeleted, ReleaseState
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.domain.rollout_policy import RolloutPolicy
@@ -32,12 +26,7 @@ from onnx_ops.release.journal import (
     read_readable_state,
     run_concurrently,
 )
-from onnx_ops.release.registry_sync import (
-    MAX_TEXT,
-    build_override_entry,
-    require_approval,
-    require_not_rejected,
-)
+from onnx_ops.release.registry_sync import MAX_TEXT, build_override_entry, require_approval, require_not_rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,15 +18,7 @@ from onnx_ops.errors import ConflictError
 from onnx_ops.ports import Ports
 from onnx_ops.testing.endpoints import scaling_deployment
 from onnx_ops.testing.fakes import FakeWorld
-from tests.release.release_parts import (
-    CANARY,
-    CHALLENGER,
-    CHAMPION,
-    MODEL,
-    Scene,
-    effects,
-    publish_file,
-)
+from tests.release.release_parts import CANARY, CHALLENGER, CHAMPION, MODEL, Scene, effects, publish_file
 
 GUARDED = RolloutPolicy(
     steps=(0.1, 0.5, 1.0),

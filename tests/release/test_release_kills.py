@@ -23,22 +23,8 @@ from onnx_ops.ports import EndpointProvider, Ledger, ModelFiles, Ports, Registry
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 from onnx_ops.testing.fakes import FakeWorld
 from tests.release.release_parts import CHALLENGER, Scene
-from tests.release.release_scenes import (
-    asked_for,
-    copies_of,
-    counted_out,
-    end_of,
-    lost,
-    misled,
-    moved_by_hand,
-    on_trial,
-    pair,
-    past_its_time,
-    rolled_back_alone,
-    serving,
-    with_candidate,
-    withdrawn,
-)
+from tests.release.release_scenes import copies_of, end_of, on_trial, serving, with_candidate
+from tests.release.test_release_faults import SCENARIOS
 from tests.support.suite import Sweep
 
 EFFECTS = frozenset({"append", "apply", "roll_back", "admit", "set_alias", "delete_alias", "annotate", "mirror"})
@@ -66,18 +52,8 @@ SCENES: Mapping[str, Callable[[], Scene]] = {
     "start": lambda: asked(with_candidate(on_trial(OperatorCommand.ADVANCE, OperatorCommand.ADVANCE)), "4"),
     "advance": lambda: told(on_trial(), OperatorCommand.ADVANCE),
     "finish": lambda: told(on_trial(OperatorCommand.ADVANCE), OperatorCommand.ADVANCE),
-    "abort by alias": withdrawn,
     "replace a candidate": lambda: asked(with_candidate(on_trial()), "4"),
-    "refuse a challenger": lambda: misled("challenger-cpu"),
-    "refuse a champion": lambda: misled("champion-cpu"),
-    "champion by hand": moved_by_hand,
-    "restore": lost,
-    "retire": past_its_time,
-    "aliases after a rollback": rolled_back_alone,
-    "the last of two endpoints": pair,
-    "a judged start": asked_for,
-    "a step by figures": lambda: counted_out(bad=False),
-    "the way back by figures": lambda: counted_out(bad=True),
+    **{name: one.setup for name, one in SCENARIOS.items() if one.act is Scene.settle_all},
 }
 
 
