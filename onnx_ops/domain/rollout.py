@@ -176,20 +176,6 @@ class AnalysisResult:
         return max(violated, key=lambda guard: guard.evidence - guard.limit).summary if violated else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """The step has shown what it must; `why` in one line."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """The candidate must be rolled back; `why` in one line."""
-
-    why: str
-
-
 def format_alias(role: str, target: str) -> str:
     """Return the registry alias of a role on a target, such as `champion-cpu-1t`."""
     return f"{role}-{target}"
@@ -242,39 +228,6 @@ def choose_next_action(
     if desired is not None and desired.manifest != stable.manifest:
         return _move_to_step(0, roles, stable, desired, policy, target, now)
     return _tidy(roles, stable, observed, expected, policy, now)
-
-
-def evaluate_step(
-    name: str, step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisResult | None, now: float
-) -> Advance | Abort | Wait:
-    """Return what follows for the present step. Without metrics nothing moves.
-
-    Args:
-        analysis: what the metrics show; None if nothing was counted yet.
-        now: seconds since the epoch.
-    """
-    share = f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.copied} %"
-    if analysis is None:
-        return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
-    if analysis.abort_reason:
-        return Abort(why=analysis.abort_reason)
-    if why := analysis.split_mismatch or analysis.hold_reason:
-        return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
-    elapsed = now - analysis.started_at
-    missing = _find_missing(step, policy, analysis, elapsed)
-    if step.kind == "ab" and policy.ab is not None and analysis.ab_outcome != "better":
-        if elapsed >= policy.ab.duration:
-            return _end_ab_test(share, policy.ab.undecided, analysis, missing)
-        missing = missing or analysis.ab_summary or "no outcome was reported"
-    elif missing and elapsed >= policy.step_timeout:
-        why = f"{share} and needs an operator: step_timeout is over and {missing}"
-        return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
-    if missing:
-        return Wait(why=f"{share}: {missing}", kind=WaitKind.ANALYZING)
-    if step.approval:
-        return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
-    shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
-    return Advance(why=shown or f"no regression detected in {analysis.requests} requests")
 
 
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
@@ -402,13 +355,48 @@ def _continue(
     if command is not OperatorCommand.ADVANCE:
         if not policy.is_analyzed:
             return Wait(why=f"{candidate.name} holds {step.percent} % and waits for approval", kind=WaitKind.APPROVAL)
-        outcome = evaluate_step(candidate.name, step, policy, analysis, now)
-        if isinstance(outcome, Wait):
+        outcome = _evaluate_step(roles, candidate, step, policy, target, now, analysis)
+        if not isinstance(outcome, str):
             return outcome
-        if isinstance(outcome, Abort):
-            return plan_abort(roles, target, why=outcome.why, reject=True)
-        because = f"; {outcome.why}"
+        because = f"; {outcome}"
     return _move_to_step(roles.step + 1, roles, stable, candidate, policy, target, now, because)
+
+
+def _evaluate_step(
+    roles: Roles,
+    candidate: Deployment,
+    step: PlannedStep,
+    policy: RolloutPolicy,
+    target: str,
+    now: float,
+    analysis: AnalysisResult | None,
+) -> Action | Wait | str:
+    """Return why the rollout may leave the step, else what to do. Without metrics nothing moves."""
+    name = candidate.name
+    share = f"{name} holds {step.percent} %" if step.kind != "shadow" else f"{name} gets a copy of {step.copied} %"
+    if analysis is None:
+        return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
+    if why := analysis.split_mismatch or analysis.hold_reason:
+        return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
+    elapsed = now - analysis.started_at
+    missing, is_late = _find_missing(step, policy, analysis, elapsed), elapsed >= policy.step_timeout
+    if step.kind == "ab" and policy.ab is not None and analysis.ab_outcome != "better":
+        summary = analysis.ab_summary or "no outcome was reported"
+        if elapsed >= policy.ab.duration:
+            why = f"the A/B test is over and undecided: {summary}"
+            if policy.ab.undecided == "abort":
+                return plan_abort(roles, target, why=why, reject=True)
+            if policy.ab.undecided == "finish" and analysis.ab_summary and not missing:
+                return why
+            return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
+        missing, is_late = missing or summary, False
+    if missing:
+        why = f" and needs an operator: step_timeout is over and {missing}" if is_late else f": {missing}"
+        return Wait(why=share + why, kind=WaitKind.INCONCLUSIVE if is_late else WaitKind.ANALYZING)
+    if step.approval:
+        return Wait(why=f"{share}, no regression is detected, and it waits for approval", kind=WaitKind.APPROVAL)
+    shown = analysis.guardrails[-1].summary if step.kind == "cold" else analysis.ab_summary
+    return shown or f"no regression detected in {analysis.requests} requests"
 
 
 def _move_to_step(
@@ -480,15 +468,6 @@ def _find_missing(step: PlannedStep, policy: RolloutPolicy, analysis: AnalysisRe
     if policy.bake is not None and step.kind != "cold" and not elapsed >= policy.bake:
         return f"{elapsed:.0f} s of {policy.bake:g} s"
     return ""
-
-
-def _end_ab_test(share: str, undecided: str, analysis: AnalysisResult, missing: str) -> Advance | Abort | Wait:
-    why = f"the A/B test is over and undecided: {analysis.ab_summary or 'no outcome was reported'}"
-    if undecided == "abort":
-        return Abort(why=why)
-    if undecided == "finish" and analysis.ab_summary and not missing:
-        return Advance(why=why)
-    return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
 
 
 def _format_share(events: int, requests: int) -> str:
