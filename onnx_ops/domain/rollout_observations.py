@@ -69,8 +69,11 @@ class RequestCounts:
         places = tuple(count for name in LATENCY_PLACES if (count := counts.get(name)) is not None)
         return replace(self, **named, over_places=places if len(places) == len(LATENCY_PLACES) else None)
 
-    def minus(self, before: RequestCounts) -> RequestCounts | None:
-        """Return what was counted since `before`; None if the counts do not follow each other."""
+    def minus(self, before: RequestCounts | None) -> RequestCounts | None:
+        """Return what was counted since `before` (None: nothing was); None if the counts do not follow each other."""
+        if before is None:
+            zero = RequestCounts(timed=None if self.timed is None else 0)
+            before = zero.with_over(dict.fromkeys(self.over(), 0))
         difference = RequestCounts(
             requests=self.requests - before.requests,
             errors=self.errors - before.errors,
@@ -239,8 +242,7 @@ def diff_readings(
     if before is None or before.origin != now.origin or now.at < before.at:
         return None
     canary_counts, stable_counts = (
-        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name, _zero_like(now.tallies.get(name))))
-        for name in (candidate, stable)
+        now.tallies.get(name, RequestCounts()).minus(before.tallies.get(name)) for name in (candidate, stable)
     )
     copies = ShadowCounts(
         compared=now.shadow.compared - before.shadow.compared,
@@ -257,14 +259,6 @@ def diff_readings(
         canary_latency=now.quantiles.get(candidate),
         stable_latency=now.quantiles.get(stable),
     )
-
-
-def _zero_like(later: RequestCounts | None) -> RequestCounts:
-    """Zero counts, with those known that are known in `later`."""
-    if later is None:
-        return RequestCounts()
-    zero = RequestCounts(timed=None if later.timed is None else 0)
-    return zero.with_over(dict.fromkeys(later.over(), 0))
 
 
 def _over_field(name: str) -> str:

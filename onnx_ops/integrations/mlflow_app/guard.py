@@ -91,7 +91,7 @@ class Guard:
             if plain in _IDENTITY:
                 raise RefusedError("a version keeps what it was registered as")
             if plain.startswith(OVERRIDE_TAG_PREFIX):
-                self._overrides.take_back(user, key)
+                self._overrides.permit(user, key)
             target = plain.removeprefix(DECISION)
             signed = record.decisions.get(target)
             if signed is not None and self._counts(record, target) and signed.record.verdict is not Verdict.PASS:
@@ -242,8 +242,7 @@ class Overrides:
         Raises:
             RefusedError: with the reason.
         """
-        self._permit(user, key)
-        target = _target(key)
+        target = self.permit(user, key)
         signer, keys = self._configuration.signer, self._configuration.keys
         if signer is None:
             raise RefusedError("this server signs no overrides", remedy=f"Its operator names a key in {OVERRIDE_KEY}.")
@@ -255,15 +254,6 @@ class Overrides:
         envelope = sign_record(about, signer).envelope
         self._versions.annotate(found, override_record_tag(target), codec.dumps(envelope).decode())
 
-    def take_back(self, user: str, key: str) -> None:
-        """Check a request to delete the tag with the reason; the signed record stays.
-
-        Raises:
-            RefusedError: with the reason.
-        """
-        self._permit(user, key)
-        _target(key)
-
     def advice(self, user: str, target: str) -> str:
         """How this user gets the version to serve all the same."""
         located = self._configuration.policy
@@ -273,7 +263,12 @@ class Overrides:
             return f"Or override it: set tag {override_reason_tag(target)} with the reason, then this alias again."
         return f"Or ask {' or '.join(located.policy.overrides)} to override it, with a reason."
 
-    def _permit(self, user: str, key: str) -> None:
+    def permit(self, user: str, key: str) -> str:
+        """Return the target of a tag with a reason, which the user may set and delete; the signed record stays.
+
+        Raises:
+            RefusedError: the user may not, or it is no such tag.
+        """
         located = self._configuration.policy
         if located is None:
             raise RefusedError(
@@ -283,12 +278,7 @@ class Overrides:
         if not is_among(user, users):
             lets = f"lets only {', '.join(users)} override" if users else "lets nobody override"
             raise RefusedError(f"{located.overrides_at} {lets}, and you are {user or 'not known'}")
-
-
-def _target(key: str) -> str:
-    match = _REASON.fullmatch(key)
-    if match is None:
-        raise RefusedError(
-            "only the server itself writes it", remedy=f"The reason of an override is {override_reason_tag('TARGET')}."
-        )
-    return match[1]
+        if (match := _REASON.fullmatch(key)) is None:
+            remedy = f"The reason of an override is {override_reason_tag('TARGET')}."
+            raise RefusedError("only the server itself writes it", remedy=remedy)
+        return match[1]
