@@ -152,8 +152,6 @@ _CPUS = frozenset({CPU, "cpu"})
 WASM = "wasm"
 """WebAssembly: products of small numbers are widened to 16 bits before they are added up."""
 
-ACTIVATIONS = ("uint8", "int8", "uint16")
-WEIGHTS = ("int8", "uint8")
 
 DISTRIBUTION = (
     "'distribution' derives its ranges for 8-bit floats, and in int8 it destroys a model without a word "
