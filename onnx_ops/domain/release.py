@@ -43,7 +43,7 @@ class PromotionPolicy:
 
     def names(self) -> frozenset[str]:
         """Every user whom the policy names."""
-        return frozenset().union(self.overrides, *(rule.users for rule in self.rules)) - {ANYONE}
+        return frozenset(self.overrides).union(*(rule.users for rule in self.rules)) - {ANYONE}
 
 
 def is_among(user: str, users: tuple[str, ...]) -> bool:

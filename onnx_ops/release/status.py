@@ -298,8 +298,8 @@ def _is_about(name: str, entries: Sequence[LedgerEntry], selection: HistoryFilte
 def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:
     what, why = _describe_entry(entry.body)
     action = entry.body.action if isinstance(entry.body, Intent) else None
-    names = () if action is None else ("stable", "previous", "candidate")
-    roles = {role: getattr(action.roles, role) for role in names}
+    names = ("stable", "previous", "candidate")
+    roles = {} if action is None else {role: getattr(action.roles, role) for role in names}
     return HistoryLine(
         endpoint=entry.endpoint,
         sequence=entry.sequence,

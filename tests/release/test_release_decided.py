@@ -37,7 +37,8 @@ json_values = st.recursive(
 
 def record(**changes: Any) -> DecisionRecord:
     passed = decision_record(digest_bytes(b"release"), "fp32", digest_bytes(b"manifest"))
-    return replace(passed, **{"verdicts": {"latency": Verdict.PASS}, "sequence": 10, **changes})
+    values: dict[str, Any] = {"verdicts": {"latency": Verdict.PASS}, "sequence": 10, **changes}
+    return replace(passed, **values)
 
 
 def signed(about: DecisionRecord, signer: FakeSigner = SIGNER) -> SignedDecision:
