@@ -172,13 +172,10 @@ class _Conversion:
         self.places[loc] = self._place(node)
         if tag := self._tags.get(id(node)):
             return self._broken(loc, f"tags are not allowed: '{_tag_text(tag)}'")
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, loc)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, loc)
-        return [self.convert(item, (*loc, index)) for index, item in enumerate(node.value)]
-
-    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str | int, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            return [self.convert(item, (*loc, index)) for index, item in enumerate(node.value)]
         result: dict[str | int, Any] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, loc)
