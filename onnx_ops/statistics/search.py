@@ -74,7 +74,8 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
     late: list[tuple[BuildTrial | ProbeNode, float]] = []
     left = 60 * state.budget.max_minutes - state.seconds
     for action in _list_steps(state):
-        cost = _estimate_seconds(state, action)
+        past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
+        cost = next((one.seconds for one in reversed(past) if one.recipe == action.recipe), 0.0)
         if left <= 0 or cost > left:
             late.append((action, cost))
         elif isinstance(action, BuildTrial) and len(state.trials) >= state.budget.max_builds:
@@ -96,16 +97,14 @@ def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
         for recipe in new:
             if recipe.late == late:
                 yield BuildTrial(recipe=recipe.name, excluded=(), why="the recipe as it is")
-        if not late:
-            for recipe in _find_repairable(state):
+        if late:
+            return
+        # Recipes that lose too much accuracy and could still win, the fastest first.
+        wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
+        failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
+        for recipe, trial in sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name)):
+            if not _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
                 yield from itertools.islice(_list_repairs(state, recipe), 1)
-
-
-def _estimate_seconds(state: SearchState, action: BuildTrial | ProbeNode) -> float:
-    """Return the time of the last such step of this recipe; 0 for a first one."""
-    if isinstance(action, BuildTrial):
-        return next((t.seconds for t in reversed(state.trials) if t.recipe == action.recipe), 0.0)
-    return next((s.seconds for s in reversed(state.sensitivities) if s.recipe == action.recipe), 0.0)
 
 
 def keeps_metric(trial: Trial, budget: Budget) -> bool:
@@ -135,17 +134,6 @@ def compute_time_ratio(trial: Trial) -> float:
 def _is_surely_slower(trial: Trial, than: float) -> bool:
     """Return whether every target surely needs more than `than` times the time of fp32."""
     return bool(trial.ratios) and all(one.low > than for one in trial.ratios.values())
-
-
-def _find_repairable(state: SearchState) -> list[Recipe]:
-    """Return recipes that lose too much accuracy and could still win, the fastest first."""
-    wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
-    failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
-    return [
-        recipe
-        for recipe, trial in sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name))
-        if not _is_surely_slower(trial, _find_time_to_beat(state, recipe))
-    ]
 
 
 def _find_time_to_beat(state: SearchState, recipe: Recipe) -> float:
@@ -302,11 +290,7 @@ def assign_roles(
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
-        reason = (
-            f"{_explain_empty_front(state)}; not everything was tried: {unfinished}"
-            if unfinished
-            else _explain_empty_front(state)
-        )
+        reason = _explain_empty_front(state) + (f"; not everything was tried: {unfinished}" if unfinished else "")
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
     taken: dict[Role, int] = {}
@@ -331,12 +315,9 @@ def _find_trial(
     quick = any(one.high < 1 for one in fastest.ratios.values())
     match role:
         case "fast":
-            if quick:
-                return fast, ""
-            return (
-                None,
-                f"nothing that keeps the budget is surely faster than fp32 (best: {compute_time_ratio(fastest):.3g}x)",
-            )
+            best_ratio = f"{compute_time_ratio(fastest):.3g}x"
+            why = f"nothing that keeps the budget is surely faster than fp32 (best: {best_ratio})"
+            return (fast, "") if quick else (None, why)
         case "small":
             least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
             beside = min(fastest.size_bytes, state.export_bytes) if quick and rival else state.export_bytes
@@ -348,10 +329,8 @@ def _find_trial(
             lost, least_lost = (max(0.0, trials[n].drop or 0.0) for n in (fast, best))
             if not (quick and rival) or best == fast or lost - least_lost > state.budget.metric_drop / 4:
                 return best, ""
-            return (
-                None,
-                f"nothing on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)",
-            )
+            why = f"nothing on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
+            return None, why
 
 
 def _explain_empty_front(state: SearchState) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
     Divergence,
     Evidence,
-    Int8Coverage,
     ParityMeasurement,
     WeightMeasurement,
 )
@@ -133,10 +131,17 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     if not any(w.elements > 0 for w in evidence.weights):
         return make_unmeasured("parity", "weights", limit)
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
+    answers = ""
+    if worst.steps > gate.weight_steps and worst.output_error is not None:
+        answers = (
+            f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
+        )
+        if not _is_rounded(worst, gate):
+            answers += f" (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
     return _make_result(
         "weights",
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
-        f"limit {gate.weight_steps:.4g}{_describe_compensation(worst, gate)}, {len(evidence.weights)} weights",
+        f"limit {gate.weight_steps:.4g}{answers}, {len(evidence.weights)} weights",
         passes=_is_rounded(worst, gate),
         limit=limit,
         estimate=worst.steps,
@@ -153,13 +158,6 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     """
     moved = weight.output_error is not None and weight.output_error <= COMPENSATED and weight.steps <= FURTHEST
     return weight.steps <= gate.weight_steps or moved
-
-
-def _describe_compensation(weight: WeightMeasurement, gate: ParityGate) -> str:
-    if weight.steps <= gate.weight_steps or weight.output_error is None:
-        return ""
-    text = f", and its layer's answers on real rows have {weight.output_error:.3g}x the squared error of plain rounding"
-    return text if _is_rounded(weight, gate) else f"{text} (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
 
 
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
@@ -259,9 +257,16 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         return
     total = len(coverage.int8) + len(coverage.floats)
     text = f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"
+    if coverage.floats:
+        ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
+        named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
+        more = f", and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
+        text += f"; {len(coverage.floats)} in float: {named}{more}"
+    if coverage.unheeded:
+        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
     yield _make_result(
         "int8 coverage",
-        join_lines(text + _describe_float_nodes(coverage)),
+        join_lines(text),
         passes=all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded,
         limit="all but excluded ones",
         estimate=len(coverage.int8) / total,
@@ -269,19 +274,6 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         n=total,
         advisory=True,
     )
-
-
-def _describe_float_nodes(coverage: Int8Coverage) -> str:
-    text = ""
-    if coverage.floats:
-        ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
-        named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
-        rest = Counter(node.reason for node in ranked[_NAMED:])
-        more = f", and {rest.total()} more" if rest else ""
-        text += f"; {len(coverage.floats)} in float: {named}{more}"
-    if coverage.unheeded:
-        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
-    return text
 
 
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
@@ -324,11 +316,12 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         f"{as_percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
     )
     depends = worst.ratio > gate.noise_factor
+    reason = f"answers do not depend on the batch's composition: {figures}"
+    if depends:
+        reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
     yield _make_result(
         METRIC,
-        f"answers depend on the batch's composition: {figures}; do not batch across requests"
-        if depends
-        else f"answers do not depend on the batch's composition: {figures}",
+        reason,
         passes=not depends,
         limit=_limit(gate),
         estimate=worst.ratio,
