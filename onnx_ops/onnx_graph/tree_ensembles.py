@@ -49,10 +49,8 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
         UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
         NotFoundError, RefusedError: as for reading the file.
     """
-    trees = [
-        tree for node in read_model(path).graph.node if node.op_type in ENSEMBLES for tree in _ensemble(node, path.name)
-    ]
-    return tuple(trees)
+    ensembles = [node for node in read_model(path).graph.node if node.op_type in ENSEMBLES]
+    return tuple(tree for node in ensembles for tree in _ensemble(node, path.name))
 
 
 def order_nodes(
@@ -130,16 +128,15 @@ def _ensemble(node: onnx.NodeProto, where: str) -> list[Tree]:
     width = max(outputs[2], default=0) + 1
     if width * len(columns[0]) > _MOST_WEIGHTS:
         raise UserError(f"a tree ensemble has {width} outputs", where=where)
-    return [_grown(tree, grown, width, where) for tree, grown in growing.items()]
-
-
-def _grown(number: int, grown: _Growing, width: int, where: str) -> Tree:
-    below = {child for _, _, yes, no in grown.splits.values() for child in (yes, no)}
-    roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
-    try:
-        return order_nodes(roots, grown.splits, grown.leaves, width)
-    except ValueError as error:
-        raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+    trees = []
+    for number, grown in growing.items():
+        below = {child for _, _, yes, no in grown.splits.values() for child in (yes, no)}
+        roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
+        try:
+            trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
+        except ValueError as error:
+            raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+    return trees
 
 
 Floats = npt.NDArray[np.float64]
@@ -167,10 +164,6 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     elsewhere or looks at another feature then gives another answer, though no real row may be near it. Of very many
     splits an even choice is probed.
 
-    Args:
-        path: the model.
-        samples: real inputs by name, axis 0 is the batch.
-
     Returns:
         Inputs by name; None for a model that is no ensemble over its one matrix or its joined columns of numbers,
         scaled at most.
@@ -189,20 +182,19 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
         return None
     trees = trees[:: max(1, sum(map(len, trees)) // (4 * MOST_SPLITS))]
     step = max(1, -(-sum(map(len, trees)) // MOST_SPLITS))
-    pairs = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
-    chosen = list(itertools.islice(pairs, 0, None, step))
+    sides = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
+    chosen = list(itertools.islice(sides, 0, None, step))
     if not chosen:
         return None
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
     parts = dict(zip(order, np.split(np.stack(chosen), ends, axis=2), strict=True))
-    return {name: _as_type(parts[name], array.dtype) for name, array in samples.items()}
-
-
-def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Rows of pairs of shape (pairs, 2, columns); whole numbers are the next ones on either side."""
-    if np.issubdtype(dtype, np.integer):
-        pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
-    return pairs.reshape(-1, pairs.shape[2]).astype(dtype)
+    probes = {}
+    for name, array in samples.items():
+        pairs = parts[name]  # of shape (pairs, 2, columns)
+        if array.dtype.kind == "i":  # the next whole numbers on either side
+            pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
+        probes[name] = pairs.reshape(-1, pairs.shape[2]).astype(array.dtype)
+    return probes
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
@@ -212,19 +204,15 @@ def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         if node.op_type == "Concat":
-            parts = [_origin(makers, part) for part in node.input]
+            parts = list(node.input)
+            for _ in makers:  # a file may hold a circle
+                parts = [
+                    makers[part].input[0] if part in makers and makers[part].op_type in _TRANSPARENT else part
+                    for part in parts
+                ]
             if sorted(parts) == sorted(names):
                 return node.output[0], parts
     return "", []
-
-
-def _origin(makers: Mapping[str, onnx.NodeProto], value: str) -> str:
-    for _ in makers:  # a file may hold a circle
-        node = makers.get(value)
-        if node is None or node.op_type not in _TRANSPARENT:
-            break
-        value = node.input[0]
-    return value
 
 
 def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Floats) -> Iterator[Floats]:
@@ -261,13 +249,12 @@ def _trees(ensemble: onnx.NodeProto, features: int) -> list[dict[int, _Split]]:
     from onnx import helper
 
     values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in ensemble.attribute}
-    parts = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
-    columns = [values.get(f"nodes_{part}", ()) for part in parts]
+    columns = [values.get(f"nodes_{part}", ()) for part in _PARTS]
     if len({len(column) for column in columns}) != 1:
         return []
     trees: dict[int, dict[int, _Split]] = {}
     for tree, node, mode, feature, threshold, yes, no in zip(*columns, strict=True):
-        if mode == b"LEAF":
+        if mode == _LEAF:
             continue
         if mode not in (_AT_MOST, _BELOW) or not 0 <= feature < features:
             return []
