@@ -101,12 +101,7 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     `output` may be the model itself.
 
     Args:
-        output: the copy; files beside it with the names of the weights are replaced.
         values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.
-
-    Raises:
-        NotFoundError, RefusedError: as for reading the file.
-        UserError: it is not ONNX, or the version is no number.
     """
     model = read_structure(path)
     version = values.get("version", str(model.model_version))

@@ -55,12 +55,7 @@ class ModelSummary:
 
 
 def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
-    """Look a file over; weights beside it are not loaded.
-
-    Args:
-        batch: for which its cost is told.
-        dims: sizes of other free dimensions by name, for its cost.
-    """
+    """Look a file over; weights beside it are not loaded."""
     from onnx import TensorProto
 
     model = read_structure(path)

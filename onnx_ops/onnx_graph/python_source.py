@@ -85,7 +85,6 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     what it built was held against the original, before this returns.
 
     Raises:
-        NotFoundError, UserError: as for reading the model.
         StageError: what the source builds is another model.
     """
     model, writer = parse_model(path), _Writer()

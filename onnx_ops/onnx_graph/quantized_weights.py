@@ -70,7 +70,6 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 
     Raises:
         MeasurementError: a quantized weight has no original of its name and shape, or is stored in another way.
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), expand_integer_operators(read_model(derived), derived.name)
     originals, tensors = collect_constants(before), collect_constants(after)

@@ -65,7 +65,6 @@ def _judge_outputs(
             f"{metric} outside the domain",
             f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
             f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
-            passes=False,
             limit=_limit(gate),
             estimate=None if worst.mismatch else worst.ratio,
             bound=gate.noise_factor,
@@ -97,7 +96,6 @@ def _verdict(
     return _make_result(
         metric,
         reason,
-        passes=good,
         limit=_limit(gate),
         estimate=None if worst.mismatch else worst.ratio,
         bound=gate.noise_factor,
@@ -175,7 +173,6 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
     yield _make_result(
         "trees",
         join_lines(reason),
-        passes=not trees.changed,
         limit="0 changed",
         estimate=float(trees.changed),
         bound=0.0,
@@ -194,21 +191,18 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
             "activations",
             f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
             f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
-            passes=worst.noise <= gate.activation_noise,
             limit=f"≤ {gate.activation_noise:.4g}x rounding",
             estimate=worst.noise,
             bound=gate.activation_noise,
             n=values,
         )
         worst = max(measured, key=lambda a: (a.saturated, a.tensor))
-        fits = worst.saturated <= gate.saturation
         note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
         yield _make_result(
             "saturation",
             f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
             f"limit {as_percent(gate.saturation)}, {len(measured)} activations"
-            + (note if fits and worst.saturated > SATURATION_WARNING else ""),
-            passes=fits,
+            + (note if SATURATION_WARNING < worst.saturated <= gate.saturation else ""),
             limit=f"≤ {as_percent(gate.saturation)}",
             estimate=worst.saturated,
             bound=gate.saturation,
@@ -218,13 +212,11 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
     # Evidence that is older than the next two measurements has none of them.
     if cut := [(a.clipping, a.tensor) for a in measured if a.clipping is not None]:
         clipping, tensor = max(cut)
-        fits = clipping <= gate.clipping
         yield _make_result(
             "clipping",
             f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
             f"limit {gate.clipping:.4g}x, {len(cut)} activations"
-            + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
-            passes=fits,
+            + ("" if clipping <= gate.clipping else "; too narrow: calibrate with more rows, or with another method"),
             limit=f"≤ {gate.clipping:.4g}x rounding",
             estimate=clipping,
             bound=gate.clipping,
@@ -242,7 +234,6 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
             f"the range of {what} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
             f"{len(ranges)} ranges"
             + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
-            passes=fits,
             limit=f"≤ {gate.stretch:.4g}x the values",
             estimate=stretch,
             bound=gate.stretch,
@@ -306,7 +297,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
     if non_finite:
         reason = f"output {min(non_finite)!r}: a figure is not a number"
-        result = _make_result(METRIC, reason, passes=False, limit=_limit(gate), unit="", n=rows, advisory=True)
+        result = _make_result(METRIC, reason, limit=_limit(gate), unit="", n=rows, advisory=True)
         yield replace(result, verdict=Verdict.ERROR)
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
@@ -315,14 +306,12 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the source's noise, "
         f"{as_percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
     )
-    depends = worst.ratio > gate.noise_factor
     reason = f"answers do not depend on the batch's composition: {figures}"
-    if depends:
+    if worst.ratio > gate.noise_factor:
         reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
     yield _make_result(
         METRIC,
         reason,
-        passes=not depends,
         limit=_limit(gate),
         estimate=worst.ratio,
         bound=gate.noise_factor,
@@ -335,7 +324,7 @@ def _make_result(
     metric: str,
     reason: str,
     *,
-    passes: bool,
+    passes: bool | None = None,
     limit: str = "",
     estimate: float | None = None,
     bound: float | None = None,
@@ -343,6 +332,9 @@ def _make_result(
     n: int = 0,
     advisory: bool = False,
 ) -> GateResult:
+    """Return a result that passes, unless told, if the estimate is at most the bound."""
+    if passes is None:
+        passes = estimate is not None and bound is not None and estimate <= bound
     return GateResult(
         gate="parity",
         metric=metric,
