@@ -106,12 +106,7 @@ def load_pipeline(
 
 
 def load_policy(path: Path) -> LocatedPolicy:
-    """Read a promotion policy.
-
-    Raises:
-        NotFoundError, UserError: There is no such file, or it cannot be read.
-        ConfigError: It has problems; all of them at once.
-    """
+    """Read a promotion policy."""
     document = read_document(path)
     policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value
     if policy is None or document.issues:

@@ -46,10 +46,6 @@ def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping
     """Read a file and apply overrides and environment variables.
 
     Without `environ` no variable is known, so every `${env:NAME}` is a problem.
-
-    Raises:
-        NotFoundError, UserError: There is no such file, or it cannot be read.
-        ConfigError: It is not YAML, is empty or of a newer version.
     """
     document = read_file(path)
     if document.value is None:
@@ -170,9 +166,6 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
 
     Returns:
         The values that were used, by their path in `params.yaml`.
-
-    Raises:
-        ConfigError: `params.yaml` cannot be read.
     """
     references = list(_texts_with(_PARAMETER_MARK, document.value, ()))
     if not references:

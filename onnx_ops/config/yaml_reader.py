@@ -43,13 +43,7 @@ _LISTED = 3
 
 
 def read_file(path: Path) -> Document:
-    """Read a file from disk.
-
-    Raises:
-        NotFoundError: it does not exist.
-        UserError: it cannot be read.
-        ConfigError: it is not one YAML document in UTF-8 within the bounds.
-    """
+    """Read a file from disk."""
     source = format_path(path)
     try:
         with path.open("rb") as stream:
@@ -93,9 +87,6 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     """Read a text. Without `positions` every place is the source as a whole (for values given by a command line).
 
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's issues.
-
-    Raises:
-        ConfigError: it is not one YAML document within the bounds.
     """
     loader = None
     try:

@@ -44,9 +44,6 @@ def check_model(path: Path) -> None:
 
     It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
     there is nothing to check but whether it loads.
-
-    Raises:
-        UserError: the file breaks a rule of ONNX.
     """
     import onnx
 
@@ -114,12 +111,7 @@ def is_unsafe_without_rows(path: Path) -> bool:
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
-    """Check that libraries have the digests of their target before they are loaded.
-
-    Raises:
-        NotFoundError: there is no such file.
-        DigestMismatchError: it is another one.
-    """
+    """Check that libraries have the digests of their target before they are loaded."""
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():

@@ -77,11 +77,7 @@ def get_opset(model: onnx.ModelProto) -> int:
 
 
 def find_model_file(path: Path) -> Path:
-    """Return the file itself, or the one `.onnx` file of a folder.
-
-    Raises:
-        NotFoundError: there is none, or more than one.
-    """
+    """Return the file itself, or the one `.onnx` file of a folder."""
     if path.is_file():
         return path
     files = sorted(path.glob("*.onnx")) if path.is_dir() else []

@@ -76,7 +76,6 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     Args:
         source: the float export, whose names are told.
         rewritten: the variant's graph as the runtime runs it.
-        excluded: names of nodes that were to stay in float.
     """
     names: dict[str, str] = {}  # by name and by output; a node without a name is called by its first output
     for node in read_structure(source).graph.node:

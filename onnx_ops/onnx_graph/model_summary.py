@@ -139,7 +139,6 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
 
     Args:
         batch: what a free axis 0 of an input counts as.
-        dims: sizes of other free dimensions by name.
     """
     from onnx import inliner, shape_inference
 

@@ -31,9 +31,6 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     """Read versions, inputs, outputs, operators and weight shapes.
 
     Attributes and weights are left out.
-
-    Raises:
-        UserError: the file is damaged.
     """
     try:
         return _parse(path.read_bytes())

@@ -105,9 +105,6 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
 
     What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
     that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
-
-    Raises:
-        MeasurementError: an integer operator is of a kind that is not known here.
     """
     import onnx
 

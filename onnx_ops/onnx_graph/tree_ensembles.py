@@ -73,7 +73,6 @@ def order_nodes(
         roots: nodes that no split leads to.
         splits: by node number: feature, threshold, the node where it holds, the one where not.
         leaves: by node number: weights by output.
-        width: number of outputs.
 
     Raises:
         ValueError: it is no tree.

@@ -66,10 +66,6 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
     Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
     installed package counts with its version, and so does what shapes the results of this product: the revisions of its
     stages. The standard library is left to the version of Python.
-
-    Raises:
-        NotFoundError: a module, or a file in `depends`, does not exist.
-        UserError: a file is not Python.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}

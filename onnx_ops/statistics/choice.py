@@ -53,9 +53,6 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with confidence. Variants whose
     intervals overlap that of the best are tied with it; of those the one with the fewest bytes is chosen, then the
     first in the file, whose order the decisions have.
-
-    Raises:
-        ValueError: there is no decision, or they are about several targets.
     """
     targets = {decision.target for decision in decisions}
     if len(targets) != 1:

@@ -86,7 +86,6 @@ def compute_design_effect(values: Array, group: Array) -> float:
 
     Args:
         values: one a row, between -1 and 1.
-        group: number of each row's group.
     """
     sizes = np.bincount(group)
     occupied = sizes > 0

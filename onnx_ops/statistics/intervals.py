@@ -110,7 +110,6 @@ def tango_interval(
         n: rows, at least one; not a whole number where grouped rows count as fewer.
         only_baseline: rows that only the baseline got right.
         only_candidate: rows that only the candidate got right.
-        confidence: of the two-sided interval.
 
     Returns:
         (estimate, low, high) of candidate minus baseline, between -1 and 1.
@@ -149,12 +148,9 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 
 
 def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Return an exact interval for a proportion.
+    """Return (estimate, low, high) of a proportion, exact.
 
     Clopper and Pearson 1934, Biometrika 26:404-413.
-
-    Returns:
-        (estimate, low, high).
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"{successes} of {n} is no proportion")

@@ -207,10 +207,6 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
     Args:
         log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
-        alpha: one-sided error rate over all looks.
-
-    Raises:
-        ValueError: there is no pair.
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios, alpha))
     pairs = sum(1 for p in log_ratios if len(p))
@@ -274,10 +270,8 @@ def should_continue(
     True while looks remain and a limit is undecided, or the host is too biased for it.
 
     Args:
-        log_ratios: all session pairs so far.
         self_log_ratios: those of the baseline against itself.
         tolerances: every limit to decide; 0 stands for "faster than".
-        alpha: one-sided error rate over all looks.
     """
     pairs = len(log_ratios)
     if pairs >= LOOKS[-1]:
@@ -314,7 +308,6 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
     Args:
         samples: shape (runs,), in any unit.
-        q: between 0 and 1.
         limit: in the unit of the samples.
         confidence: of each one-sided bound.
     """
@@ -374,14 +367,10 @@ def compute_block_logs(
         nanoseconds: shape (rounds, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
         probe: the same shape, in any unit; duration of a fixed piece of work around the run. None, or values that are
-            not
-            positive, not finite or all alike, have no effect.
+            not positive, not finite or all alike, have no effect.
 
     Returns:
         Shape (rounds, blocks, models). Only differences between models have a meaning.
-
-    Raises:
-        MeasurementError: a block has no positive duration.
     """
     times = np.asarray(nanoseconds, dtype=np.float64)
     lost = np.asarray(preempted, dtype=bool)

@@ -48,11 +48,8 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
 
     Args:
         labels: class numbers of shape (rows,), below `classes`.
-        predictions: likewise.
-        classes: number of classes.
         average: `binary` is that of the class `positive`; `macro` the mean over the classes that occur; `weighted` the
             same, weighted by their number of labels; `micro` is computed from the counts over all classes.
-        positive: number of the positive class.
     """
     right = _indicator(labels, classes, labels == predictions)
     true, predicted = _indicator(labels, classes), _indicator(predictions, classes)

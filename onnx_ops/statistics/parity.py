@@ -50,8 +50,6 @@ def measure_output(
 
     Args:
         onnx: the export's answer; axis 0 is the batch.
-        single: the source's answer in float32, or None.
-        double: the source's answer in float64, or None.
         epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
 
     Raises:
@@ -201,8 +199,6 @@ def find_first_divergence(
 
     Args:
         names: values in topological order.
-        onnx: the export's values by name.
-        single: the source's values in float32.
         double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
         factor: largest error / noise of a value that does not diverge.
     """
@@ -258,9 +254,7 @@ def measure_batch_invariance(
     `LARGEST`.
 
     Args:
-        batched: outputs of one run on n rows, by name.
         alone: outputs of n runs on one row each, in the same order.
-        noise: the source's rounding noise by output.
 
     Returns:
         One measurement for each output that has one entry a row in every run.

@@ -52,8 +52,6 @@ class InputDomain:
 
     Args:
         low: finite lower bounds, of a shape that broadcasts against a row.
-        high: finite upper bounds, same shape.
-        whole: places that hold whole numbers only; same shape.
         listed: places that take only the values that occur there; same shape.
         categories: all possible values, whatever the place; None if any value between the bounds is possible.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.

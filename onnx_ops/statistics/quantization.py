@@ -52,8 +52,6 @@ class ActivationStatistics:
         """Add one run.
 
         Args:
-            written: the quantized model's value before QuantizeLinear.
-            read: the value after DequantizeLinear, of the same shape.
             original: the float export's value of that name, or None.
             meant: the same after a ReLU or Clip of the float export which the range stands for, or None.
         """

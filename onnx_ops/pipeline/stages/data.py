@@ -45,11 +45,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
-    """Build the data set that a section defines from the arrays of its source.
-
-    Raises:
-        UserError: the first of `find_data_problems`.
-    """
+    """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
     from onnx_ops.statistics.grouping import find_group_columns, number_groups  # needs numpy, which planning does not

@@ -134,9 +134,6 @@ def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
 
     Args:
         summed: (..., 25) log likelihoods at `make_alternatives`, added over intervals.
-
-    Returns:
-        (...).
     """
     logs = np.asarray(summed, dtype=np.float64)
     return log_mean_exp(logs[..., 1:] - logs[..., :1]) / math.log(10)

@@ -64,9 +64,6 @@ def fix_thresholds(
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few requests.
-
-    Raises:
-        ValueError: there is not one count more than bounds.
     """
     if len(counts) != len(bounds_s) + 1:
         raise ValueError(f"{len(counts)} counts do not fit {len(bounds_s)} bounds")
