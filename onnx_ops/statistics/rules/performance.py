@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, throughput_metric_name
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, throughput_metric_name
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,
@@ -40,37 +40,21 @@ _SPEEDUP_TEXTS = {
 _PAIRS = "pairs of fresh processes"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatioMeasurement:
-    """A measured ratio to the baseline, and its wording.
+def _judge_ratio(
+    gate: str, metric: str, measured: LatencyComparison | PairedRatios, of: str, counted: str, max_regression: float
+) -> GateResult:
+    """Judge a ratio, unless the host is too biased for a verdict.
 
     Args:
-        gate: kind of gate.
-        metric: name in results.
         of: the quantity that the ratio multiplies.
-        log_ratios: of the candidate, by pair and block.
-        self_log_ratios: of the baseline against itself.
-        pairs: what n counts.
-        detail: further facts for the reason.
+        counted: what the pairs are, and further facts about them.
     """
-
-    gate: str
-    metric: str
-    of: str
-    log_ratios: Sequence[Sequence[float]]
-    self_log_ratios: Sequence[Sequence[float]]
-    pairs: str
-    detail: str = ""
-
-
-def _judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
-    """Judge a ratio, unless the host is too biased for a verdict."""
-    comparison = compare(ratio.log_ratios, tolerance=max_regression)
-    noisy = explain_withheld_verdict(ratio.log_ratios, ratio.self_log_ratios, max_regression)
+    comparison = compare(measured.log_ratios, tolerance=max_regression)
+    noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
-    reason = _describe_ratio(ratio, comparison, limit)
+    reason = _describe_ratio(measured, comparison, of, counted, limit)
     if comparison.verdict is Verdict.INCONCLUSIVE:  # how many pairs, or which other limit, would decide
-        needed = estimate_pairs_needed(ratio.log_ratios, max_regression)
+        needed = estimate_pairs_needed(measured.log_ratios, max_regression)
         if needed is None:
             reason += "; the ratio is too near to the limit for any number of pairs"
         elif needed > LOOKS[-1]:
@@ -84,19 +68,19 @@ def _judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
             below = f", one of {as_percent(low)} broken" if low > 0 else ""
             reason += f"; a limit of {as_percent(high)} would be kept{below}"
     reason = f"{noisy}; {reason}" if noisy else reason
-    result = _make_result(
-        ratio.gate, ratio.metric, f"≤ {limit}", reason, comparison, bound=1 + max_regression, unit="x"
-    )
+    result = _make_result(gate, metric, f"≤ {limit}", reason, comparison, bound=1 + max_regression, unit="x")
     return replace(result, verdict=Verdict.INCONCLUSIVE) if noisy else result
 
 
-def _describe_ratio(ratio: RatioMeasurement, comparison: Comparison, limit: str) -> str:
+def _describe_ratio(
+    measured: LatencyComparison | PairedRatios, comparison: Comparison, of: str, counted: str, limit: str
+) -> str:
     """Return the ratio with its interval, limit and trend as a text."""
-    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {ratio.of}"
+    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {of}"
     trend = ""
-    if (change := find_trend(ratio.log_ratios)) is not None:
+    if (change := find_trend(measured.log_ratios)) is not None:
         trend = f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
-    return f"{figures}, limit {limit}, {comparison.pairs} {ratio.pairs}{ratio.detail}{trend}"
+    return f"{figures}, limit {limit}, {comparison.pairs} {counted}{trend}"
 
 
 def _make_result(
@@ -148,15 +132,7 @@ def _judge_figure(
         if (paired.figure, paired.against) == (figure, baseline) and any(paired.log_ratios)
     ]
     for paired in measured:
-        ratio = RatioMeasurement(
-            gate=gate,
-            metric=metric,
-            of=f"{of} of {name_baseline(baseline)}",
-            log_ratios=paired.log_ratios,
-            self_log_ratios=paired.self_log_ratios,
-            pairs=pairs,
-        )
-        yield _judge_ratio(ratio, max_regression)
+        yield _judge_ratio(gate, metric, paired, f"{of} of {name_baseline(baseline)}", pairs, max_regression)
     if not measured:
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
 
@@ -167,7 +143,8 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
     if gate.max_regression is not None and baseline:
         against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
         for comparison in against:
-            yield _judge_ratio(_make_latency_ratio(comparison), gate.max_regression)
+            of, counted = _describe_pairs(comparison)
+            yield _judge_ratio("latency", f"ratio vs {baseline}", comparison, of, counted, gate.max_regression)
         if not against:
             yield make_unmeasured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
@@ -177,9 +154,10 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
         metric, limit = f"faster than {gate.faster_than}", f"< {bound:.4g}x"
         enough = f" by {as_percent(speedup)}" if speedup else ""
         against = [c for c in evidence.comparisons if c.against == gate.faster_than and any(c.log_ratios)]
-        for ratio in map(_make_latency_ratio, against):
-            compared = compare(ratio.log_ratios, tolerance=bound - 1)
-            reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {_describe_ratio(ratio, compared, f'{bound:.4g}x')}"
+        for comparison in against:
+            compared = compare(comparison.log_ratios, tolerance=bound - 1)
+            ratio = _describe_ratio(comparison, compared, *_describe_pairs(comparison), f"{bound:.4g}x")
+            reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {ratio}"
             yield _make_result("latency", metric, limit, reason, compared, bound=bound, unit="x")
         if not against:
             yield make_unmeasured("latency", metric, limit)
@@ -201,18 +179,12 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
         yield make_unlimited("latency", "")
 
 
-def _make_latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
+def _describe_pairs(comparison: LatencyComparison) -> tuple[str, str]:
+    """Return what the ratio multiplies, and what its pairs are."""
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
     means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
-    return RatioMeasurement(
-        gate="latency",
-        metric=f"ratio vs {comparison.against}",
-        of=f"the latency of {name_baseline(comparison.against)}",
-        log_ratios=comparison.log_ratios,
-        self_log_ratios=comparison.self_log_ratios,
-        pairs="session pairs",
-        detail=f" ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)",
-    )
+    counted = f"session pairs ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)"
+    return f"the latency of {name_baseline(comparison.against)}", counted
 
 
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
