@@ -205,9 +205,8 @@ class QuantizedActivation:
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
-    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.expand_integer_operators`.
-
-    Scales that are computed (dynamic quantization) or differ by channel are left out.
+    Integer operators (QLinearConv …) count as the pairs that they stand for: `expand_integer_operators`. Scales that
+    are computed (dynamic quantization) or differ by channel are left out.
     """
     model = expand_integer_operators(read_model(path), path.name)
     stored = collect_constants(model)

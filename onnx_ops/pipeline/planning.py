@@ -147,6 +147,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -160,7 +161,11 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         # Only made for a gate. Limits change no measurement, so they stay out of the key.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
-        "metrics": _write_metrics(pipeline, probe),
+        # Accuracy is measured wherever possible.
+        "metrics": [
+            {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
+            for metric in sorted(metrics, key=lambda metric: metric.label)
+        ],
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in limits]
@@ -195,15 +200,6 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
             target=target.name,
             hints={"policy": codec.to_json(get_objective(pipeline, target))},
         ),
-    ]
-
-
-def _write_metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
-    """Return the metrics to measure, without their limits; accuracy is measured wherever possible."""
-    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
-    return [
-        {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
-        for metric in sorted(metrics, key=lambda metric: metric.label)
     ]
 
 

@@ -156,10 +156,9 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
         )
     if best is None:
         return
-    for _, excluded, trial in _try_back_in_int8(state, recipe, ranked[:best]):
+    for node, _, excluded, trial in _try_back_in_int8(state, recipe, ranked[:best]):
         if trial is None:
-            given = next(node for node in ranked[:best] if node not in excluded)
-            yield BuildTrial(recipe=recipe.name, excluded=excluded, why=f"{given} back in int8")
+            yield BuildTrial(recipe=recipe.name, excluded=excluded, why=f"{node} back in int8")
 
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
@@ -200,8 +199,8 @@ def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> t
 
 def _try_back_in_int8(
     state: SearchState, recipe: Recipe, in_float: tuple[str, ...]
-) -> Iterator[tuple[Trial, tuple[str, ...], Trial | None]]:
-    """Yield, for each node, the trial with it in float, what stays in float without it, and that trial.
+) -> Iterator[tuple[str, Trial, tuple[str, ...], Trial | None]]:
+    """Yield each node, the trial with it in float, what stays in float without it, and that trial.
 
     The least sensitive node comes first. It ends at the first trial that is missing.
     """
@@ -211,7 +210,7 @@ def _try_back_in_int8(
             return
         excluded = tuple(name for name in current.excluded if name != node)
         without = state.find(recipe.name, excluded)
-        yield current, excluded, without
+        yield node, current, excluded, without
         if without is None:
             return
         if _stays_in_int8(state, current, without):
@@ -236,9 +235,8 @@ def list_node_contributions(state: SearchState) -> tuple[NodeContribution, ...]:
             continue
         if best == 1 and (whole := state.find(recipe.name, ())) and (kept_worst := state.find(recipe.name, ranked[:1])):
             contributions.append(_make_contribution(kept_worst, whole, ranked[0], kept=True))
-        for current, excluded, without in _try_back_in_int8(state, recipe, ranked[:best]):
+        for node, current, _, without in _try_back_in_int8(state, recipe, ranked[:best]):
             if without is not None and not without.failure:
-                node = next(name for name in current.excluded if name not in excluded)
                 contributions.append(
                     _make_contribution(current, without, node, kept=not _stays_in_int8(state, current, without))
                 )
