@@ -123,7 +123,14 @@ def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelPr
         elif _is_integer(node):
             raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
         elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
-            _move(work, node)
+            scale = work.scales[node.input[0]]
+            inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
+            place = len(work.nodes)
+            moved = [work.write(name, scale) if name else "" for name in node.output]
+            made = type(node)()
+            made.CopyFrom(node)
+            made.input[:], made.output[:] = inputs, moved
+            work.nodes.insert(place, made)
         else:
             if node.op_type == "QuantizeLinear":
                 work.scales[node.output[0]] = tuple(node.input[1:3])
@@ -163,18 +170,6 @@ def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
     result = work.write(node.output[0], written) if written and written[0] else node.output[0]
     made = helper.make_node(layout.op_type, inputs, [result], name=node.name)
     made.attribute.extend(a for a in node.attribute if a.name not in layout.dropped)
-    work.nodes.insert(place, made)
-
-
-def _move(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """Rewrite an operator that moves integers without changing them."""
-    scale = work.scales[node.input[0]]
-    inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
-    place = len(work.nodes)
-    moved = [work.write(name, scale) if name else "" for name in node.output]
-    made = type(node)()
-    made.CopyFrom(node)
-    made.input[:], made.output[:] = inputs, moved
     work.nodes.insert(place, made)
 
 
