@@ -95,13 +95,13 @@ def profile_names() -> tuple[str, ...]:
 def _check_target(target: Target, path: Path, document: Document) -> Iterator[Issue]:
     if target.name != path.stem:
         yield Issue(("name",), f"'{target.name}' is not the name of its file, '{path.stem}'")
-    yield from check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
     for index, provider in enumerate(target.providers):
         known = PROVIDER_OPTIONS.get(provider.name, provider.options)
         for option in (option for option in provider.options if option not in known):
             hint = did_you_mean(option, known) or ("; it has none" if not known else "")
             loc = document.written(("providers", index, "options", option))
             yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
+    yield from check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
 
 
 @functools.cache
