@@ -303,7 +303,7 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     last: TensorLocation | None = None
     for place in sorted(p for p in places if p.end > p.start):
         # Tensors may share their bytes, as tied weights do, but not in part.
-        is_same = last and (last.start, last.end) == (place.start, place.end)
+        is_same = last is not None and (last.start, last.end) == (place.start, place.end)
         if last and last.file == place.file and place.start < last.end and not is_same:
             what = f"its external data overlaps that of tensor {last.tensor}"
             raise RefusedError(what, where=_of(place.tensor), remedy=_AGAIN)

@@ -199,7 +199,9 @@ def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: Targ
             change = f"{-100 * chosen.estimate:+.2g} points against {EXPORT}"
             return f"{name} passes with the best {metric}" + ("" if name == EXPORT else f", {change}") + alone
         case "cost":
-            seconds = standing and (standing.load.estimate if loaded and standing.load else standing.seconds)
+            seconds = None if standing is None else standing.seconds
+            if standing and standing.load and loaded:
+                seconds = standing.load.estimate
             cost = "at the lowest cost of a request"
             if seconds is not None and policy.price is not None:
                 cost = f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"

@@ -94,19 +94,22 @@ def _make_result(
     unit: str,
     advisory: bool = False,
 ) -> GateResult:
-    is_ratio = isinstance(measured, Comparison)
+    if isinstance(measured, Comparison):
+        estimate, n = measured.ratio, measured.pairs
+    else:
+        estimate, n = measured.quantile, measured.runs
     return GateResult(
         gate=gate,
         metric=metric,
         limit=limit,
         verdict=measured.verdict,
         reason=reason,
-        estimate=_finite_or_none(measured.ratio if is_ratio else measured.quantile),
+        estimate=_finite_or_none(estimate),
         low=_finite_or_none(measured.low),
         high=_finite_or_none(measured.high),
         bound=bound,
         unit=unit,
-        n=measured.pairs if is_ratio else measured.runs,
+        n=n,
         advisory=advisory,
     )
 
