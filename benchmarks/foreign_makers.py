@@ -465,16 +465,15 @@ def _unnamed_nodes(_: Path) -> onnx.ModelProto:
 # external data -----------------------------------------------------------------------------------------------------
 
 
-def _external(name: str, *, broken: bool = False) -> Callable[[Callable[[Path, onnx.ModelProto], None]], object]:
-    def keep(change: Callable[[Path, onnx.ModelProto], None]) -> object:
-        def make(path: Path) -> None:
-            onnx.save_model(_mlp(), path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
-            model = onnx.load(path, load_external_data=False)
-            change(path, model)
+_DATA = "model.onnx.data"
 
-        return _maker("external data", name, broken=broken)(make)
 
-    return keep
+def _external(name: str, change: Callable[[Path, onnx.ModelProto], object], *, broken: bool = False) -> None:
+    def make(path: Path) -> None:
+        onnx.save_model(_mlp(), path, save_as_external_data=True, location=_DATA, size_threshold=0)
+        change(path, onnx.load(path, load_external_data=False))
+
+    _maker("external data", name, broken=broken)(make)
 
 
 def _place(path: Path, model: onnx.ModelProto, **entries: str) -> None:
@@ -484,62 +483,32 @@ def _place(path: Path, model: onnx.ModelProto, **entries: str) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-@_external("one-file")
-def _one_file(path: Path, model: onnx.ModelProto) -> None:
-    del path, model
-
-
-@_external("a-file-each")
-def _file_each(path: Path, model: onnx.ModelProto) -> None:
-    del model
-    (path.parent / "model.onnx.data").unlink()
+def _file_each(path: Path, _: onnx.ModelProto) -> None:
+    path.with_name(_DATA).unlink()
     onnx.save_model(_mlp(), path, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=0)
 
 
-@_external("in-a-folder")
 def _in_a_folder(path: Path, model: onnx.ModelProto) -> None:
     (path.parent / "weights").mkdir()
-    (path.parent / "model.onnx.data").rename(path.parent / "weights/all.bin")
+    path.with_name(_DATA).rename(path.parent / "weights/all.bin")
     _place(path, model, location="weights/all.bin")
 
 
-@_external("missing", broken=True)
-def _missing(path: Path, model: onnx.ModelProto) -> None:
-    del model
-    (path.parent / "model.onnx.data").unlink()
+def _link(path: Path, _: onnx.ModelProto) -> None:
+    path.with_name(_DATA).unlink()
+    path.with_name(_DATA).symlink_to("/etc/passwd")
 
 
-@_external("cut", broken=True)
-def _cut(path: Path, model: onnx.ModelProto) -> None:
-    del model
-    os.truncate(path.parent / "model.onnx.data", 100)
-
-
-@_external("above", broken=True)
-def _above(path: Path, model: onnx.ModelProto) -> None:
-    _place(path, model, location="../model.onnx.data")
-
-
-@_external("absolute", broken=True)
-def _absolute(path: Path, model: onnx.ModelProto) -> None:
-    _place(path, model, location="/etc/passwd")
-
-
-@_external("link", broken=True)
-def _link(path: Path, model: onnx.ModelProto) -> None:
-    del model
-    (path.parent / "model.onnx.data").unlink()
-    (path.parent / "model.onnx.data").symlink_to("/etc/passwd")
-
-
-@_external("far-offset", broken=True)
-def _far(path: Path, model: onnx.ModelProto) -> None:
-    _place(path, model, offset="1000000")
-
-
-@_external("words-for-lengths", broken=True)
-def _words(path: Path, model: onnx.ModelProto) -> None:
-    _place(path, model, length="many")
+_external("one-file", lambda *_: None)
+_external("a-file-each", _file_each)
+_external("in-a-folder", _in_a_folder)
+_external("missing", lambda path, _: path.with_name(_DATA).unlink(), broken=True)
+_external("cut", lambda path, _: os.truncate(path.with_name(_DATA), 100), broken=True)
+_external("above", partial(_place, location=f"../{_DATA}"), broken=True)
+_external("absolute", partial(_place, location="/etc/passwd"), broken=True)
+_external("link", _link, broken=True)
+_external("far-offset", partial(_place, offset="1000000"), broken=True)
+_external("words-for-lengths", partial(_place, length="many"), broken=True)
 
 
 @_maker("external data", "over-2-GB")
@@ -684,33 +653,30 @@ _bytes("zip", lambda: b"PK\x03\x04" + bytes(60))
 _bytes("hdf5", lambda: b"\x89HDF\r\n\x1a\n" + bytes(500))
 
 
-def _changed(name: str) -> Callable[[Callable[[onnx.ModelProto], object]], object]:
-    def keep(change: Callable[[onnx.ModelProto], object]) -> object:
-        def make(path: Path) -> None:
-            model = _mlp()
-            change(model)
-            path.write_bytes(model.SerializeToString())
+def _changed(name: str, change: Callable[[onnx.ModelProto], object]) -> None:
+    def make(path: Path) -> None:
+        model = _mlp()
+        change(model)
+        path.write_bytes(model.SerializeToString())
 
-        return _maker("broken", name, broken=True)(make)
-
-    return keep
+    _maker("broken", name, broken=True)(make)
 
 
-_changed("no-nodes")(lambda model: model.graph.ClearField("node"))
-_changed("no-outputs")(lambda model: model.graph.ClearField("output"))
-_changed("no-opset")(lambda model: model.ClearField("opset_import"))
+_changed("no-nodes", lambda model: model.graph.ClearField("node"))
+_changed("no-outputs", lambda model: model.graph.ClearField("output"))
+_changed("no-opset", lambda model: model.ClearField("opset_import"))
 _maker("too new", "future-opset")(lambda _: _mlp(99))
 _maker("too new", "future-ir")(lambda _: _mlp(ir_version=99))
-_changed("unknown-operator")(lambda model: setattr(model.graph.node[1], "op_type", "Relux"))
-_changed("missing-weight")(lambda model: model.graph.initializer.pop())
-_changed("doubled-name")(lambda model: model.graph.node[1].output.__setitem__(0, "a"))
-_changed("cycle")(lambda model: model.graph.node[0].input.__setitem__(0, "b"))
-_changed("wrong-shape")(lambda model: model.graph.initializer[0].dims.__setitem__(0, 15))
-_changed("wrong-type")(lambda model: setattr(model.graph.initializer[0], "data_type", TensorProto.INT64))
-_changed("unknown-type")(lambda model: setattr(model.graph.input[0].type.tensor_type, "elem_type", 77))
-_changed("wrong-attribute")(lambda model: model.graph.node[1].attribute.append(helper.make_attribute("axis", "word")))
-_changed("huge-dimension")(
-    lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", 1 << 60)
+_changed("unknown-operator", lambda model: setattr(model.graph.node[1], "op_type", "Relux"))
+_changed("missing-weight", lambda model: model.graph.initializer.pop())
+_changed("doubled-name", lambda model: model.graph.node[1].output.__setitem__(0, "a"))
+_changed("cycle", lambda model: model.graph.node[0].input.__setitem__(0, "b"))
+_changed("wrong-shape", lambda model: model.graph.initializer[0].dims.__setitem__(0, 15))
+_changed("wrong-type", lambda model: setattr(model.graph.initializer[0], "data_type", TensorProto.INT64))
+_changed("unknown-type", lambda model: setattr(model.graph.input[0].type.tensor_type, "elem_type", 77))
+_changed("wrong-attribute", lambda model: model.graph.node[1].attribute.append(helper.make_attribute("axis", "word")))
+_changed(
+    "huge-dimension", lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", 1 << 60)
 )
 
 

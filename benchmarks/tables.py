@@ -1,4 +1,4 @@
-# ruff: noqa: E501, PERF401 (a case is one line)
+# ruff: noqa: E501 (a case is one line)
 """Models of tables, from a file to an answer of the endpoint, as a table for the docs.
 
 Each case is fitted on columns of a CSV file, exported, compared with its source on every group of inputs that parity
@@ -137,166 +137,41 @@ def cases() -> list[Case]:
     """All of them, unfitted."""
     logistic = linear_model.LogisticRegression(max_iter=500)
     found: list[Case] = [
-        (
-            "numbers, one input a column, logistic regression",
-            make_pipeline(StandardScaler(), logistic),
-            NUMBERS,
-            "class",
-        ),
+        ("numbers, one input a column, logistic regression", make_pipeline(StandardScaler(), logistic), NUMBERS, "class"),
         ("mixed, logistic regression", mixed(logistic), MIXED, "class"),
         ("mixed, three classes as texts", mixed(logistic), MIXED, "text"),
-        (
-            "mixed, truth values passed through",
-            mixed(logistic, more=[("member", "passthrough", ["member"])]),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, truth values one-hot",
-            mixed(logistic, more=[("member", OneHotEncoder(), ["member"])]),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, remainder passed through",
-            Pipeline(
-                [
-                    (
-                        "c",
-                        ColumnTransformer(
-                            [("o", OneHotEncoder(handle_unknown="ignore"), ["city", "plan"])], remainder="passthrough"
-                        ),
-                    ),
-                    ("m", ensemble.RandomForestClassifier(20, random_state=0)),
-                ]
-            ),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, ordinal encoder, random forest",
-            mixed(
-                ensemble.RandomForestClassifier(20, random_state=0),
-                encoder=OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1),
-            ),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, one-hot, dropped first",
-            mixed(logistic, encoder=OneHotEncoder(drop="first", handle_unknown="ignore")),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, one-hot, infrequent",
-            mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="ignore")),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, one-hot, unseen ones as infrequent",
-            mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="infrequent_if_exist")),
-            MIXED,
-            "class",
-        ),
+        ("mixed, truth values passed through", mixed(logistic, more=[("member", "passthrough", ["member"])]), MIXED, "class"),
+        ("mixed, truth values one-hot", mixed(logistic, more=[("member", OneHotEncoder(), ["member"])]), MIXED, "class"),
+        ("mixed, remainder passed through", Pipeline([("c", ColumnTransformer([("o", OneHotEncoder(handle_unknown="ignore"), ["city", "plan"])], remainder="passthrough")), ("m", ensemble.RandomForestClassifier(20, random_state=0))]), MIXED, "class"),
+        ("mixed, ordinal encoder, random forest", mixed(ensemble.RandomForestClassifier(20, random_state=0), encoder=OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)), MIXED, "class"),
+        ("mixed, one-hot, dropped first", mixed(logistic, encoder=OneHotEncoder(drop="first", handle_unknown="ignore")), MIXED, "class"),
+        ("mixed, one-hot, infrequent", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="ignore")), MIXED, "class"),
+        ("mixed, one-hot, unseen ones as infrequent", mixed(logistic, encoder=OneHotEncoder(min_frequency=80, handle_unknown="infrequent_if_exist")), MIXED, "class"),
         ("mixed, one-hot, unseen ones refused", mixed(logistic, encoder=OneHotEncoder()), MIXED, "class"),
         ("mixed, target encoder", mixed(logistic, encoder=TargetEncoder(random_state=0)), MIXED, "class"),
-        (
-            "mixed, text imputed",
-            mixed(
-                logistic,
-                encoder=make_pipeline(
-                    SimpleImputer(strategy="most_frequent", missing_values=""), OneHotEncoder(handle_unknown="ignore")
-                ),
-            ),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, whole numbers one-hot",
-            mixed(logistic, more=[("visits", OneHotEncoder(handle_unknown="ignore"), ["visits"])]),
-            MIXED,
-            "class",
-        ),
+        ("mixed, text imputed", mixed(logistic, encoder=make_pipeline(SimpleImputer(strategy="most_frequent", missing_values=""), OneHotEncoder(handle_unknown="ignore"))), MIXED, "class"),
+        ("mixed, whole numbers one-hot", mixed(logistic, more=[("visits", OneHotEncoder(handle_unknown="ignore"), ["visits"])]), MIXED, "class"),
         ("mixed and text, TF-IDF", mixed(logistic, text=TfidfVectorizer()), EVERYTHING, "class"),
-        (
-            "mixed and text, counts",
-            mixed(naive_bayes.MultinomialNB(), numbers=MinMaxScaler(clip=True), text=CountVectorizer()),
-            EVERYTHING,
-            "class",
-        ),
-        (
-            "mixed and text, TF-IDF of word pairs",
-            mixed(logistic, text=TfidfVectorizer(ngram_range=(1, 2))),
-            EVERYTHING,
-            "class",
-        ),
+        ("mixed and text, counts", mixed(naive_bayes.MultinomialNB(), numbers=MinMaxScaler(clip=True), text=CountVectorizer()), EVERYTHING, "class"),
+        ("mixed and text, TF-IDF of word pairs", mixed(logistic, text=TfidfVectorizer(ngram_range=(1, 2))), EVERYTHING, "class"),
         ("text only, TF-IDF", make_pipeline(TfidfVectorizer(), logistic), ("note",), "class"),
-        (
-            "text only, counts, naive Bayes",
-            make_pipeline(CountVectorizer(), naive_bayes.MultinomialNB()),
-            ("note",),
-            "class",
-        ),
-        (
-            "text only, TF-IDF, truncated SVD",
-            make_pipeline(TfidfVectorizer(), TruncatedSVD(5, random_state=0), logistic),
-            ("note",),
-            "class",
-        ),
+        ("text only, counts, naive Bayes", make_pipeline(CountVectorizer(), naive_bayes.MultinomialNB()), ("note",), "class"),
+        ("text only, TF-IDF, truncated SVD", make_pipeline(TfidfVectorizer(), TruncatedSVD(5, random_state=0), logistic), ("note",), "class"),
         ("text only, characters", make_pipeline(TfidfVectorizer(analyzer="char"), logistic), ("note",), "class"),
-        (
-            "categories only, one-hot",
-            make_pipeline(OneHotEncoder(handle_unknown="ignore"), logistic),
-            ("city", "plan"),
-            "class",
-        ),
-    ]
+        ("categories only, one-hot", make_pipeline(OneHotEncoder(handle_unknown="ignore"), logistic), ("city", "plan"), "class"),
+    ]  # fmt: skip
     for scaler in (
-        MinMaxScaler(),
-        MaxAbsScaler(),
-        RobustScaler(),
-        PowerTransformer(),
-        QuantileTransformer(n_quantiles=50),
-        KBinsDiscretizer(5),
-        Normalizer(),
-        Binarizer(threshold=0.5),
-        PolynomialFeatures(2),
-        PCA(2),
-        SelectKBest(k=2),
+        MinMaxScaler(), MaxAbsScaler(), RobustScaler(), PowerTransformer(), QuantileTransformer(n_quantiles=50),
+        KBinsDiscretizer(5), Normalizer(), Binarizer(threshold=0.5), PolynomialFeatures(2), PCA(2), SelectKBest(k=2),
         VarianceThreshold(),
-    ):
-        found.append(
-            (
-                f"mixed, {type(scaler).__name__}",
-                mixed(logistic, numbers=make_pipeline(SimpleImputer(), scaler)),
-                MIXED,
-                "class",
-            )
-        )
+    ):  # fmt: skip
+        numbers = make_pipeline(SimpleImputer(), scaler)
+        found.append((f"mixed, {type(scaler).__name__}", mixed(logistic, numbers=numbers), MIXED, "class"))
     found += [
-        (
-            "mixed, missing marked",
-            mixed(logistic, numbers=make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, FeatureUnion",
-            mixed(
-                logistic, numbers=make_pipeline(SimpleImputer(), FeatureUnion([("s", StandardScaler()), ("p", PCA(2))]))
-            ),
-            MIXED,
-            "class",
-        ),
-        (
-            "mixed, function of the user",
-            mixed(logistic, numbers=make_pipeline(SimpleImputer(), FunctionTransformer(np.log1p))),
-            MIXED,
-            "class",
-        ),
-    ]
+        ("mixed, missing marked", mixed(logistic, numbers=make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())), MIXED, "class"),
+        ("mixed, FeatureUnion", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FeatureUnion([("s", StandardScaler()), ("p", PCA(2))]))), MIXED, "class"),
+        ("mixed, function of the user", mixed(logistic, numbers=make_pipeline(SimpleImputer(), FunctionTransformer(np.log1p))), MIXED, "class"),
+    ]  # fmt: skip
     for model in (
         tree.DecisionTreeClassifier(max_depth=5, random_state=0), ensemble.ExtraTreesClassifier(20, random_state=0),
         ensemble.GradientBoostingClassifier(n_estimators=20, random_state=0), ensemble.AdaBoostClassifier(n_estimators=10, random_state=0),

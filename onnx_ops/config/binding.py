@@ -31,8 +31,6 @@ _EXPECTED: Mapping[Any, str] = {
     float: "a number",
     str: "a text",
     bool: "true or false",
-    Mapping: "a mapping",
-    tuple: "a list",
 }
 _LIMITS: Mapping[type, tuple[str, str, Callable[[Any, Any], bool]]] = {
     Gt: ("gt", "greater than", lambda value, limit: value > limit),
@@ -47,12 +45,9 @@ _REFUSED: Mapping[str, str] = {"distribution": DISTRIBUTION}
 
 @dataclass(slots=True, kw_only=True)
 class Binding:
-    """The result of binding a value.
+    """The result of binding: the value (None if there are issues), every issue, and the dataclasses by location.
 
-    Attributes:
-        value: The bound value; None if there are issues.
-        issues: Every problem.
-        objects: The dataclasses that could be built, by location. Where a part was wrong, its default stands in.
+    Where a part of a dataclass was wrong, its default stands in.
     """
 
     value: Any = None
@@ -88,12 +83,7 @@ def bind_settings(
 ) -> T:
     """Return the settings of a plugin as its dataclass.
 
-    Args:
-        given: Plain values, as a pipeline file has them.
-        kind: The plugin's dataclass.
-        where: Where an error says that it happened.
-        remedy: What an error advises.
-        rules: Further problems of settings that are valid one by one, each with the setting that it is about.
+    `rules` yields further problems of settings that are valid one by one, each with the setting that it is about.
 
     Raises:
         SettingsError: There are problems; it has all of them.
@@ -195,7 +185,10 @@ class _Binder:
         if NoneType in members:
             return None if value is None else self.bind(value, without_none(kind, metadata), loc)
         if unit := metadata_of(metadata, Unit):
-            bound = self._quantity(value, unit.unit, loc)
+            try:
+                bound = parse_quantity(value, unit.unit)
+            except ValueError as error:
+                bound = self._refuse(loc, str(error))
         elif members and all(map(is_dataclass, members)):
             bound = self._member(value, members, loc)
         elif members:
@@ -206,8 +199,11 @@ class _Binder:
             )
         elif origin is Literal:
             bound = self._choice(value, get_args(kind), loc)
+        elif origin is tuple and isinstance(value, list | tuple):
+            entries = [self.bind(entry, get_args(kind)[0], (*loc, index)) for index, entry in enumerate(value)]
+            bound = BROKEN if any(entry is BROKEN for entry in entries) else tuple(entries)
         elif origin is tuple:
-            bound = self._entries(value, get_args(kind)[0], loc)
+            bound = self._refuse(loc, f"expected a list, got {describe(value)}")
         elif isinstance(origin, type) and issubclass(origin, Mapping):
             bound = self._mapping(value, get_args(kind), loc)
         elif is_dataclass(kind):
@@ -233,18 +229,19 @@ class _Binder:
                 return BROKEN
         return value
 
-    def _quantity(self, value: Any, unit: str, loc: Loc) -> Any:
-        try:
-            return parse_quantity(value, unit)
-        except ValueError as error:
-            return self._refuse(loc, str(error))
-
     def _scalar(self, value: Any, kind: Any, loc: Loc) -> Any:
         if type(value) is kind:
             return value
         if kind is float and type(value) is int:
             return float(value)
-        return self._refuse(loc, f"expected {_EXPECTED[kind]}, got {describe(value)}{_advice(kind, value)}")
+        advice = ""
+        if kind is str and isinstance(value, bool | int | float):
+            advice = f"; put it in quotes: '{str(value).lower() if isinstance(value, bool) else value}'"
+        elif kind in (int, float) and isinstance(value, str) and re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value):
+            advice = "; leave out the quotes"
+        elif kind is bool and isinstance(value, str) and (plain := _YAML_1_1.get(value.lower())):
+            advice = f"; write {plain}"
+        return self._refuse(loc, f"expected {_EXPECTED[kind]}, got {describe(value)}{advice}")
 
     def _choice(self, value: Any, choices: Sequence[Any], loc: Loc) -> Any:
         if any(type(value) is type(choice) and value == choice for choice in choices):
@@ -254,12 +251,6 @@ class _Binder:
         hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
         among = "one of " if len(choices) > 1 else ""
         return self._refuse(loc, f"expected {among}{quote_names(map(str, choices))}, got {describe(value)}{hint}")
-
-    def _entries(self, value: Any, item: Any, loc: Loc) -> Any:
-        if not isinstance(value, list | tuple):
-            return self._refuse(loc, f"expected a list, got {describe(value)}")
-        bound = [self.bind(entry, item, (*loc, index)) for index, entry in enumerate(value)]
-        return BROKEN if any(entry is BROKEN for entry in bound) else tuple(bound)
 
     def _mapping(self, value: Any, arguments: tuple[Any, ...], loc: Loc) -> Any:
         if not isinstance(value, Mapping):
@@ -358,14 +349,4 @@ def _limit_problem(value: Any, written: Any, metadata: Iterable[Any]) -> str:
             if not holds(value, bound):
                 shown = format_quantity(bound, unit.unit) if unit and (bound or unit.unit == "1") else f"{bound:g}"
                 return f"must be {text} {shown}, got {describe(written)}"
-    return ""
-
-
-def _advice(kind: Any, written: Any) -> str:
-    if kind is str and isinstance(written, bool | int | float):
-        return f"; put it in quotes: '{str(written).lower() if isinstance(written, bool) else written}'"
-    if kind in (int, float) and isinstance(written, str) and re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", written):
-        return "; leave out the quotes"
-    if kind is bool and isinstance(written, str) and (plain := _YAML_1_1.get(written.lower())):
-        return f"; write {plain}"
     return ""

@@ -101,7 +101,9 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
     while pending:
         name = pending.pop()
         path = _source(name, root)
-        if path is None or path in seen or not _is_own(path, root):
+        if path is None or path in seen or not path.is_relative_to(root):
+            continue
+        if {"site-packages", "dist-packages"}.intersection(path.parts):  # an environment below the root
             continue
         seen.add(path)
         try:
@@ -115,11 +117,6 @@ def find_missing_imports(reference: str, root: Path) -> list[tuple[str, str]]:
             else:
                 problems.setdefault(module, f"{format_path(path)}, line {line}, imports '{module}'")
     return list(problems.items())
-
-
-def _is_own(path: Path, root: Path) -> bool:
-    """Whether a module is the project's: an environment below its root is not."""
-    return path.is_relative_to(root) and not {"site-packages", "dist-packages"}.intersection(path.parts)
 
 
 def _imported_modules(body: Iterable[ast.stmt], package: Sequence[str]) -> Iterator[tuple[int, str]]:

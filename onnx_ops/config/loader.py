@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnx_ops.config.binding import bind_document
-from onnx_ops.config.document import Document, Issue, Loc
+from onnx_ops.config.document import Issue
 from onnx_ops.config.project_rules import (
     SettingsCheck,
     check_endpoint_settings,
@@ -17,7 +17,7 @@ from onnx_ops.config.project_rules import (
     check_project,
     load_targets,
 )
-from onnx_ops.config.rollout_rules import Capabilities, Unservable, check_providers, check_rollouts
+from onnx_ops.config.rollout_rules import ABILITIES, Capabilities, Unservable, check_providers, check_rollouts
 from onnx_ops.config.rules import Draft, build_draft, check_file
 from onnx_ops.config.substitution import read_document, substitute_parameters
 from onnx_ops.config.targets import TargetFiles
@@ -51,13 +51,12 @@ def load_pipeline(
     plugins: Mapping[str, Sequence[str]] | None = None,
     settings: SettingsCheck = lambda *_: None,
     metrics: SettingsCheck = lambda *_: None,
-    capabilities: Capabilities | None = None,
+    capabilities: Capabilities = lambda _: frozenset(ABILITIES),
     unservable: Unservable = lambda *_: "",
     preflight: PreflightCheck = lambda *_: (),
 ) -> Pipeline:
-    """Read a pipeline file.
+    """Read a pipeline file and report all its problems at once.
 
-    Checked are its syntax, its types, what its sections say about each other, its targets and its training function.
     A pipeline without a parity gate gets the default one, in first place: an export that computes something else is
     never let through by omission.
 
@@ -69,10 +68,8 @@ def load_pipeline(
         shared: Folder of targets that several projects share.
         plugins: Installed names by kind (`onnx_ops.plugins.KINDS`). With it, plugins and the endpoints of other
             pipeline files are checked, too; a kind that it does not have is not.
-        settings: Raises UserError for settings that an installed endpoint plugin does not take.
-        metrics: Raises UserError for settings that an installed source of metrics does not take.
-        capabilities: Returns what an installed endpoint plugin can do for an entry.
-        unservable: Returns why an installed endpoint plugin cannot run models as a target measured them.
+        settings, metrics: Check those of installed endpoint plugins and sources of metrics.
+        capabilities, unservable: Tell what an endpoint plugin can do for an entry, and why it cannot run its models.
         preflight: Returns what a run would meet.
 
     Raises:
@@ -95,7 +92,12 @@ def load_pipeline(
         ]
     problems = document.problems()
     issues += preflight(draft, targets, None if problems or target_problems or issues else pipeline)
-    problems += [document.problem(issue) for issue in _drop_consequences(issues, document)] + target_problems
+    for issue in issues:
+        loc = document.written(issue.loc)
+        # An issue that merely follows from a wrong value at the same place, or next to it, is not reported.
+        if not any(loc[: len(other.loc)] == other.loc or other.loc[:-1] == loc for other in document.issues):
+            problems.append(document.problem(issue))
+    problems += target_problems
     if pipeline is None or problems:
         raise config_error(tuple(problems))
     has_parity = any(isinstance(gate, ParityGate) for gate in pipeline.gates)
@@ -103,23 +105,8 @@ def load_pipeline(
     return replace(pipeline, gates=gates, parameters=parameters)
 
 
-def _drop_consequences(issues: Iterable[Issue], document: Document) -> list[Issue]:
-    """Return the issues of rules that do not merely follow from a wrong value at the same place, or next to it."""
-
-    def follows(loc: Loc, wrong: Loc) -> bool:
-        return loc[: len(wrong)] == wrong or (wrong[: len(loc)] == loc and len(wrong) == len(loc) + 1)
-
-    wrong = [issue.loc for issue in document.issues]
-    return [issue for issue in issues if not any(follows(document.written(issue.loc), loc) for loc in wrong)]
-
-
 def load_policy(path: Path) -> LocatedPolicy:
-    """Read a promotion policy.
-
-    Raises:
-        NotFoundError, UserError: There is no such file, or it cannot be read.
-        ConfigError: It has problems; all of them at once.
-    """
+    """Read a promotion policy."""
     document = read_document(path)
     policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value
     if policy is None or document.issues:

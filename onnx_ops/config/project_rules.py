@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +52,15 @@ def check_project(draft: Draft, files: TargetFiles, targets: Mapping[str, Target
         if entry.target in targets and targets[entry.target].ort_format is not None:
             message = f"'{entry.target}' gets an .ort file, and endpoints serve ONNX files: take it from the registry"
             yield Issue((*loc, "target"), message)
-    yield from _check_functions(draft, files.root)
+    references: list[tuple[Loc, str]] = [((*loc, "use"), gate.use) for loc, gate in draft.metric_gates]
+    references.append((("train", "run"), draft.train.run if draft.train else ""))
+    references.append((("export", "options", TRANSLATIONS), draft.export.translations if draft.export else ""))
+    for loc, reference in references:
+        if reference and (problem := explain_missing_function(reference, files.root)):
+            yield Issue(loc, problem)
+    if draft.train:
+        for name, problem in check_arguments(draft.train.run, draft.train.with_, files.root):
+            yield Issue(("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name))
 
 
 def _check_target_names(draft: Draft, files: TargetFiles) -> Iterator[Issue]:
@@ -82,43 +91,28 @@ def _check_target(draft: Draft, name: str, target: Target) -> Iterator[Issue]:
         yield Issue(("benchmark", "targets"), message)
 
 
-def _check_functions(draft: Draft, root: Path) -> Iterator[Issue]:
-    references: list[tuple[Loc, str]] = [((*loc, "use"), gate.use) for loc, gate in draft.metric_gates]
-    references.append((("train", "run"), draft.train.run if draft.train else ""))
-    references.append((("export", "options", TRANSLATIONS), draft.export.translations if draft.export else ""))
-    for loc, reference in references:
-        if reference and (problem := explain_missing_function(reference, root)):
-            yield Issue(loc, problem)
-    if draft.train:
-        for name, problem in check_arguments(draft.train.run, draft.train.with_, root):
-            yield Issue(("train", "with", name) if name else ("train", "run"), problem, on_key=bool(name))
-
-
 def check_plugins(draft: Draft, targets: Mapping[str, Target], plugins: Mapping[str, Sequence[str]]) -> Iterator[Issue]:
     """Yield names of plugins that are not installed. Kinds that `plugins` does not have are not checked."""
-    for kind, loc, name in _plugin_names(draft, targets):
+    names: list[tuple[str, Loc, str]] = [
+        ("data", ("data", name, "use"), section.use)
+        for name, section in draft.data.items()
+        if isinstance(section, PluginData)
+    ]
+    if draft.export:
+        names.append(("exporters", ("export", "framework"), draft.export.framework))
+    names += [("optimizers", (*loc, "method"), entry.method) for loc, entry in draft.quantize if entry.method != AUTO]
+    for index, name in enumerate(draft.targets):
+        if name in targets:
+            names.append(("runtimes", ("benchmark", "targets", index), targets[name].runtime))
+    for loc, deployment in draft.deploy:
+        names.append(("endpoints", (*loc, "provider"), deployment.provider))
+        if "source" in deployment.metrics:
+            names.append(("metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"])))
+    for kind, loc, name in names:
         if name not in plugins.get(kind, (name,)):
             known = sorted(plugins[kind])
             hint = did_you_mean(name, known) or f"; installed: {', '.join(known) or 'none'}"
             yield Issue(loc, f"no {kind.removesuffix('s')} plugin is called '{name}'{hint}")
-
-
-def _plugin_names(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[str, Loc, str]]:
-    for name, section in draft.data.items():
-        if isinstance(section, PluginData):
-            yield "data", ("data", name, "use"), section.use
-    if draft.export:
-        yield "exporters", ("export", "framework"), draft.export.framework
-    for loc, entry in draft.quantize:
-        if entry.method != AUTO:
-            yield "optimizers", (*loc, "method"), entry.method
-    for index, name in enumerate(draft.targets):
-        if name in targets:
-            yield "runtimes", ("benchmark", "targets", index), targets[name].runtime
-    for loc, deployment in draft.deploy:
-        yield "endpoints", (*loc, "provider"), deployment.provider
-        if "source" in deployment.metrics:
-            yield "metrics", (*loc, "metrics", "source"), str(deployment.metrics["source"])
 
 
 def check_endpoint_settings(
@@ -140,12 +134,7 @@ def check_endpoint_settings(
 
 
 def check_plugin_settings(loc: Loc, read: Callable[[], object]) -> Iterator[Issue]:
-    """Yield the problems of a plugin's settings, each where it is written if the plugin locates it.
-
-    Args:
-        loc: Location of the settings.
-        read: Reads them; raises UserError.
-    """
+    """Yield what reading the settings at `loc` raises, each problem where it stands if the plugin locates it."""
     try:
         read()
     except SettingsError as error:
@@ -159,26 +148,23 @@ def check_other_files(draft: Draft, path: Path, root: Path) -> Iterator[Issue]:
     """Yield endpoints that another pipeline file of the project has too."""
     taken: dict[str, Path] = {}
     for other in sorted((root / PIPELINES).glob("*.yaml")) if draft.deploy else ():
-        if other.resolve() != path.resolve():
-            taken |= dict.fromkeys(_endpoint_names(other), other)
+        with contextlib.suppress(OSError):  # a file that is gone by now
+            status = other.stat()
+            state = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+            if other.resolve() != path.resolve():
+                taken |= dict.fromkeys(_read_endpoint_names(other, state), other)
     for loc, entry in draft.deploy:
         if entry.endpoint in taken:
             message = f"endpoint '{entry.endpoint}' belongs to {format_path(taken[entry.endpoint])} already"
             yield Issue((*loc, "endpoint"), message)
 
 
-def _endpoint_names(path: Path) -> tuple[str, ...]:
-    """Return the endpoint names in a file, whatever else is wrong with it: its own check reports that."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return _read_endpoint_names(path, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
-
-
 @functools.lru_cache(maxsize=4096)
 def _read_endpoint_names(path: Path, _state: tuple[int, ...]) -> tuple[str, ...]:
-    """Read a file in this state. Without the cache, many files checked in one process would each read all others."""
+    """Return the endpoint names in a file in this state, whatever else is wrong with it: its own check reports that.
+
+    Without the cache, many files checked in one process would each read all others.
+    """
     try:
         deploy: Any = read_file(path).at(("deploy",))
     except UserError:

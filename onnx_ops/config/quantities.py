@@ -67,10 +67,6 @@ SCALES: Mapping[str, UnitScale] = {
 def parse_quantity(written: object, unit: str) -> float | int:
     """Return the number of base units of a written quantity.
 
-    Args:
-        written: a YAML scalar; only text with a unit is accepted, zero included.
-        unit: a key of `SCALES`.
-
     Raises:
         ValueError: it is not such a quantity; the message shows what was written and an example.
     """

@@ -20,7 +20,7 @@ Unservable = Callable[[Deploy, Target], str]
 """Returns why the endpoint plugin of an entry cannot run models as a target measured them; empty if it can."""
 
 _TOLERANCE = 1e-9
-_ABILITIES = {
+ABILITIES = {
     "split": "divide traffic",
     "sticky": "keep a user on one version",
     "shadow": "compare answers on copies of requests",
@@ -33,16 +33,7 @@ _ABILITIES = {
 def check_rollouts(draft: Draft) -> Iterator[Issue]:
     """Yield rollouts that contradict themselves or each other."""
     for loc, entry in draft.deploy:
-        for rule in (
-            _check_shares,
-            _check_order,
-            _check_strategy,
-            _check_guardrails,
-            _check_judgement,
-            _check_minimums,
-            _check_pauses,
-            _check_times,
-        ):
+        for rule in (_check_steps, _check_strategy, _check_guardrails, _check_judgement):
             yield from rule((*loc, "rollout"), entry.rollout)
     yield from _check_dependencies(draft)
 
@@ -51,28 +42,23 @@ def check_providers(
     draft: Draft,
     targets: Mapping[str, Target],
     providers: Sequence[str],
-    capabilities: Capabilities | None,
+    capabilities: Capabilities,
     unservable: Unservable,
 ) -> Iterator[Issue]:
     """Yield policies that an installed provider cannot keep, and targets whose models it cannot run as measured."""
     for loc, entry in draft.deploy:
         if entry.provider not in providers:
             continue
-        if capabilities is not None:
-            yield from _check_capabilities((*loc, "rollout"), entry, capabilities)
+        able = capabilities(entry)
+        for need, key in entry.rollout.needs().items():
+            if need not in able:
+                own = capabilities(replace(entry, metrics={}))
+                plugin = f"source '{entry.metrics['source']}'" if need in own else f"provider '{entry.provider}'"
+                message = f"{plugin} cannot {ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
+                yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
             message = f"provider '{entry.provider}' cannot serve what target '{entry.target}' measures: {why}"
             yield Issue((*loc, "target"), message)
-
-
-def _check_capabilities(where: Loc, entry: Deploy, capabilities: Capabilities) -> Iterator[Issue]:
-    able = capabilities(entry)
-    for need, key in entry.rollout.needs().items():
-        if need not in able:
-            own = capabilities(replace(entry, metrics={}))
-            plugin = f"source '{entry.metrics['source']}'" if need in own else f"provider '{entry.provider}'"
-            message = f"{plugin} cannot {_ABILITIES[need]}; it can: {quote_names(sorted(able)) or 'nothing'}"
-            yield Issue((*where, *key), message)
 
 
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
@@ -105,8 +91,9 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
     return endpoints
 
 
-def _check_shares(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    shares: list[tuple[Loc, float]] = [(("steps", index), share) for index, share in enumerate(policy.steps)]
+def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
+    steps = policy.steps
+    shares: list[tuple[Loc, float]] = [(("steps", index), share) for index, share in enumerate(steps)]
     if policy.shadow:
         shares.append((("shadow", "fraction"), policy.shadow.fraction))
     if policy.ab:
@@ -114,10 +101,6 @@ def _check_shares(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     for key, share in shares:
         if abs(share * 100 - round(share * 100)) > _TOLERANCE:
             yield Issue((*where, *key), f"{share * 100:g}% is not a whole percentage")
-
-
-def _check_order(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    steps = policy.steps
     if steps[0] <= 0 or any(later <= earlier for earlier, later in pairwise(steps)):
         yield Issue((*where, "steps"), "the steps must grow, from more than 0%")
     if steps[-1] != 1:
@@ -125,6 +108,8 @@ def _check_order(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if policy.ab and len(steps) > 1 and policy.ab.split <= steps[-2]:
         message = f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
         yield Issue((*where, "ab", "split"), message)
+    if policy.ab and not policy.ab.metric.strip():
+        yield Issue((*where, "ab", "metric"), "a metric's name is not blank")
 
 
 def _check_strategy(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
@@ -168,37 +153,20 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    if policy.is_analyzed:
-        return
-    given = (("min_requests", policy.min_requests), ("bake", policy.bake), ("pause", policy.pause))
-    timed = (("step_timeout", policy.step_timeout != DAY),)
-    for key, value in (*given, *timed):
-        if value:
-            message = f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]"
-            yield Issue((*where, key), message)
-
-
-def _check_minimums(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    count, trials = len(policy.min_requests), len(policy.trials)
-    if policy.is_analyzed and count and not trials:
-        message = "'min_requests' is for steps before 100%; a shadow has its own"
-        yield Issue((*where, "min_requests"), message)
-    elif count > 1 and count != trials:
-        message = f"numbers: {count}, steps before 100%: {trials}; give one number, or one for each step"
-        yield Issue((*where, "min_requests"), message)
-
-
-def _check_pauses(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    known = [round(share * 100) for share in policy.trials]
-    for index, share in enumerate(policy.pause):
-        if policy.is_analyzed and round(share * 100) not in known:
-            steps = quote_names(f"{percent}%" for percent in known) or "none"
-            message = f"{share * 100:g}% is no step before 100%; those are {steps}"
-            yield Issue((*where, "pause", index), message)
-
-
-def _check_times(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     if policy.bake is not None and policy.bake >= policy.step_timeout:
         yield Issue((*where, "bake"), "'bake' must be shorter than 'step_timeout'")
-    if policy.ab and not policy.ab.metric.strip():
-        yield Issue((*where, "ab", "metric"), "a metric's name is not blank")
+    count, known = len(policy.min_requests), [round(share * 100) for share in policy.trials]
+    if policy.is_analyzed and count and not known:
+        yield Issue((*where, "min_requests"), "'min_requests' is for steps before 100%; a shadow has its own")
+    elif count > 1 and count != len(known):
+        message = f"numbers: {count}, steps before 100%: {len(known)}; give one number, or one for each step"
+        yield Issue((*where, "min_requests"), message)
+    if policy.is_analyzed:
+        for index, share in enumerate(policy.pause):
+            if round(share * 100) not in known:
+                steps = quote_names(f"{percent}%" for percent in known) or "none"
+                yield Issue((*where, "pause", index), f"{share * 100:g}% is no step before 100%; those are {steps}")
+        return
+    given = {"min_requests": count, "bake": policy.bake, "pause": policy.pause}
+    for key in (*(key for key, value in given.items() if value), *["step_timeout"] * (policy.step_timeout != DAY)):
+        yield Issue((*where, key), f"'{key}' is for steps that are judged; add e.g. guardrails: [errors]")

@@ -37,9 +37,6 @@ from onnx_ops.domain.pipeline import (
 from onnx_ops.domain.quantization import AUTO, ROLES, find_type_conflict
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_METRIC_LIMITS: Mapping[bool, tuple[str, str]] = {True: ("max_drop", "min"), False: ("max_increase", "max")}
-"""By whether higher is better."""
-_METRIC_OPTIONS = ("k", "average", "positive", "ignore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,23 +116,16 @@ def build_draft(document: Document, binding: Binding) -> Draft:
 def check_file(draft: Draft) -> Iterator[Issue]:
     """Yield the issues of every rule of this module."""
     for rule in (
-        _check_origin,
+        _check_sections,
         _check_data_names,
         _check_inputs,
         _check_quantization,
         _check_searches,
-        _check_preferences,
-        _check_variant_names,
         _check_metrics,
-        _check_labels,
-        _check_registration,
-        _check_endpoints,
+        _check_targets,
     ):
         yield from rule(draft)
     yield from check_gates(draft.gates)
-    yield from _check_unique(
-        ((("benchmark", "targets", index), name) for index, name in enumerate(draft.targets)), "target"
-    )
 
 
 def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
@@ -160,12 +150,20 @@ def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
             yield Issue((*loc, "min_speedup"), "'min_speedup' says by how much; add 'faster_than: fp32'")
 
 
-def _check_origin(draft: Draft) -> Iterator[Issue]:
+def _check_sections(draft: Draft) -> Iterator[Issue]:
     if {"train", "model"} <= draft.keys:
         yield Issue(("model",), "'train' and 'model' exclude each other; keep one", on_key=True)
     elif not {"train", "model"} & draft.keys:
         message = "needs 'train' (how the model is made) or 'model' (the path of a trained one)"
         yield Issue(("train",), message, on_key=True)
+    if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
+        yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
+    if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
+        message = f"'{shorten(draft.register.model)}' is no name of a registered model, which stands in addresses"
+        suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
+        remedy = f": write '{suggestion}'" if suggestion else ""
+        allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        yield Issue(("register", "model"), f"{message}; {allowed}{remedy}")
 
 
 def _check_data_names(draft: Draft) -> Iterator[Issue]:
@@ -194,7 +192,11 @@ def _check_inputs(draft: Draft) -> Iterator[Issue]:
 
 
 def _check_quantization(draft: Draft) -> Iterator[Issue]:
+    variants = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
+    yield from _check_unique(variants, "variant")
     for loc, entry in draft.quantize:
+        if entry.name == EXPORT:
+            yield Issue((*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another")
         example = "e.g. calibrate: {data: train, samples: 256}"
         if problem := find_type_conflict(entry.options):
             yield Issue((*loc, "options"), problem)
@@ -249,21 +251,6 @@ def _share_rows(draft: Draft, name: str) -> bool:
     return one is not None and one == other
 
 
-def _check_preferences(draft: Draft) -> Iterator[Issue]:
-    for name in draft.prefer.targets if draft.benchmark else ():
-        if name not in draft.targets:
-            hint = did_you_mean(name, draft.targets) or f"; there are {quote_names(draft.targets)}"
-            yield Issue(("prefer", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
-
-
-def _check_variant_names(draft: Draft) -> Iterator[Issue]:
-    names = (((*loc, "name"), name) for loc, entry in draft.quantize for name in entry.variants())
-    yield from _check_unique(names, "variant")
-    for loc, entry in draft.quantize:
-        if entry.name == EXPORT:
-            yield Issue((*loc, "name"), f"'{EXPORT}' is the name of the export itself; choose another")
-
-
 def _check_metrics(draft: Draft) -> Iterator[Issue]:
     for loc, gate in draft.metric_gates:
         definition = gate.definition()
@@ -276,7 +263,7 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
             message = f"only an own metric ('use') says it; {label} is known"
             yield Issue((*loc, "higher_is_better"), message, on_key=True)
         known = METRICS[definition.name].options if definition.name is not None else frozenset()
-        for option in _METRIC_OPTIONS:
+        for option in ("k", "average", "positive", "ignore"):
             if getattr(gate, option) is not None and option not in known:
                 takes = f"; it takes {quote_names(sorted(known))}" if known else ""
                 yield Issue((*loc, option), f"{label} takes no '{option}'{takes}", on_key=True)
@@ -284,6 +271,10 @@ def _check_metrics(draft: Draft) -> Iterator[Issue]:
             message = f"'positive' is for average: binary, not {gate.average}"
             yield Issue((*loc, "positive"), message, on_key=True)
         yield from _check_metric_limits(loc, gate, label)
+    scored = draft.data.get(draft.scored)
+    needing = [loc for loc, gate in draft.metric_gates if not gate.definition().label_free]
+    if scored is not None and scored.label is None and needing:
+        yield Issue(needing[0], f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'")
 
 
 def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Issue]:
@@ -291,7 +282,9 @@ def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
     is_better = gate.higher_is_better if definition.name is None else definition.higher_is_better
     if is_better is None:
         return
-    fitting, others = _METRIC_LIMITS[is_better], _METRIC_LIMITS[not is_better]
+    fitting, others = ("max_drop", "min"), ("max_increase", "max")
+    if not is_better:
+        fitting, others = others, fitting
     for key in others:
         if getattr(gate, key) is not None:
             direction = "higher" if is_better else "lower"
@@ -304,29 +297,18 @@ def _check_metric_limits(loc: Loc, gate: MetricGate, label: str) -> Iterator[Iss
             yield Issue((*loc, key), f"{label} is never more than 100%")
 
 
-def _check_labels(draft: Draft) -> Iterator[Issue]:
-    scored = draft.data.get(draft.scored)
-    if scored is not None and scored.label is None:
-        needing = [loc for loc, gate in draft.metric_gates if not gate.definition().label_free]
-        for loc in needing[:1]:
-            yield Issue(loc, f"the metric gate needs labels, but data set '{draft.scored}' names no 'label'")
-
-
-def _check_registration(draft: Draft) -> Iterator[Issue]:
-    if "deploy" in draft.keys and draft.deploy and "register" not in draft.keys:
-        yield Issue(("deploy",), "only registered versions are deployed; add a 'register' section")
-    if draft.register and not _MODEL_NAME.fullmatch(draft.register.model):
-        message = f"'{shorten(draft.register.model)}' is no name of a registered model, which stands in addresses"
-        suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", draft.register.model).strip("-._")
-        remedy = f": write '{suggestion}'" if suggestion else ""
-        allowed = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
-        yield Issue(("register", "model"), f"{message}; {allowed}{remedy}")
-
-
-def _check_endpoints(draft: Draft) -> Iterator[Issue]:
+def _check_targets(draft: Draft) -> Iterator[Issue]:
+    targets = ((("benchmark", "targets", index), name) for index, name in enumerate(draft.targets))
+    yield from _check_unique(targets, "target")
     yield from _check_unique((((*loc, "endpoint"), entry.endpoint) for loc, entry in draft.deploy), "endpoint")
+    if not draft.benchmark:
+        return
+    for name in draft.prefer.targets:
+        if name not in draft.targets:
+            hint = did_you_mean(name, draft.targets) or f"; there are {quote_names(draft.targets)}"
+            yield Issue(("prefer", "targets", name), f"target '{name}' is not among benchmark.targets{hint}")
     for loc, entry in draft.deploy:
-        if draft.benchmark and entry.target not in draft.targets:
+        if entry.target not in draft.targets:
             hint = did_you_mean(entry.target, draft.targets) or "; add it there, so that it is measured"
             yield Issue((*loc, "target"), f"target '{entry.target}' is not among benchmark.targets{hint}")
 

@@ -113,15 +113,13 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
         key, item = get_args(kind)
         names = {"propertyNames": {"enum": list(get_args(key))}} if get_origin(key) is Literal else {}
         return {"additionalProperties": _of(item, definitions) or True, **names, "type": "object"}
-    return _reference(kind, definitions) if is_dataclass(kind) else _scalar(kind, metadata)  # type: ignore[arg-type]
-
-
-def _reference(kind: type, definitions: dict[str, Schema]) -> Schema:
+    if not is_dataclass(kind):
+        return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
         definitions[kind.__name__] = {}  # a type may refer to itself
-        definitions[kind.__name__] = _object(kind, definitions)
+        definitions[kind.__name__] = _object(kind, definitions)  # type: ignore[arg-type]
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
-    return _any_of({"type": "string"}, reference) if short_field(kind) else reference
+    return _any_of({"type": "string"}, reference) if short_field(kind) else reference  # type: ignore[arg-type]
 
 
 def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:
@@ -177,16 +175,16 @@ def _any_of(*schemas: Schema) -> Schema:
 def _or_parameter(schema: Schema) -> Schema:
     """Let a scalar be written as a reference, too; a text without limits takes one as it is."""
     choices = schema.get("anyOf", [schema])
-    if "$ref" in schema or "const" in schema or not any(_is_limited(choice) for choice in choices):
+    is_limited = any(
+        choice.get("type") in ("integer", "number", "boolean")
+        or (choice.get("type") == "string" and not choice.keys().isdisjoint(("enum", "pattern")))
+        for choice in choices
+    )
+    if "$ref" in schema or "const" in schema or not is_limited:
         return schema
     shared = {key: value for key, value in schema.items() if key in ("description", "default", "examples", "anyOf")}
     own = {key: value for key, value in schema.items() if key not in shared}
     return {**shared, "anyOf": [*schema.get("anyOf", [own]), {"$ref": f"#/$defs/{_PARAMETER}"}]}
-
-
-def _is_limited(schema: Schema) -> bool:
-    kind = schema.get("type")
-    return kind in ("integer", "number", "boolean") or (kind == "string" and bool({"enum", "pattern"} & set(schema)))
 
 
 if __name__ == "__main__":

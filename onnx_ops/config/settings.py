@@ -108,11 +108,7 @@ def find_root(start: Path) -> Path:
 
 
 def load_settings(start: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the project around `start` (the working directory by default).
-
-    Raises:
-        UserError: The file is not TOML, or keys, a profile or values are wrong.
-    """
+    """Return the settings of the project around `start` (the working directory by default)."""
     environ = os.environ if environ is None else environ
     root = Path(environ["ONNX_OPS_ROOT"]).resolve() if "ONNX_OPS_ROOT" in environ else find_root(start or Path.cwd())
     values, profile = _read_file(root / FILE, environ.get("ONNX_OPS_PROFILE"))

@@ -46,10 +46,6 @@ def read_document(path: Path, *, overrides: Sequence[str] = (), environ: Mapping
     """Read a file and apply overrides and environment variables.
 
     Without `environ` no variable is known, so every `${env:NAME}` is a problem.
-
-    Raises:
-        NotFoundError, UserError: There is no such file, or it cannot be read.
-        ConfigError: It is not YAML, is empty or of a newer version.
     """
     document = read_file(path)
     if document.value is None:
@@ -170,9 +166,6 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
 
     Returns:
         The values that were used, by their path in `params.yaml`.
-
-    Raises:
-        ConfigError: `params.yaml` cannot be read.
     """
     references = list(_texts_with(_PARAMETER_MARK, document.value, ()))
     if not references:
@@ -188,7 +181,13 @@ def substitute_parameters(document: Document, root: Path) -> Mapping[str, Json]:
         if issue := next(_check_parameters(loc, is_key, text, params), None):
             document.issues.append(issue)
         elif whole := _PARAMETER_PATH.fullmatch(text):
-            used[whole[1]] = _insert(document, loc, params, parse_path(whole[1]))
+            path = parse_path(whole[1])
+            value = used[whole[1]] = params.at(path)
+            places, keys = (
+                {known[len(path) :]: place for known, place in table.items() if known[: len(path)] == path}
+                for table in (params.places, params.keys)
+            )
+            document.replace(loc, value, places, keys)
         else:
             names = [match[1] for match in _PARAMETER_PATH.finditer(text)]
             used |= {name: params.at(parse_path(name)) for name in names}
@@ -204,39 +203,26 @@ def _check_parameters(loc: Loc, is_key: bool, text: str, params: Document) -> It
         what = "a key" if is_key else ".".join(keys)
         yield Issue(loc, f"${{params:…}} is not allowed for {what}; write it out", on_key=is_key)
     for match in _PARAMETER.finditer(text):
-        if _PARAMETER_PATH.fullmatch(match[0]):
-            yield from _check_parameter(loc, match[1], params, is_whole=match[0] == text)
-        else:
+        name = match[1]
+        if not _PARAMETER_PATH.fullmatch(match[0]):
             yield Issue(loc, f"'{shorten(match[0])}' is not of the form ${{params:path.to.value}}")
-
-
-def _check_parameter(loc: Loc, name: str, params: Document, *, is_whole: bool) -> Iterator[Issue]:
-    try:
-        path = parse_path(name)
-    except ValueError as error:
-        yield Issue(loc, str(error))
-        return
-    if path not in params.places:
-        hint = did_you_mean(name, {path_text(known) for known in params.places if known})
-        yield Issue(loc, f"{PARAMETERS_FILE} has no '{shorten(name)}'{hint}")
-        return
-    for issue in params.issues:
-        if issue.loc[: len(path)] == path:
-            yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
-    value = params.at(path)
-    if not is_whole and value is not BROKEN and not isinstance(value, str | int | float):
-        message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
-        yield Issue(loc, message, place=params.places[path])
-
-
-def _insert(document: Document, loc: Loc, params: Document, path: Loc) -> Json:
-    """Put a value of `params.yaml` with its places into the document. Return it."""
-    depth = len(path)
-    value: Json = params.at(path)
-    places = {known[depth:]: place for known, place in params.places.items() if known[:depth] == path}
-    keys = {known[depth:]: place for known, place in params.keys.items() if known[:depth] == path and known != path}
-    document.replace(loc, value, places, keys)
-    return value
+            continue
+        try:
+            path = parse_path(name)
+        except ValueError as error:
+            yield Issue(loc, str(error))
+            continue
+        if path not in params.places:
+            hint = did_you_mean(name, {path_text(known) for known in params.places if known})
+            yield Issue(loc, f"{PARAMETERS_FILE} has no '{shorten(name)}'{hint}")
+            continue
+        for issue in params.issues:
+            if issue.loc[: len(path)] == path:
+                yield Issue(loc, issue.message, place=issue.place or params.places.get(issue.loc))
+        value = params.at(path)
+        if match[0] != text and value is not BROKEN and not isinstance(value, str | int | float):
+            message = f"'{shorten(name)}' is {describe(value)}, which cannot be part of a text"
+            yield Issue(loc, message, place=params.places[path])
 
 
 def _plain(value: Json) -> str:

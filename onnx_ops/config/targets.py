@@ -59,12 +59,8 @@ class TargetFiles:
     def load(self, name: str, *, where: str = str(FOLDER)) -> Target:
         """Return a target, or the profile of that name, with absolute paths of its libraries.
 
-        Args:
-            name: The target.
-            where: What an error names as its place, such as an option.
-
         Raises:
-            NotFoundError: there is neither.
+            NotFoundError: there is neither; `where` is named as its place, such as an option.
             ConfigError: its file has problems; all of them at once.
         """
         path = self.path(name)
@@ -73,7 +69,12 @@ class TargetFiles:
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
             remedy = hint or f"Targets there: {', '.join(names) or 'none'}. Shipped: {', '.join(profiles)}."
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
-        target = _read(path)
+        document = read_document(path)
+        target: Target | None = bind_document(document, Target).value
+        if target is not None:
+            document.issues += _check_target(target, path, document)
+        if target is None or document.issues:
+            raise ConfigError(tuple(document.problems()))
         libraries = tuple(replace(library, path=str(self.root / library.path)) for library in target.custom_ops)
         return replace(target, custom_ops=libraries)
 
@@ -92,30 +93,16 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PROFILES.glob("*.yaml")))
 
 
-def _read(path: Path) -> Target:
-    document = read_document(path)
-    target: Target | None = bind_document(document, Target).value
-    problems = document.problems()
-    if target is not None and target.name != path.stem:
-        issue = Issue(("name",), f"'{target.name}' is not the name of its file, '{path.stem}'")
-        problems.append(document.problem(issue))
-    if target is not None:
-        limits = check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
-        problems += [document.problem(issue) for issue in (*_check_options(target, document), *limits)]
-    if target is None or problems:
-        raise ConfigError(tuple(problems))
-    return target
-
-
-def _check_options(target: Target, document: Document) -> Iterator[Issue]:
-    """Yield options that their provider does not read."""
+def _check_target(target: Target, path: Path, document: Document) -> Iterator[Issue]:
+    if target.name != path.stem:
+        yield Issue(("name",), f"'{target.name}' is not the name of its file, '{path.stem}'")
     for index, provider in enumerate(target.providers):
-        known = load_provider_options().get(provider.name)
-        for option in provider.options if known is not None else ():
-            if known is not None and option not in known:
-                hint = did_you_mean(option, known) or ("; it has none" if not known else "")
-                loc = document.written(("providers", index, "options", option))
-                yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
+        known = load_provider_options().get(provider.name, provider.options)
+        for option in (option for option in provider.options if option not in known):
+            hint = did_you_mean(option, known) or ("; it has none" if not known else "")
+            loc = document.written(("providers", index, "options", option))
+            yield Issue(loc, f"{provider.name} has no option '{option}'{hint}", on_key=True)
+    yield from check_gates((("gates", index), gate) for index, gate in enumerate(target.gates))
 
 
 @functools.cache

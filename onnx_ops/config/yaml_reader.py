@@ -43,13 +43,7 @@ _LISTED = 3
 
 
 def read_file(path: Path) -> Document:
-    """Read a file from disk.
-
-    Raises:
-        NotFoundError: it does not exist.
-        UserError: it cannot be read.
-        ConfigError: it is not one YAML document in UTF-8 within the bounds.
-    """
+    """Read a file from disk."""
     source = format_path(path)
     try:
         with path.open("rb") as stream:
@@ -93,9 +87,6 @@ def read_text(text: str, *, source: str, positions: bool = True) -> Document:
     """Read a text. Without `positions` every place is the source as a whole (for values given by a command line).
 
     Problems of single values (duplicate keys, tags, ambiguous numbers) are collected as the document's issues.
-
-    Raises:
-        ConfigError: it is not one YAML document within the bounds.
     """
     loader = None
     try:
@@ -172,13 +163,10 @@ class _Conversion:
         self.places[loc] = self._place(node)
         if tag := self._tags.get(id(node)):
             return self._broken(loc, f"tags are not allowed: '{_tag_text(tag)}'")
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, loc)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, loc)
-        return [self.convert(item, (*loc, index)) for index, item in enumerate(node.value)]
-
-    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str | int, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            return [self.convert(item, (*loc, index)) for index, item in enumerate(node.value)]
         result: dict[str | int, Any] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, loc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -222,6 +223,16 @@ class Interval:
     estimate: float
     low: float
     high: float
+
+    @classmethod
+    def point(cls, value: float) -> Interval:
+        """Return the interval of an exact value."""
+        return cls(estimate=value, low=value, high=value)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(map(math.isfinite, (self.estimate, self.low, self.high)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

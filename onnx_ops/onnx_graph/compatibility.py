@@ -11,10 +11,9 @@ from onnx_ops.domain.artifact import CUSTOM_OPS, ModelInfo, digest_file, hex_dig
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, RefusedError, UserError, quoted
-from onnx_ops.onnx_graph.files import find_model_file, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, find_model_file, iterate_nodes, read_structure
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
-from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
 
 if TYPE_CHECKING:
     import onnx
@@ -45,11 +44,6 @@ def check_model(path: Path) -> None:
 
     It accepts operators of unknown domains: only a session tells whether a runtime has them. Of a file in ORT format
     there is nothing to check but whether it loads.
-
-    Raises:
-        UserError: the file breaks a rule of ONNX.
-        RefusedError: it names external data outside its folder.
-        NotFoundError: a file is missing.
     """
     import onnx
 
@@ -81,9 +75,7 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
 
 
 def find_custom_operators(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
-    """Return operators that ONNX, the runtime and the model leave undefined.
-
-    Keys are `domain::type`, values the names of their nodes.
+    """Return the nodes of operators that ONNX, the runtime and the model leave undefined, by `domain::type`.
 
     A node without a name is told by its first output.
     """
@@ -119,12 +111,7 @@ def is_unsafe_without_rows(path: Path) -> bool:
 
 
 def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
-    """Check that libraries have the digests of their target before they are loaded.
-
-    Raises:
-        NotFoundError: there is no such file.
-        DigestMismatchError: it is another one.
-    """
+    """Check that libraries have the digests of their target before they are loaded."""
     for library in libraries:
         path = Path(library.path)
         if not path.is_file():
@@ -139,9 +126,7 @@ def check_libraries(libraries: Iterable[CustomOps], where: str) -> None:
 
 
 def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) -> None:
-    """Copy the operator libraries that a model uses beside it, by target.
-
-    They become files of the version.
+    """Copy the operator libraries that a model uses beside it, by target, so that they belong to the version.
 
     Functions of the model count too: where a library registers one's name, sessions take the kernel.
 
@@ -206,8 +191,7 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
 
     zipmaps = _zipmaps(model)
     for node in zipmaps.values():
-        identity = helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name)
-        node.CopyFrom(identity)
+        node.CopyFrom(helper.make_node("Identity", [node.input[0]], [node.output[0]], name=node.name))
     for value in model.graph.output:
         if value.name in zipmaps:
             value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None]))
@@ -243,10 +227,7 @@ def explain_non_tensors(path: Path) -> str:
 
 
 def list_user_model_notes(place: Path) -> list[str]:
-    """List what a pipeline changes in a supplied file.
-
-    Raises as `list_user_model_problems` does.
-    """
+    """List what a pipeline changes in a supplied file."""
     path = find_model_file(place)
     notes = [
         f"{name} is a sequence of maps (ZipMap), and becomes a matrix with a column for each key"

@@ -1,13 +1,11 @@
 """A quantized model without its rounding, and its float original with the rounded weights: one function in two files.
 
-Of a quantized model one expects two things: that it computes what the original does, and that it rounds well. Here the
-first is separated from the second. What remains after rounding is taken off both sides must agree as two float models
-do: a lost node, another axis or another constant shows itself whatever the rounding.
+The two must agree as float models do: a lost node, another axis or another constant shows itself whatever the rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ from onnx_ops.onnx_graph.quantized_activations import (
     find_folded_values,
     read_levels,
 )
-from onnx_ops.onnx_graph.quantized_weights import QuantizedWeight, iterate_block_weights
+from onnx_ops.onnx_graph.quantized_weights import NarrowWeight, QuantizedWeight, iterate_block_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -72,8 +70,6 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
 
     Args:
         source: the float original, which has the ReLU and Clip that ranges of the quantized model stand for.
-        derived: the quantized model: QuantizeLinear pairs, integer operators, MatMulNBits or float16.
-        path: the result.
 
     Raises:
         MeasurementError: an operator hides its rounding in a way that is not known here.
@@ -87,10 +83,10 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         raise MeasurementError(f"the rounding of {hidden[0]} cannot be taken off", where=derived.name)
     tensors = collect_constants(model)
     folded = _folded(source, model, tensors)
+    blocks = iterate_block_weights(model, tensors)
     rewritten: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        rewritten += _rewrite(node, tensors, folded)
-    _replace_blocks(model, rewritten, tensors)
+        rewritten += _rewrite(node, tensors, folded, blocks)
     del model.graph.node[:]
     model.graph.node.extend(rewritten)
     model.graph.initializer.extend(
@@ -122,24 +118,15 @@ def _folded(source: Path, model: onnx.ModelProto, tensors: dict[str, onnx.Tensor
         if cutting is None or cutting.op_type in (makers.get(node.input[0]), makers.get(cutting.output[0])):
             continue
         if (levels := read_levels(node, tensors)) is not None and _ends_alike(cutting, stored, *levels):
-            folded[node.output[0]] = _with_constants(cutting, stored, tensors)
+            made = folded[node.output[0]] = type(cutting)()
+            made.CopyFrom(cutting)
+            for place, name in enumerate(cutting.input):
+                if place and name:  # a constant, which gets a new name
+                    made.input[place] = f"{name}.original"
+                    tensors[made.input[place]] = type(stored[name])()
+                    tensors[made.input[place]].CopyFrom(stored[name])
+                    tensors[made.input[place]].name = made.input[place]
     return folded
-
-
-def _with_constants(
-    node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], tensors: dict[str, onnx.TensorProto]
-) -> onnx.NodeProto:
-    """Copy a node of the original; its constants get new names and are added to `tensors`."""
-    made = type(node)()
-    made.CopyFrom(node)
-    for place, name in enumerate(node.input):
-        if place and name:
-            made.input[place] = f"{name}.original"
-            constant = type(stored[name])()
-            constant.CopyFrom(stored[name])
-            constant.name = made.input[place]
-            tensors[constant.name] = constant
-    return made
 
 
 def _ends_alike(
@@ -157,11 +144,15 @@ def _ends_alike(
         for place, name in enumerate(cutting.input[1:3]):
             if name:
                 ends[place] = float(numpy_helper.to_array(stored[name]).item())
-    return (ends[0] is None or low >= ends[0] - step / 2) and (ends[1] is None or high <= ends[1] + step / 2)
+    least, most = ends
+    return (least is None or low >= least - step / 2) and (most is None or high <= most + step / 2)
 
 
 def _rewrite(
-    node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto], folded: dict[str, onnx.NodeProto]
+    node: onnx.NodeProto,
+    tensors: dict[str, onnx.TensorProto],
+    folded: dict[str, onnx.NodeProto],
+    blocks: Iterator[NarrowWeight],
 ) -> list[onnx.NodeProto]:
     from onnx import helper, numpy_helper
 
@@ -183,6 +174,16 @@ def _rewrite(
             return [helper.make_node("Identity", node.input[:1], node.output[:1])]
         case "MatMulInteger" | "ConvInteger":
             return [_float_product(node, tensors)]
+        case "MatMulNBits" if set(node.input[1:3]) <= set(tensors):
+            name, product, bias = f"{node.output[0]}.weight", node.output[0], [*node.input[5:6], ""][0]
+            tensors[name] = numpy_helper.from_array(next(blocks).values.astype(np.float32), name)
+            if not bias:
+                return [helper.make_node("MatMul", [node.input[0], name], node.output, name=node.name)]
+            product += ".product"
+            return [
+                helper.make_node("MatMul", [node.input[0], name], [product], name=node.name),
+                helper.make_node("Add", [product, bias], node.output),
+            ]
         case _:
             return [node]
 
@@ -209,25 +210,6 @@ def _float_product(node: onnx.NodeProto, tensors: dict[str, onnx.TensorProto]) -
     made = helper.make_node(_INTEGER[node.op_type], inputs, node.output, name=node.name)
     made.attribute.extend(node.attribute)
     return made
-
-
-def _replace_blocks(
-    model: onnx.ModelProto, rewritten: list[onnx.NodeProto], tensors: dict[str, onnx.TensorProto]
-) -> None:
-    """MatMulNBits as MatMul with the numbers that its blocks stand for."""
-    from onnx import helper, numpy_helper
-
-    values = iter(iterate_block_weights(model, tensors))
-    for place, node in enumerate(rewritten):
-        if node.op_type != "MatMulNBits" or not set(node.input[1:3]) <= set(tensors):
-            continue
-        name = f"{node.output[0]}.weight"
-        tensors[name] = numpy_helper.from_array(next(values).values.astype(np.float32), name)
-        product = node.output[0]
-        if len(node.input) > 5 and node.input[5]:
-            product = f"{node.output[0]}.product"
-            rewritten.insert(place + 1, helper.make_node("Add", [product, node.input[5]], node.output))
-        rewritten[place] = helper.make_node("MatMul", [node.input[0], name], [product], name=node.name)
 
 
 def _widen(model: onnx.ModelProto) -> None:

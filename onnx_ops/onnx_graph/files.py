@@ -39,6 +39,8 @@ EXTERNAL_LIMIT = 1 << 30
 PROTOBUF_LIMIT = (1 << 31) - 1
 """Bytes of the largest protobuf."""
 
+DEFAULT_DOMAINS = ("", "ai.onnx")
+
 _BESIDE = "Save the model with its weights in a file beside it."
 _SOURCE = "Give the .onnx file that it was made from."
 _PLAIN = "Copy the model and its weights into a folder of plain files."
@@ -50,7 +52,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
     Raises:
         NotFoundError: there is no such file, or its weights are missing.
         UserError: it is not ONNX, or too large to be.
-        RefusedError: its external data lies where it must not, see `external.resolve_files`.
+        RefusedError: its external data lies where it must not, see `resolve_files`.
     """
     model = parse_model(path)
     real = path.resolve()
@@ -60,10 +62,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the constant tensors of the main graph by name.
-
-    These are initializers and values of Constant nodes.
-    """
+    """Return the initializers and values of Constant nodes of the main graph by name."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         for attribute in node.attribute:
@@ -72,12 +71,13 @@ def collect_constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     return tensors
 
 
-def find_model_file(path: Path) -> Path:
-    """Return the file itself, or the one `.onnx` file of a folder.
+def get_opset(model: onnx.ModelProto) -> int:
+    """Return the version of ONNX's own operators that a model imports; 0 if none."""
+    return max((entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS), default=0)
 
-    Raises:
-        NotFoundError: there is none, or more than one.
-    """
+
+def find_model_file(path: Path) -> Path:
+    """Return the file itself, or the one `.onnx` file of a folder."""
     if path.is_file():
         return path
     files = sorted(path.glob("*.onnx")) if path.is_dir() else []
@@ -91,21 +91,13 @@ def find_model_file(path: Path) -> Path:
 
 
 def list_external_names(path: Path) -> tuple[str, ...]:
-    """List the names of a model's weight files, which need not exist.
-
-    Raises:
-        NotFoundError, UserError: as for `parse_model`.
-    """
+    """List the names of a model's weight files, which need not exist."""
     entries = (entry for tensor in iterate_tensors(parse_model(path)) for entry in tensor.external_data)
     return tuple(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
 
 
 def digest_model(path: Path) -> Digest:
-    """Digest a model and its weight files, regardless of their names.
-
-    Raises:
-        NotFoundError, UserError: as for `parse_model`; a file of its weights is not there.
-    """
+    """Digest a model and its weight files, regardless of their names."""
     weights = [path.parent / name for name in sorted(list_external_names(path))]
     if missing := [file.name for file in weights if not file.is_file()]:
         raise NotFoundError(f"the weights' file {missing[0]} is not there", where=str(path))
@@ -113,12 +105,7 @@ def digest_model(path: Path) -> Digest:
 
 
 def parse_model(path: Path) -> onnx.ModelProto:
-    """Parse a file without external weights; of an ORT file its structure.
-
-    Raises:
-        NotFoundError: there is no such file.
-        UserError: it is not ONNX, or too large to be.
-    """
+    """Parse a file without external weights, whose places are not checked; of an ORT file its structure."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -150,11 +137,7 @@ def _kind_of(path: Path) -> str:
 
 
 def refuse_ort(path: Path) -> None:
-    """Refuse a file in ORT format, of which only the structure is read.
-
-    Raises:
-        UserError: it is in ORT format.
-    """
+    """Refuse a file in ORT format, of which only the structure is read."""
     if is_ort_format(path):
         raise UserError("a file in ORT format cannot be rewritten", where=str(path), remedy=_SOURCE)
 
@@ -200,10 +183,7 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
 
 
 def copy_model(source: Path, path: Path) -> None:
-    """Copy a model to another name, with its weight files.
-
-    Raises as `read_structure` does.
-    """
+    """Copy a model to another name, with its weight files."""
     for file in resolve_external_files(read_structure(source), source.parent):
         place = path.parent / file.relative_to(source.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -217,9 +197,7 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 
 
 def iterate_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield every constant tensor of a model.
-
-    These are initializers and attributes, those of subgraphs, functions and training included.
+    """Yield the initializers and tensor attributes of a model, of subgraphs, functions and training too.
 
     What an attribute holds counts, whatever type it claims to have.
     """
@@ -305,42 +283,41 @@ def resolve_files(tensors: Iterable[onnx.TensorProto], folder: Path) -> tuple[Pa
     for tensor in tensors:
         if not (tensor.external_data or tensor.data_location):  # 1 is EXTERNAL
             continue
-        entries = _entries(tensor)
-        path = _inside_of(folder, entries["location"], tensor.name)
+        where, keys = _of(tensor.name), [entry.key for entry in tensor.external_data]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise RefusedError(f"it tells the {twice[0]!r} of its external data twice", where=where, remedy=_AGAIN)
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" not in entries:
+            what = "it has external data and does not tell in which file"
+            raise RefusedError(what, where=where, remedy=_AGAIN)
+        name = entries["location"]
+        pure, path = PurePosixPath(name), folder / name
+        unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
+        if unsafe or not _inside(path, folder):
+            raise RefusedError(f"its external data {name!r} lies outside its folder", where=where, remedy=_AGAIN)
+        if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
+            remedy = f"Put {name} there: it holds the model's weights, and belongs with the file."
+            raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
         files[path] = None
-        places.append(_place(tensor, entries, path))
-    _check_apart(places)
+        places.append(_locate(tensor, entries, path))
+    last: TensorLocation | None = None
+    for place in sorted(p for p in places if p.end > p.start):
+        # Tensors may share their bytes, as tied weights do, but not in part.
+        is_same = last is not None and (last.start, last.end) == (place.start, place.end)
+        if last and last.file == place.file and place.start < last.end and not is_same:
+            what = f"its external data overlaps that of tensor {last.tensor}"
+            raise RefusedError(what, where=_of(place.tensor), remedy=_AGAIN)
+        last = place
     return tuple(files)
 
 
-def get_element_bits(data_type: int) -> int | None:
-    """Return the bits of an element; None for texts and unknown types."""
-    from onnx import TensorProto
-
-    return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None
-
-
-def _entries(tensor: onnx.TensorProto) -> dict[str, str]:
-    keys = [entry.key for entry in tensor.external_data]
-    if len(set(keys)) != len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise RefusedError(f"it tells the {twice!r} of its external data twice", where=_of(tensor.name), remedy=_AGAIN)
-    if "location" not in keys:
-        raise RefusedError(
-            "it has external data and does not tell in which file", where=_of(tensor.name), remedy=_AGAIN
-        )
-    return {entry.key: entry.value for entry in tensor.external_data}
-
-
-def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:
-    """Where a tensor stands in its file, which may end in the middle of nothing."""
+def _locate(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> TensorLocation:
     where = _of(tensor.name)
     start, stated = _number(entries, "offset", where), _number(entries, "length", where)
     size, wanted = os.path.getsize(path), _bytes_of(tensor)
     if stated is not None and wanted is not None and stated != wanted:
-        raise RefusedError(
-            f"its external data has {stated} bytes, its shape needs {wanted}", where=where, remedy=_AGAIN
-        )
+        what = f"its external data has {stated} bytes, its shape needs {wanted}"
+        raise RefusedError(what, where=where, remedy=_AGAIN)
     begin = start or 0
     length = stated if stated is not None else wanted if wanted is not None else max(0, size - begin)
     if begin + length > size:
@@ -351,6 +328,13 @@ def _place(tensor: onnx.TensorProto, entries: dict[str, str], path: Path) -> Ten
             remedy="Copy the file again, whole; or save the model again.",
         )
     return TensorLocation(file=path.resolve(), start=begin, end=begin + length, tensor=tensor.name)
+
+
+def get_element_bits(data_type: int) -> int | None:
+    """Return the bits of an element; None for texts and unknown types."""
+    from onnx import TensorProto
+
+    return _BITS.get(TensorProto.DataType.Name(data_type)) if data_type in TensorProto.DataType.values() else None
 
 
 def _number(entries: dict[str, str], key: str, where: str) -> int | None:
@@ -369,34 +353,6 @@ def _bytes_of(tensor: onnx.TensorProto) -> int | None:
         raise RefusedError(f"its shape is negative: {list(tensor.dims)}", where=_of(tensor.name))
     bits = get_element_bits(tensor.data_type)
     return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
-
-
-def _check_apart(places: list[TensorLocation]) -> None:
-    """Tensors may share their bytes, as tied weights do, but not in part."""
-    last: TensorLocation | None = None
-    for place in sorted(p for p in places if p.end > p.start):
-        if (
-            last
-            and last.file == place.file
-            and place.start < last.end
-            and (last.start, last.end) != (place.start, place.end)
-        ):
-            raise RefusedError(
-                f"its external data overlaps that of tensor {last.tensor}", where=_of(place.tensor), remedy=_AGAIN
-            )
-        last = place
-
-
-def _inside_of(folder: Path, name: str, tensor: str) -> Path:
-    pure = PurePosixPath(name)
-    unsafe = not name or pure.is_absolute() or ".." in pure.parts or "\\" in name
-    path = folder / name
-    if unsafe or not _inside(path, folder):
-        raise RefusedError(f"its external data {name!r} lies outside its folder", where=_of(tensor), remedy=_AGAIN)
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        remedy = f"Put {name} there: it holds the model's weights, and belongs with the file."
-        raise NotFoundError(f"its external data {name!r} is missing", where=str(folder), remedy=remedy)
-    return path
 
 
 def _inside(path: Path, folder: Path) -> bool:

@@ -84,17 +84,18 @@ def read_input_bounds(path: Path) -> dict[str, InputBounds]:
         bounds[value.name] = InputBounds(
             index=(0, min(sizes) - 1) if sizes else None,
             texts=tuple(sorted(texts)),
-            missing=any(_takes_nan(node) for node, _ in readers),
+            missing=any(
+                node.op_type in ("Imputer", "IsNaN")
+                or any(a.name == "nodes_missing_value_tracks_true" and any(a.ints) for a in node.attribute)
+                for node, _ in readers
+            ),
             size=any(place in _SIZES.get(node.op_type, ()) for node, place in _reached(value.name, users)),
         )
     return bounds
 
 
 def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest valid index of each index input.
-
-    Raises as `read_input_bounds` does.
-    """
+    """Return the smallest and largest valid index of each index input."""
     return {name: bounds.index for name, bounds in read_input_bounds(path).items() if bounds.index is not None}
 
 
@@ -122,11 +123,3 @@ def _entries(node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorP
         depth = stored[node.input[1]]
         return None if depth.external_data else int(numpy_helper.to_array(depth).reshape(-1)[0])
     return None
-
-
-def _takes_nan(node: onnx.NodeProto) -> bool:
-    if node.op_type in ("Imputer", "IsNaN"):
-        return True
-    return any(
-        attribute.name == "nodes_missing_value_tracks_true" and any(attribute.ints) for attribute in node.attribute
-    )

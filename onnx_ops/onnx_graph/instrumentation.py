@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import collect_constants, get_opset, read_model, read_structure, write_model
 
 if TYPE_CHECKING:
     import onnx
@@ -29,8 +29,8 @@ _QUOTED = re.compile(r"'([^']*)'")
 class ComputedValue:
     """A value of the main graph and the node that computes it.
 
-    `node` is the node's name, or the value's where the node has none; `scope` the path of the source's module that
-    the node stems from, empty where the file does not tell or the node belongs to the outermost module.
+    `node` is the node's name, or the value's where it has none; `scope` the path of the source's module, empty where
+    the file does not tell or the node belongs to the outermost one.
     """
 
     name: str
@@ -41,17 +41,16 @@ class ComputedValue:
 
 def list_computed_values(path: Path) -> tuple[ComputedValue, ...]:
     """List the values that nodes of the main graph compute, in topological order."""
-    return tuple(
-        ComputedValue(
-            name=name,
-            node=node.name or name,
-            op_type=node.op_type,
-            scope=_module({p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, "")),
-        )
-        for node in read_structure(path).graph.node
-        for name in node.output
-        if name
-    )
+    values = []
+    for node in read_structure(path).graph.node:
+        modules = _QUOTED.findall({p.key: p.value for p in node.metadata_props}.get(NAME_SCOPES, ""))
+        scope = modules[-2] if len(modules) > 1 else ""
+        values += [
+            ComputedValue(name=name, node=node.name or name, op_type=node.op_type, scope=scope)
+            for name in node.output
+            if name
+        ]
+    return tuple(values)
 
 
 def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
@@ -60,7 +59,6 @@ def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     Weights outside the file are not read: the copy refers to the same ones, and so must stand in the same folder.
 
     Args:
-        path: the model.
         names: at most `MAX_EXPOSED_VALUES` values of the main graph.
         copy: another file in the folder of `path`.
 
@@ -81,11 +79,6 @@ def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
         if name not in outputs:
             model.graph.output.add(name=name)  # the runtime infers its type
     write_model(model, copy)
-
-
-def _module(scopes: str) -> str:
-    names = _QUOTED.findall(scopes)
-    return names[-2] if len(names) > 1 else ""
 
 
 ValueRange = tuple[float, float]
@@ -113,6 +106,11 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """
     model = read_structure(path)
     stored = collect_constants(model)
+    tables = {
+        name
+        for name, tensor in stored.items()
+        if tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
+    }
     return tuple(
         node.name
         for node in model.graph.node
@@ -120,13 +118,8 @@ def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
         and node.op_type in OPERATORS.get(method, ())
         and not set(node.input[:2]) <= set(stored)
         and (method == "static" or node.input[0 if node.op_type == "Gather" else 1] in stored)
-        and (node.op_type != "Gather" or _is_table(stored[node.input[0]]))
+        and (node.op_type != "Gather" or node.input[0] in tables)
     )
-
-
-def _is_table(tensor: onnx.TensorProto) -> bool:
-    """Whether it may be a table of embeddings: what is smaller saves nothing."""
-    return tensor.data_type == _FLOAT and len(tensor.dims) == 2 and tensor.dims[0] * tensor.dims[1] >= _TABLE
 
 
 def list_activations(path: Path) -> dict[str, tuple[str, ...]]:
@@ -146,9 +139,6 @@ def write_with_quantized_node(
     """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
-        path: a float model with a node of that name.
-        node_name: of a Conv, Gather, Gemm or MatMul.
-        copy: the new file.
         ranges: (low, high) of each activation; None finds them anew in each run, as dynamic quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
@@ -171,7 +161,7 @@ def write_with_quantized_node(
             model.graph.initializer.append(numpy_helper.from_array(rounded, node.input[slot]))
         else:
             before += _steps(model, name, slot, None if ranges is None else ranges[name])
-            node.input[slot] = _read(name, slot)
+            node.input[slot] = before[-1].output[0]
     del model.graph.node[:]
     model.graph.node.extend([*nodes[:place], *before, *nodes[place:]])
     write_model(model, copy)
@@ -188,18 +178,13 @@ def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int)
     return (np.round(values / step) * step).astype(weight.dtype)
 
 
-def _read(name: str, slot: int) -> str:
-    return f"{name}_read_{slot}_alone"
-
-
 def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | None) -> list[onnx.NodeProto]:
     """Nodes that write an activation in 8 bits and read it back."""
     from onnx import helper, numpy_helper
 
-    written, scale, zero = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero"))
+    written, scale, zero, read = (f"{name}_{what}_{slot}_alone" for what in ("written", "scale", "zero", "read"))
     if limits is None:
-        opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
-        if opset < _DYNAMIC_OPSET:
+        if (opset := get_opset(model)) < _DYNAMIC_OPSET:
             raise ValueError(f"ranges that are found anew need opset {_DYNAMIC_OPSET}, the model has {opset}")
         write = helper.make_node("DynamicQuantizeLinear", [name], [written, scale, zero])
     else:
@@ -209,4 +194,4 @@ def _steps(model: onnx.ModelProto, name: str, slot: int, limits: ValueRange | No
         level = np.asarray(np.clip(round(-low / step), 0, _LEVELS), dtype=np.uint8)
         model.graph.initializer.append(numpy_helper.from_array(level, zero))
         write = helper.make_node("QuantizeLinear", [name, scale, zero], [written])
-    return [write, helper.make_node("DequantizeLinear", [written, scale, zero], [_read(name, slot)])]
+    return [write, helper.make_node("DequantizeLinear", [written, scale, zero], [read])]

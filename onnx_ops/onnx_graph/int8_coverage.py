@@ -76,7 +76,6 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     Args:
         source: the float export, whose names are told.
         rewritten: the variant's graph as the runtime runs it.
-        excluded: names of nodes that were to stay in float.
     """
     names: dict[str, str] = {}  # by name and by output; a node without a name is called by its first output
     for node in read_structure(source).graph.node:
@@ -96,7 +95,10 @@ def measure_int8_coverage(source: Path, rewritten: Path, excluded: Iterable[str]
     int8: list[str] = []
     floats: list[FloatOperator] = []
     for node in model.graph.node:
-        name = _told(node, names)
+        name, before = node.name, ""
+        while name not in names and name != before:  # without what was put around it
+            before, name = name, _AFFIXES.sub("", name, count=1)
+        name = (name and names.get(name)) or names.get(node.output[0], node.name or node.output[0])
         if node.op_type in INT8_OPERATORS:
             int8.append(name)
         elif node.op_type in _FLOAT_OPERATORS | _WITHOUT_KERNEL:
@@ -135,16 +137,6 @@ def _reason(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]:
     return "its QuantizeLinear pair is not fused, though input and output are quantized", FUSE
 
 
-def _told(node: onnx.NodeProto, names: Mapping[str, str]) -> str:
-    """Return the node's name in the export, or its own name where the export has none for it."""
-    name, before = node.name, ""
-    while name != before:
-        if name in names:
-            return names[name]
-        before, name = name, _AFFIXES.sub("", name, count=1)
-    return names.get(node.output[0], node.name or node.output[0])
-
-
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
 _REDUCED = 64
 """Largest level of a weight of 7 bits."""
@@ -156,139 +148,37 @@ _SLOW_SETTINGS = {
 _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 
 
-@dataclass(frozen=True, slots=True)
-class _Types:
-    """Element types of quantized activations and weights, and the largest level of an int8 weight."""
-
-    activations: frozenset[int]
-    weights: frozenset[int]
-    largest: int
-
-
 def advise(
     variant: Path, rewritten: Path, target: Target, machine: Arithmetic, coverage: Int8Coverage | None
 ) -> tuple[Advice, ...]:
     """Return all advice on a variant, the most costly finding first.
 
     Args:
-        variant: the derived file.
         rewritten: its graph as the runtime runs it on the target.
-        target: says how sessions are built.
-        machine: how the target computes.
         coverage: what runs in int8, with its reasons; None for a float variant.
     """
     model, run = read_structure(variant), read_structure(rewritten)
     kinds = {node.op_type for node in (*model.graph.node, *run.graph.node)}
-    if kinds & {
-        "DequantizeLinear",
-        "QuantizeLinear",
-        *_DYNAMIC,
-    }:  # those of a float model tell nothing, and may take gigabytes
+    if kinds & {"DequantizeLinear", "QuantizeLinear", *_DYNAMIC}:  # weights of a float model may take gigabytes
         model = read_model(variant)
-    types = _types(model)
-    advice = [*_of_types(types, machine), *_of_sessions(target, machine, kinds), *_of_kinds(kinds, machine)]
+    advice = [*_list_type_advice(model, machine), *_list_setting_advice(target, machine, kinds)]
     if coverage is not None:
-        advice += _of_coverage(coverage)
-    return (*advice, *_fragments(run), *_casts(run))
+        shared: dict[tuple[str, str], list[str]] = {}
+        for operator in coverage.floats:
+            if operator.setting:
+                shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
+        for (reason, setting), names in shared.items():
+            finding = f"{len(names)} left in float: {reason}"
+            advice.append(Advice(finding=finding, setting=setting, nodes=tuple(names)))
+        if coverage.unheeded:
+            finding = "excluded, and yet in int8: the runtime fuses the pairs of the neighbours around them"
+            setting = "exclude the operators before and after them too"
+            advice.append(Advice(finding=finding, setting=setting, nodes=coverage.unheeded))
+    return (*advice, *_list_conversion_advice(run))
 
 
-def _of_types(types: _Types, machine: Arithmetic) -> Iterator[Advice]:
-    if _UINT16 in types.activations:
-        yield Advice(
-            finding="activations of 16 bits take longer than float32 does", setting="options: {activations: uint8}"
-        )
-    if machine.family != "x86":
-        return
-    if _INT8 in types.activations:
-        finding = "activations are int8: kernels of x86 take uint8, so that operators stay in float or run slowly"
-        yield Advice(finding=finding, setting="options: {activations: uint8}")
-    if _UINT8 in types.weights:
-        finding = "weights are uint8: kernels of x86 are made for int8 weights"
-        yield Advice(finding=finding, setting="options: {weights: int8}")
-    if machine.saturates and _UINT8 in types.activations and types.largest > _REDUCED:
-        finding = (
-            "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong "
-            "without a message"
-        )
-        yield Advice(finding=finding, setting="options: {reduce_range: true}, or leave it to the target")
-
-
-def _of_sessions(target: Target, machine: Arithmetic, kinds: Iterable[str]) -> Iterator[Advice]:
-    if "DequantizeLinear" not in kinds:
-        return
-    session = target.session
-    if session.graph_level in ("disabled", "basic"):
-        finding = f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 operator"
-        yield Advice(finding=finding, setting=FUSE)
-    for name, cost in _SLOW_SETTINGS.items():
-        if machine.family == "x86" and session.config.get(name) == "1":
-            yield Advice(finding=f"{name}: {cost}", setting=f"target file: leave {name} out of session.config")
-
-
-def _of_kinds(kinds: set[str], machine: Arithmetic) -> Iterator[Advice]:
-    if "ConvInteger" in kinds:
-        finding = "convolutions find their ranges anew in each run: many times the time of float32"
-        yield Advice(finding=finding, setting="method: static")
-    if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
-        finding = "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
-        yield Advice(finding=finding, setting="method: dynamic or static, if time is what you want")
-
-
-def _of_coverage(coverage: Int8Coverage) -> Iterator[Advice]:
-    """Operators left in float, those that share reason and remedy together."""
-    shared: dict[tuple[str, str], list[str]] = {}
-    for operator in coverage.floats:
-        if operator.setting:
-            shared.setdefault((operator.reason, operator.setting), []).append(operator.name)
-    for (reason, setting), names in shared.items():
-        yield Advice(finding=f"{len(names)} left in float: {reason}", setting=setting, nodes=tuple(names))
-    if coverage.unheeded:
-        yield Advice(
-            finding="excluded, and yet in int8: the runtime fuses the pairs of the neighbours around them",
-            setting="exclude the operators before and after them too",
-            nodes=coverage.unheeded,
-        )
-
-
-def _fragments(run: onnx.ModelProto) -> Iterator[Advice]:
-    """Places where integers become float and are written as integers again within the graph."""
-    makers = {name: node for node in run.graph.node for name in node.output}
-    between: dict[str, list[str]] = {}
-    for node in run.graph.node:
-        if node.op_type == "QuantizeLinear":
-            maker = makers.get(node.input[0])
-            sources = [makers[name] for name in maker.input if name in makers] if maker is not None else []
-            if maker and any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
-                between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
-    for kind, names in sorted(between.items()):
-        yield Advice(
-            finding=f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each",
-            setting=f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours",
-            nodes=tuple(names),
-        )
-
-
-def _casts(run: onnx.ModelProto) -> Iterator[Advice]:
-    """Casts between float16 and float32 that are not those of the model's inputs and outputs."""
-    halves = any(tensor.data_type == _HALF for tensor in run.graph.initializer)
-    edges = {value.name for value in (*run.graph.input, *run.graph.output)}
-    inner = [
-        node
-        for node in run.graph.node
-        if node.op_type == "Cast"
-        and not edges.intersection((*node.input, *node.output))
-        and next((a.i for a in node.attribute if a.name == "to"), 0) in ((_HALF, _FLOAT) if halves else (_HALF,))
-    ]
-    if inner:
-        yield Advice(
-            finding=f"{len(inner)} casts between float16 and float32 within the graph: the runtime has no kernel for "
-            "operators around them in float16",
-            setting="options: {keep: [their types]}, or leave this variant out on this target",
-            nodes=tuple(node.name or node.output[0] for node in inner),
-        )
-
-
-def _types(model: onnx.ModelProto) -> _Types:
+def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[Advice]:
+    """Yield advice on the element types of quantized activations and weights."""
     from onnx import numpy_helper
 
     stored = collect_constants(model)
@@ -303,6 +193,69 @@ def _types(model: onnx.ModelProto) -> _Types:
         elif node.op_type in _DYNAMIC and node.input[1] in stored:
             weights[node.input[1]] = stored[node.input[1]].data_type
             activations.add(_UINT8)
+    if _UINT16 in activations:
+        finding = "activations of 16 bits take longer than float32 does"
+        yield Advice(finding=finding, setting="options: {activations: uint8}")
+    if machine.family != "x86":
+        return
+    if _INT8 in activations:
+        finding = "activations are int8: kernels of x86 take uint8, so that operators stay in float or run slowly"
+        yield Advice(finding=finding, setting="options: {activations: uint8}")
+    if _UINT8 in weights.values():
+        finding = "weights are uint8: kernels of x86 are made for int8 weights"
+        yield Advice(finding=finding, setting="options: {weights: int8}")
     levels = [np.abs(numpy_helper.to_array(stored[w]).astype(np.int16)) for w, kind in weights.items() if kind == _INT8]
     largest = max((int(level.max()) for level in levels if level.size), default=0)
-    return _Types(frozenset(activations), frozenset(weights.values()), largest)
+    if machine.saturates and _UINT8 in activations and largest > _REDUCED:
+        finding = "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, and answers are wrong"
+        setting = "options: {reduce_range: true}, or leave it to the target"
+        yield Advice(finding=f"{finding} without a message", setting=setting)
+
+
+def _list_setting_advice(target: Target, machine: Arithmetic, kinds: set[str]) -> Iterator[Advice]:
+    """Yield advice on the target's session, and on the method of quantization."""
+    session = target.session
+    if "DequantizeLinear" in kinds and session.graph_level in ("disabled", "basic"):
+        finding = f"at graph level {session.graph_level} no QuantizeLinear pair is fused into an int8 operator"
+        yield Advice(finding=finding, setting=FUSE)
+    for name, cost in _SLOW_SETTINGS.items() if "DequantizeLinear" in kinds else ():
+        if machine.family == "x86" and session.config.get(name) == "1":
+            yield Advice(finding=f"{name}: {cost}", setting=f"target file: leave {name} out of session.config")
+    if "ConvInteger" in kinds:
+        finding = "convolutions find their ranges anew in each run: many times the time of float32"
+        yield Advice(finding=finding, setting="method: static")
+    if "MatMulNBits" in kinds and machine.family in ("x86", "arm"):
+        finding = "weights in blocks are unpacked in each run: on a CPU this saves memory and no time"
+        yield Advice(finding=finding, setting="method: dynamic or static, if time is what you want")
+
+
+def _list_conversion_advice(run: onnx.ModelProto) -> Iterator[Advice]:
+    """Yield operators in float between int8 ones, and casts between float16 and float32 within the graph."""
+    makers = {name: node for node in run.graph.node for name in node.output}
+    between: dict[str, list[str]] = {}
+    for node in run.graph.node:
+        if node.op_type == "QuantizeLinear":
+            maker = makers.get(node.input[0])
+            sources = [makers[name] for name in maker.input if name in makers] if maker is not None else []
+            if maker and any(source.op_type in ("DequantizeLinear", *_DYNAMIC) for source in sources):
+                between.setdefault(maker.op_type, []).append(maker.name or maker.output[0])
+    for kind, names in sorted(between.items()):
+        finding = f"{len(names)} {kind} in float between int8 operators: a conversion before and one after each"
+        setting = f"name {kind} in `options.op_types`; if it has no int8 kernel, exclude its neighbours"
+        yield Advice(finding=finding, setting=setting, nodes=tuple(names))
+    halves = any(tensor.data_type == _HALF for tensor in run.graph.initializer)
+    edges = {value.name for value in (*run.graph.input, *run.graph.output)}
+    inner = [
+        node.name or node.output[0]
+        for node in run.graph.node
+        if node.op_type == "Cast"
+        and not edges.intersection((*node.input, *node.output))
+        and next((a.i for a in node.attribute if a.name == "to"), 0) in ((_HALF, _FLOAT) if halves else (_HALF,))
+    ]
+    if inner:
+        finding = f"{len(inner)} casts between float16 and float32 within the graph"
+        yield Advice(
+            finding=f"{finding}: the runtime has no kernel for operators around them in float16",
+            setting="options: {keep: [their types]}, or leave this variant out on this target",
+            nodes=tuple(inner),
+        )

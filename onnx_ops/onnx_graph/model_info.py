@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -17,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_model_info(path: Path) -> ModelInfo:
-    """Read versions, inputs, outputs and size, without loading weights.
-
-    Raises:
-        NotFoundError: there is no such file.
-        UserError: it is not ONNX.
-        RefusedError: it names external data outside its folder.
-    """
+    """Read versions, inputs, outputs and size, without loading weights."""
     model = read_structure(path)
     constants = {tensor.name for tensor in model.graph.initializer}
     return ModelInfo(
@@ -37,33 +32,28 @@ def read_model_info(path: Path) -> ModelInfo:
 
 
 def count_operators(model: onnx.ModelProto) -> dict[str, int]:
-    """Count nodes by operator and definition, such as `Gemm-13`.
-
-    The most frequent come first.
+    """Count nodes by operator and definition, such as `Gemm-13`, the most frequent first.
 
     A version is the newest opset, at most the one that the model imports, that changed the operator. Operators of other
     domains have theirs in front; of those that ONNX does not define, no version is known. Nodes of subgraphs and
     functions count too; a function's nodes have the versions of the model, and of the function's own imports where the
     model has none of that domain.
     """
+    from onnx import defs
+
     opsets = {
         entry.domain or "ai.onnx": entry.version
         for imports in (*(function.opset_import for function in model.functions), model.opset_import)
         for entry in imports
     }
-    counts = Counter(_versioned(node, opsets.get(node.domain or "ai.onnx", 0)) for node in iterate_nodes(model))
+    counts: Counter[str] = Counter()
+    for node in iterate_nodes(model):
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        name = f"{domain}::{node.op_type}" if domain else node.op_type
+        with contextlib.suppress(defs.SchemaError):
+            name = f"{name}-{defs.get_schema(node.op_type, opsets.get(domain or 'ai.onnx', 0), domain).since_version}"
+        counts[name] += 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _versioned(node: onnx.NodeProto, opset: int) -> str:
-    from onnx import defs
-
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    name = f"{domain}::{node.op_type}" if domain else node.op_type
-    try:
-        return f"{name}-{defs.get_schema(node.op_type, opset, domain).since_version}"
-    except defs.SchemaError:
-        return name
 
 
 def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
@@ -111,20 +101,13 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     `output` may be the model itself.
 
     Args:
-        path: the model.
-        output: the copy; files beside it with the names of the weights are replaced.
         values: `author`, `license`, `version` (a whole number, as ONNX has it), `description`, or a key of metadata.
-
-    Raises:
-        NotFoundError, RefusedError: as for reading the file.
-        UserError: it is not ONNX, or the version is no number.
     """
     model = read_structure(path)
     version = values.get("version", str(model.model_version))
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
-        raise UserError(
-            f"version {version!r} is no whole number, which ONNX wants", remedy="Set another key: --set release=1.2."
-        )
+        remedy = "Set another key: --set release=1.2."
+        raise UserError(f"version {version!r} is no whole number, which ONNX wants", remedy=remedy)
     for weights in resolve_external_files(model, path.parent):
         copy = output.parent / weights.relative_to(path.parent)
         if not (copy.exists() and copy.samefile(weights)):

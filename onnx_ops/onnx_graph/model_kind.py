@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onnx_ops.domain.artifact import digest_file
-from onnx_ops.onnx_graph.files import collect_constants, iterate_nodes, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, get_opset, iterate_nodes, read_structure
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 
 if TYPE_CHECKING:
@@ -54,14 +54,19 @@ class CandidateKind:
 def read_candidate_kind(baseline: Path, candidate: Path) -> CandidateKind:
     """Read off both files what the candidate is."""
     before, after = read_structure(baseline), read_structure(candidate)
-    kinds = _read_kind(before), _read_kind(after)
-    return CandidateKind(
-        baseline=kinds[0],
-        candidate=kinds[1],
-        changes=("the same file",)
-        if digest_file(baseline) == digest_file(candidate)
-        else tuple(_list_changes(before, after, candidate, same=kinds[0].precision == kinds[1].precision)),
-    )
+    kind = CandidateKind(baseline=_read_kind(before), candidate=_read_kind(after), changes=("the same file",))
+    if digest_file(baseline) == digest_file(candidate):
+        return kind
+    changes = [".ort format"] if is_ort_format(candidate) else []
+    if (opset := get_opset(after)) != get_opset(before):
+        changes.append(f"opset {opset}, was {get_opset(before)}")
+    old, new = (Counter(node.op_type for node in iterate_nodes(model)) for model in (before, after))
+    if kind.baseline.precision == kind.candidate.precision and old != new:
+        fused = {n.op_type for n in iterate_nodes(after) if n.domain.startswith("com.m") and n.op_type not in old}
+        added = ", ".join(f"{name} {new[name]}" for name in sorted(fused)[:3])
+        sizes = f"{new.total()} nodes, was {old.total()}"
+        changes.append(f"graph-optimised ({added}; {sizes})" if added else f"another graph ({sizes})")
+    return replace(kind, changes=tuple(changes))
 
 
 def _read_kind(model: onnx.ModelProto) -> ModelKind:
@@ -109,25 +114,3 @@ def _describe_int8(model: onnx.ModelProto, operators: Counter[str]) -> str:
         else "static, QuantizeLinear pairs"
     )
     return f"{style}: {pairs + whole} of {pairs + whole + floats} MatMul/Conv/Gemm in int8"
-
-
-def _list_changes(before: onnx.ModelProto, after: onnx.ModelProto, file: Path, *, same: bool) -> list[str]:
-    changes = [".ort format"] if is_ort_format(file) else []
-    opsets = [
-        max((e.version for e in m.opset_import if e.domain in ("", "ai.onnx")), default=0) for m in (before, after)
-    ]
-    if opsets[0] != opsets[1]:
-        changes.append(f"opset {opsets[1]}, was {opsets[0]}")
-    if not same:
-        return changes
-    counted = [Counter(node.op_type for node in iterate_nodes(model)) for model in (before, after)]
-    if counted[0] == counted[1]:
-        return changes
-    fused = {
-        node.op_type
-        for node in iterate_nodes(after)
-        if node.domain.startswith("com.m") and node.op_type not in counted[0]
-    }
-    added = ", ".join(f"{name} {counted[1][name]}" for name in sorted(fused)[:3])
-    sizes = f"{counted[1].total()} nodes, was {counted[0].total()}"
-    return [*changes, f"graph-optimised ({added}; {sizes})" if added else f"another graph ({sizes})"]

@@ -13,6 +13,7 @@ from onnx_ops.domain.artifact import Digest, ModelInfo, digest_file
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.compatibility import check_model, find_custom_operators
 from onnx_ops.onnx_graph.files import (
+    DEFAULT_DOMAINS,
     get_element_bits,
     iterate_nodes,
     iterate_tensors,
@@ -23,8 +24,6 @@ from onnx_ops.onnx_graph.model_info import AUTHOR, LICENSE, count_operators, rea
 
 if TYPE_CHECKING:
     import onnx
-
-_DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +55,20 @@ class ModelSummary:
 
 
 def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None = None) -> ModelSummary:
-    """Look a file over; weights beside it are not loaded.
+    """Look a file over; weights beside it are not loaded."""
+    from onnx import TensorProto
 
-    Args:
-        path: an ONNX file.
-        batch: for which its cost is told.
-        dims: sizes of other free dimensions by name, for its cost.
-
-    Raises:
-        NotFoundError: there is no such file.
-        UserError: it is not ONNX.
-        RefusedError: it names external data outside its folder.
-    """
     model = read_structure(path)
     operators = Counter(
-        node.op_type if node.domain in _DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+        node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
         for node in iterate_nodes(model)
     )
     metadata = {prop.key: prop.value for prop in model.metadata_props}
+    parameters: Counter[str] = Counter()
+    for tensor in model.graph.initializer:
+        known = tensor.data_type in TensorProto.DataType.values()
+        kind = TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"
+        parameters[kind] += math.prod(tensor.dims)
     problem = ""
     try:
         check_model(path)
@@ -86,7 +81,7 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         versions=count_operators(model),
         foreign=find_custom_operators(model),
-        parameters=_parameters(model),
+        parameters=dict(sorted(parameters.items(), key=lambda item: (-item[1], item[0]))),
         cost=estimate_cost(path, batch=batch, dims=dims),
         author=metadata.get(AUTHOR, ""),
         license=metadata.get(LICENSE, ""),
@@ -96,16 +91,6 @@ def summarize_model(path: Path, *, batch: int = 1, dims: Mapping[str, int] | Non
         metadata=metadata,
         problem=problem,
     )
-
-
-def _parameters(model: onnx.ModelProto) -> dict[str, int]:
-    from onnx import TensorProto
-
-    counts: Counter[str] = Counter()
-    for tensor in model.graph.initializer:
-        known = tensor.data_type in TensorProto.DataType.values()
-        counts[TensorProto.DataType.Name(tensor.data_type).lower() if known else "undefined"] += math.prod(tensor.dims)
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 LENGTH = 8
@@ -153,14 +138,15 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
     """Look at the shapes of a file; no weights are read.
 
     Args:
-        path: an ONNX file.
         batch: what a free axis 0 of an input counts as.
-        dims: sizes of other free dimensions by name.
     """
     from onnx import inliner, shape_inference
 
     model = read_structure(path)
-    weights = sum(_tensor_bytes(tensor) for tensor in iterate_tensors(model))
+    weights = 0
+    for tensor in iterate_tensors(model):
+        elements = math.prod(max(0, int(size)) for size in tensor.dims)
+        weights += -(-elements * (get_element_bits(tensor.data_type) or 0) // 8)
     problem = ""
     fixed = _fix(model, batch, dict(dims or {}))
     try:
@@ -169,15 +155,24 @@ def estimate_cost(path: Path, *, batch: int = 1, dims: Mapping[str, int] | None 
         model = shape_inference.infer_shapes(model, data_prop=True)
     except Exception as error:  # it raises what its parts raise
         problem = quoted(error)
-    values = _values(model)
+    values: dict[str, tuple[Shape | None, int]] = {}  # shape, if it is known, and bits of an element
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        kind = value.type.tensor_type
+        sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
+        known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
+        values[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
+    for tensor in model.graph.initializer:
+        values[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
     shapes = {name: shape for name, (shape, _) in values.items() if shape is not None}
     macs: Counter[str] = Counter()
     uncounted: Counter[str] = Counter()
     for node in model.graph.node:
-        count = _macs(node, shapes)
-        if count is not None:
-            macs[node.op_type] += count
-        elif node.op_type in _COUNTED | _UNCOUNTED or node.domain not in _DEFAULT_DOMAINS:
+        try:
+            if node.op_type in _COUNTED and node.domain in DEFAULT_DOMAINS:
+                macs[node.op_type] += _count(node, shapes)
+            elif node.op_type in _COUNTED | _UNCOUNTED or node.domain not in DEFAULT_DOMAINS:
+                uncounted[node.op_type] += 1
+        except (KeyError, IndexError):  # a shape that is not known, a rank that the operator does not have
             uncounted[node.op_type] += 1
     peak, unknown = _peak(model.graph, values)
     return ModelCost(
@@ -208,30 +203,8 @@ def _fix(model: onnx.ModelProto, batch: int, dims: dict[str, int]) -> dict[str, 
     return dims
 
 
-def _values(model: onnx.ModelProto) -> dict[str, tuple[Shape | None, int]]:
-    """Shape, if it is known, and bits of an element of each value of the main graph."""
-    values: dict[str, tuple[Shape | None, int]] = {}
-    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
-        kind = value.type.tensor_type
-        sizes = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim)
-        known = value.type.HasField("tensor_type") and kind.HasField("shape") and min(sizes, default=0) >= 0
-        values[value.name] = (sizes if known else None, get_element_bits(kind.elem_type) or 0)
-    for tensor in model.graph.initializer:
-        values[tensor.name] = (tuple(tensor.dims), get_element_bits(tensor.data_type) or 0)
-    return values
-
-
-def _macs(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:
-    """Multiply-accumulates of one node; 0 for a counted one without elements, None where they are not known."""
-    if node.op_type not in _COUNTED or node.domain not in _DEFAULT_DOMAINS:
-        return None
-    try:
-        return _count(node, shapes)
-    except (KeyError, IndexError):  # a shape that is not known, a rank that the operator does not have
-        return None
-
-
 def _count(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int:
+    """Return the multiply-accumulates of a node; 0 for one without elements."""
     first = shapes[node.input[0]]
     if node.op_type in _RECURRENT:
         weights = math.prod(shapes[node.input[1]]) + math.prod(shapes[node.input[2]])
@@ -282,8 +255,3 @@ def _read(node: onnx.NodeProto) -> Iterator[str]:
 def _value_bytes(values: Mapping[str, tuple[Shape | None, int]], name: str) -> int | None:
     shape, bits = values.get(name, (None, 0))
     return None if shape is None else -(-math.prod(shape) * bits // 8)
-
-
-def _tensor_bytes(tensor: onnx.TensorProto) -> int:
-    elements = math.prod(max(0, int(size)) for size in tensor.dims)
-    return -(-elements * (get_element_bits(tensor.data_type) or 0) // 8)

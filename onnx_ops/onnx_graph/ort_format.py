@@ -31,12 +31,9 @@ def read_ort_structure(path: Path) -> onnx.ModelProto:
     """Read versions, inputs, outputs, operators and weight shapes.
 
     Attributes and weights are left out.
-
-    Raises:
-        UserError: the file is damaged.
     """
     try:
-        return _model(path.read_bytes())
+        return _parse(path.read_bytes())
     except (struct.error, IndexError, ValueError, TypeError, UnicodeDecodeError) as error:
         remedy = "Make it again from the .onnx file."
         raise UserError("a damaged file in ORT format", where=str(path), why=quoted(error), remedy=remedy) from error
@@ -95,7 +92,7 @@ class _Table:
         return _Table(Table(self._table.Bytes, place))
 
 
-def _model(data: bytes) -> onnx.ModelProto:
+def _parse(data: bytes) -> onnx.ModelProto:
     import onnx
     from flatbuffers.table import Table
 

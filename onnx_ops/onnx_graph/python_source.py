@@ -79,15 +79,12 @@ class _Writer:
 
 
 def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
-    """Write source that builds the model, and its large constants beside it.
-
-    Returns the files.
+    """Write source that builds the model, and its large constants beside it; return the files.
 
     External weights are not copied: the model that is built names them as the original does. The source was run, and
     what it built was held against the original, before this returns.
 
     Raises:
-        NotFoundError, UserError: as for reading the model.
         StageError: what the source builds is another model.
     """
     model, writer = parse_model(path), _Writer()
@@ -98,17 +95,11 @@ def write_python_source(path: Path, source: Path) -> tuple[Path, ...]:
     source.write_text(text, encoding="utf-8")
     if writer.weights:
         place.write_bytes(writer.weights)
-    if _built(source) != model.SerializeToString(deterministic=True):
+    names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
+    exec(compile(text, str(source), "exec"), names)  # noqa: S102 (it was just written from literals)
+    if names["build"]().SerializeToString(deterministic=True) != model.SerializeToString(deterministic=True):
         raise StageError("the source that was written builds another model", where=str(source))
     return (source, place) if writer.weights else (source,)
-
-
-def _built(source: Path) -> bytes:
-    """Run a source that was just written from literals, and return the bytes of the model that it builds."""
-    names: dict[str, Any] = {"__file__": str(source), "__name__": "rebuilt"}
-    exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), names)  # noqa: S102
-    data: bytes = names["build"]().SerializeToString(deterministic=True)
-    return data
 
 
 def _laid_out(head: str, parts: list[str], tail: str, indent: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, read_model, read_structure
+from onnx_ops.onnx_graph.files import collect_constants, get_opset, read_model, read_structure
 
 if TYPE_CHECKING:
     import onnx
@@ -101,37 +101,40 @@ class _Rewriting:
 
 
 def expand_integer_operators(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Rewrite integer operators as operators between quantization pairs.
-
-    Returns the model itself if it has none.
+    """Rewrite integer operators as operators between quantization pairs; a model without any is returned as it is.
 
     What moves integers about (MaxPool, Reshape, Concat …) keeps their scale, and becomes such a pair too: a consumer
     that reads integers otherwise than they were written shows itself as it does in a graph of pairs.
-
-    Args:
-        model: is not changed.
-        where: the file, for messages.
-
-    Raises:
-        MeasurementError: an integer operator is of a kind that is not known here.
     """
     import onnx
 
     if not any(_is_integer(node) for node in model.graph.node):
         return model
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
-    if opset < _AXIS_OPSET:
-        raise MeasurementError(
-            f"integer operators of opset {opset} cannot be read",
-            where=where,
-            remedy=f"Export at {_AXIS_OPSET} or later.",
-        )
+    if (opset := get_opset(model)) < _AXIS_OPSET:
+        remedy = f"Export at {_AXIS_OPSET} or later."
+        raise MeasurementError(f"integer operators of opset {opset} cannot be read", where=where, remedy=remedy)
     expanded = onnx.ModelProto()
     expanded.CopyFrom(model)
     work = _Rewriting(tensors=collect_constants(model))
     work.names |= {name for node in model.graph.node for name in (*node.input, *node.output)}
     for node in model.graph.node:
-        _rewrite(work, node, where)
+        if node.op_type == "QLinearConcat" or node.op_type in _LAYOUTS:
+            _expand(work, node)
+        elif _is_integer(node):
+            raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
+        elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
+            scale = work.scales[node.input[0]]
+            inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
+            place = len(work.nodes)
+            moved = [work.write(name, scale) if name else "" for name in node.output]
+            made = type(node)()
+            made.CopyFrom(node)
+            made.input[:], made.output[:] = inputs, moved
+            work.nodes.insert(place, made)
+        else:
+            if node.op_type == "QuantizeLinear":
+                work.scales[node.output[0]] = tuple(node.input[1:3])
+            work.nodes.append(node)
     del expanded.graph.node[:]
     expanded.graph.node.extend(work.nodes)
     expanded.graph.initializer.extend(work.added)
@@ -142,79 +145,31 @@ def _is_integer(node: onnx.NodeProto) -> bool:
     return node.op_type in _LAYOUTS or node.op_type.startswith("QLinear")
 
 
-def _rewrite(work: _Rewriting, node: onnx.NodeProto, where: str) -> None:
-    if node.op_type == "QLinearConcat":
-        _concat(work, node)
-    elif node.op_type in _LAYOUTS:
-        _operator(work, node, _LAYOUTS[node.op_type])
-    elif _is_integer(node):
-        raise MeasurementError(f"integer operator {node.op_type} cannot be read", where=where)
-    elif node.input and node.input[0] in work.scales and node.op_type not in _OPAQUE:
-        _move(work, node)
-    else:
-        if node.op_type == "QuantizeLinear":
-            work.scales[node.output[0]] = tuple(node.input[1:3])
-        work.nodes.append(node)
+def _expand(work: _Rewriting, node: onnx.NodeProto) -> None:
+    from onnx import helper, numpy_helper
 
-
-def _operator(work: _Rewriting, node: onnx.NodeProto, layout: _Layout) -> None:
-    from onnx import helper
-
-    axis = _axis(node)
+    layout = _LAYOUTS.get(node.op_type)
+    if layout is None:  # QLinearConcat: the result's scale comes first, and any number of values follows
+        layout = _Layout(op_type="Concat", operands=tuple(range(2, len(node.input), 3)), result=0)
+    axis = -1  # where scales for each channel run along a weight: its outputs
+    if node.op_type == "QLinearConv":
+        axis = 0
+    elif node.op_type == "QGemm":
+        axis = 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
     inputs = [work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), axis) for place in layout.operands]
     if layout.bias is not None and len(node.input) > layout.bias and node.input[layout.bias]:
-        inputs.append(_bias(work, node, node.input[layout.bias]))
-    attributes = [a for a in node.attribute if a.name not in layout.dropped]
+        # The step of a bias is the product of the scales of input and weight.
+        name = node.input[layout.bias]
+        one, other = (numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4))
+        scale = work.fresh(f"{name}_scale")
+        work.tensors[scale] = numpy_helper.from_array(np.asarray(one * other, dtype=np.float32), scale)
+        work.added.append(work.tensors[scale])
+        inputs.append(work.read(name, (scale,), 0))
     written = tuple(node.input[layout.result : layout.result + 2])
     place = len(work.nodes)
     result = work.write(node.output[0], written) if written and written[0] else node.output[0]
     made = helper.make_node(layout.op_type, inputs, [result], name=node.name)
-    made.attribute.extend(attributes)
-    work.nodes.insert(place, made)
-
-
-def _axis(node: onnx.NodeProto) -> int:
-    """Where scales for each channel run along a weight: its outputs."""
-    if node.op_type == "QLinearConv":
-        return 0
-    if node.op_type == "QGemm":
-        return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
-    return -1
-
-
-def _bias(work: _Rewriting, node: onnx.NodeProto, name: str) -> str:
-    """Dequantize a bias, whose step is the product of the scales of input and weight."""
-    from onnx import numpy_helper
-
-    product = [numpy_helper.to_array(work.tensors[node.input[place]]) for place in (1, 4)]
-    scale = work.fresh(f"{name}_scale")
-    work.added.append(numpy_helper.from_array(np.asarray(product[0] * product[1], dtype=np.float32), scale))
-    work.tensors[scale] = work.added[-1]
-    return work.read(name, (scale,), 0)
-
-
-def _concat(work: _Rewriting, node: onnx.NodeProto) -> None:
-    from onnx import helper
-
-    parts = [
-        work.read(node.input[place], tuple(node.input[place + 1 : place + 3]), -1)
-        for place in range(2, len(node.input), 3)
-    ]
-    place = len(work.nodes)
-    made = helper.make_node("Concat", parts, [work.write(node.output[0], tuple(node.input[:2]))], name=node.name)
-    made.attribute.extend(node.attribute)
-    work.nodes.insert(place, made)
-
-
-def _move(work: _Rewriting, node: onnx.NodeProto) -> None:
-    """Rewrite an operator that moves integers without changing them."""
-    scale = work.scales[node.input[0]]
-    inputs = [work.read(name, scale, -1) if work.scales.get(name) == scale else name for name in node.input]
-    place = len(work.nodes)
-    moved = [work.write(name, scale) if name else "" for name in node.output]
-    made = type(node)()
-    made.CopyFrom(node)
-    made.input[:], made.output[:] = inputs, moved
+    made.attribute.extend(a for a in node.attribute if a.name not in layout.dropped)
     work.nodes.insert(place, made)
 
 
@@ -245,9 +200,8 @@ class QuantizedActivation:
 def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
-    Integer operators (QLinearConv …) count as the pairs that they stand for: `qoperator.expand_integer_operators`.
-
-    Scales that are computed (dynamic quantization) or differ by channel are left out.
+    Integer operators (QLinearConv …) count as the pairs that they stand for: `expand_integer_operators`. Scales that
+    are computed (dynamic quantization) or differ by channel are left out.
     """
     model = expand_integer_operators(read_model(path), path.name)
     stored = collect_constants(model)
@@ -257,9 +211,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
             readers.setdefault(node.input[0], []).append(node.output[0])
     activations = []
     for node in model.graph.node:
-        if node.op_type != "QuantizeLinear" or node.input[0] in stored:
-            continue
-        if (levels := read_levels(node, stored)) is None:
+        if node.op_type != "QuantizeLinear" or node.input[0] in stored or not (levels := read_levels(node, stored)):
             continue
         step, low, high = levels
         activations += [
@@ -277,10 +229,7 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 
 
 def find_folded_values(path: Path) -> dict[str, str]:
-    """Return the output of each ReLU or Clip by its input, if only it reads that.
-
-    A quantized range can replace such an operator.
-    """
+    """Return the output of each ReLU or Clip by its input, if only it reads that: a range can replace it."""
     graph = read_structure(path).graph
     users: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -295,10 +244,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 
 
 def find_bounded_values(path: Path) -> frozenset[str]:
-    """Return the outputs of functions with a fixed range, such as Softmax.
-
-    Quantizers use that range whatever the rows are.
-    """
+    """Return the outputs of functions with a fixed range, such as Softmax, which quantizers use whatever the rows."""
     return frozenset(node.output[0] for node in read_structure(path).graph.node if node.op_type in _BOUNDED)
 
 

@@ -70,29 +70,69 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
 
     Raises:
         MeasurementError: a quantized weight has no original of its name and shape, or is stored in another way.
-        NotFoundError, UserError, RefusedError: as for reading the files.
     """
     before, after = read_model(source), expand_integer_operators(read_model(derived), derived.name)
     originals, tensors = collect_constants(before), collect_constants(after)
     turned = _turned(before)
     by_name = {stored.weight: stored for stored in _stored(after, tensors)}
     if unread := sorted(name for name in tensors if name.endswith(QUANTIZED_SUFFIX) and name not in by_name):
-        raise MeasurementError(
-            f"quantized weight {unread[0]} is stored in a way that cannot be compared", where=derived.name
-        )
+        what = f"quantized weight {unread[0]} is stored in a way that cannot be compared"
+        raise MeasurementError(what, where=derived.name)
     pairs = [_pair(by_name[name], originals, tensors, turned, derived.name) for name in by_name if tensors[name].dims]
     narrow = (*iterate_fp16_weights(originals, tensors), *iterate_block_weights(after, tensors))
-    pairs += [_narrow_pair(weight, originals, turned, derived.name) for weight in narrow]
+    for weight in narrow:
+        if weight.name not in originals:
+            what = f"narrowed weight {weight.name} has no original to compare with"
+            raise MeasurementError(what, where=derived.name)
+        transposed = weight.transposable and weight.name in turned
+        original = _read_original(originals[weight.name], transposed=transposed)
+        if original.size != weight.values.size:
+            what = f"narrowed weight {weight.name} has shape {weight.values.shape}, its original {original.shape}"
+            raise MeasurementError(what, where=derived.name)
+        original = original.reshape(weight.values.shape)
+        pairs.append(
+            QuantizedWeight(
+                name=weight.name,
+                original=original,
+                dequantized=weight.values,
+                scale=np.maximum(weight.step, _single_spacing(original)),
+                origin=weight.name,
+                transposed=transposed,
+                spacing=weight.spacing,
+            )
+        )
     return tuple(sorted(pairs, key=lambda pair: pair.name))
 
 
 def read_float_weights(source: Path, derived: Path) -> tuple[QuantizedWeight, ...]:
-    """Return the constants that are float in both files.
+    """Return the constants that are float in both files, among them a dropped bias of a dynamically quantized model."""
+    from onnx import numpy_helper
 
-    Here a dropped bias of a dynamically quantized model shows itself.
-    """
     before, after = read_model(source), read_model(derived)
-    return tuple(_kept(after, collect_constants(before), collect_constants(after), _turned(before)))
+    originals, turned = collect_constants(before), _turned(before)
+    multiplied = {node.input[1] for node in after.graph.node if node.op_type == "MatMul"}
+    weights = []
+    for name, tensor in sorted(collect_constants(after).items()):
+        if name not in originals or {originals[name].data_type, tensor.data_type} != {_FLOAT}:
+            continue
+        original = _read_original(originals[name], transposed=name in multiplied & turned)
+        dequantized = numpy_helper.to_array(tensor).astype(np.float64)
+        if original.size == dequantized.size > 0:
+            step = np.asarray(_KEPT_SPACINGS * np.spacing(np.float32(np.abs(original).max())), dtype=np.float64)
+            original = original.reshape(dequantized.shape)
+            weights.append(QuantizedWeight(name=name, original=original, dequantized=dequantized, scale=step))
+    return tuple(weights)
+
+
+def _read_original(tensor: onnx.TensorProto, *, transposed: bool) -> Floats:
+    from onnx import numpy_helper
+
+    values: Floats = numpy_helper.to_array(tensor).astype(np.float64)
+    return values.T if transposed else values
+
+
+def _single_spacing(values: Floats) -> Floats:
+    return np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
 
 
 def _stored(model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> Iterator[_Stored]:
@@ -138,19 +178,18 @@ def _pair(
     from onnx import numpy_helper
 
     name = stored.weight.removesuffix(QUANTIZED_SUFFIX)
-    origin = _origin(name, originals)
-    if origin not in originals or stored.scale not in tensors:
+    stem = name.rstrip("0123456789")  # quantizers copy a bias that several nodes share, with a number appended
+    candidates = [name[:end] for end in range(len(name), len(stem) - 1, -1)]
+    origin = next((candidate for candidate in candidates if candidate in originals), "")
+    if not origin or stored.scale not in tensors:
         raise MeasurementError(f"quantized weight {name} has no original or no scale to compare with", where=where)
-    original = numpy_helper.to_array(originals[origin]).astype(np.float64)
     transposed = stored.transposable and origin in turned
-    if transposed:
-        original = original.T
+    original = _read_original(originals[origin], transposed=transposed)
     integers = numpy_helper.to_array(tensors[stored.weight])
     levels = integers.astype(np.float64)
     if original.squeeze().shape != levels.squeeze().shape:
-        raise MeasurementError(
-            f"quantized weight {name} has shape {levels.shape}, its original {original.shape}", where=where
-        )
+        what = f"quantized weight {name} has shape {levels.shape}, its original {original.shape}"
+        raise MeasurementError(what, where=where)
     scale = _along(numpy_helper.to_array(tensors[stored.scale]).astype(np.float64), levels.ndim, stored.axis)
     centre = np.zeros_like(scale)
     if stored.zero_point in tensors:
@@ -158,12 +197,11 @@ def _pair(
         centre = _along(zero, levels.ndim, stored.axis)
         levels = levels - centre
     original = original.reshape(levels.shape)
-    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
     return QuantizedWeight(
         name=name,
         original=original,
         dequantized=levels * scale,
-        scale=np.maximum(np.abs(scale), spacing),
+        scale=np.maximum(np.abs(scale), _single_spacing(original)),
         origin=origin,
         transposed=transposed,
         stretch=_stretch(integers.dtype, levels, centre),
@@ -185,66 +223,6 @@ def _stretch(dtype: np.dtype[np.generic], levels: Floats, centre: Floats) -> flo
         ends.append((reach / np.maximum(used, 1e-9))[used > 0])
     stretches = np.concatenate(ends)
     return float(stretches.min()) if stretches.size else None
-
-
-def _narrow_pair(
-    weight: NarrowWeight, originals: Mapping[str, onnx.TensorProto], turned: frozenset[str], where: str
-) -> QuantizedWeight:
-    from onnx import numpy_helper
-
-    if weight.name not in originals:
-        raise MeasurementError(f"narrowed weight {weight.name} has no original to compare with", where=where)
-    original = numpy_helper.to_array(originals[weight.name]).astype(np.float64)
-    if weight.transposable and weight.name in turned:
-        original = original.T
-    if original.size != weight.values.size:
-        raise MeasurementError(
-            f"narrowed weight {weight.name} has shape {weight.values.shape}, its original {original.shape}", where=where
-        )
-    original = original.reshape(weight.values.shape)
-    spacing = np.spacing(np.abs(original).astype(np.float32)).astype(np.float64)
-    return QuantizedWeight(
-        name=weight.name,
-        original=original,
-        dequantized=weight.values,
-        scale=np.maximum(weight.step, spacing),
-        origin=weight.name,
-        transposed=weight.transposable and weight.name in turned,
-        spacing=weight.spacing,
-    )
-
-
-def _kept(
-    model: onnx.ModelProto,
-    originals: Mapping[str, onnx.TensorProto],
-    tensors: Mapping[str, onnx.TensorProto],
-    turned: frozenset[str],
-) -> Iterator[QuantizedWeight]:
-    """Constants that are float on both sides: a dropped bias of a model quantized dynamically is among them."""
-    from onnx import numpy_helper
-
-    multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
-    for name in sorted(tensors):
-        before, after = originals.get(name), tensors[name]
-        if before is None or before.data_type != _FLOAT or after.data_type != _FLOAT:
-            continue
-        original = numpy_helper.to_array(before).astype(np.float64)
-        if name in multiplied & turned:
-            original = original.T
-        dequantized = numpy_helper.to_array(after).astype(np.float64)
-        if original.size != dequantized.size or not dequantized.size:
-            continue
-        largest = np.float32(np.abs(original).max())
-        step = np.asarray(_KEPT_SPACINGS * np.spacing(largest), dtype=np.float64)
-        yield QuantizedWeight(
-            name=name, original=original.reshape(dequantized.shape), dequantized=dequantized, scale=step
-        )
-
-
-def _origin(name: str, originals: Mapping[str, onnx.TensorProto]) -> str:
-    """Return the original's name. Quantizers copy a bias that several nodes share, with a number appended."""
-    digits = len(name) - len(name.rstrip("0123456789"))
-    return next((name[:end] for end in range(len(name), len(name) - digits - 1, -1) if name[:end] in originals), name)
 
 
 def _along(values: Floats, dimensions: int, axis: int) -> Floats:
@@ -282,10 +260,7 @@ class NarrowWeight:
 def iterate_fp16_weights(
     originals: Mapping[str, onnx.TensorProto], tensors: Mapping[str, onnx.TensorProto]
 ) -> Iterator[NarrowWeight]:
-    """Yield constants that were float32 and are float16.
-
-    A step is the spacing of float16 at the value.
-    """
+    """Yield constants that were float32 and are float16; a step is the spacing of float16 at the value."""
     from onnx import numpy_helper
 
     for name, tensor in tensors.items():

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ops.errors import UserError
-from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import (
+    DEFAULT_DOMAINS,
+    collect_constants,
+    iterate_graphs,
+    read_model,
+    read_structure,
+    write_model,
+)
 
 if TYPE_CHECKING:
     import onnx
-
-DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
@@ -57,9 +62,7 @@ def flatten_biases(model: onnx.ModelProto) -> None:
 
 
 def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
-    """Renumber generated names, which a converter numbers per process.
-
-    Numbers follow the order of appearance.
+    """Renumber generated names, which a converter numbers per process, in the order of appearance.
 
     Weights take the order in which nodes use them: converters keep them in sets.
 
@@ -71,10 +74,9 @@ def renumber_names(model: onnx.ModelProto, pattern: str) -> None:
 
     def anew(name: str) -> str:
         def replace(match: re.Match[str]) -> str:
-            key = match.group(0)
-            start, end = match.start(1) - match.start(), match.end(1) - match.start()
+            key, start = match[0], match.start()
             number = numbers.setdefault(key, str(len(numbers)))
-            return key[:start] + number + key[end:]
+            return key[: match.start(1) - start] + number + key[match.end(1) - start :]
 
         return generated.sub(replace, name)
 
@@ -101,14 +103,10 @@ PRODUCT = "_product"
 
 
 def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
-    """Make each plain Gemm a MatMul of its name, and an Add if it has a bias.
+    """Make each plain Gemm that is not excluded a MatMul of its name, and an Add if it has a bias, in place.
 
     A plain one multiplies by a constant matrix that nobody else reads, scales by 1 and does not transpose its input.
     The matrix is stored transposed under its name where the Gemm transposes it.
-
-    Args:
-        model: changed in place.
-        excluded: names of nodes that are left alone.
     """
     from onnx import helper, numpy_helper
 
@@ -218,7 +216,7 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
     value_infos = [value for value in graph.value_info if value.name not in wanted]
     del graph.value_info[:]
     graph.value_info.extend(value_infos)
-    if not any(entry.domain in ("", "ai.onnx") for entry in model.opset_import):
+    if not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
         model.opset_import.add(version=_CAST_OPSET)
 
 
@@ -235,14 +233,24 @@ def trace_nodes(names: Iterable[str], source: onnx.ModelProto, prepared: onnx.Mo
     """
     wanted = tuple(names)
     known = {node.name: node for node in source.graph.node if node.name}
-    if unknown := [name for name in wanted if name not in known]:
-        raise UserError(
-            "; ".join(_explain_name(name, tuple(known)) for name in unknown),
-            where="quantize.exclude",
-            remedy=REMEDY,
-        )
+    problems = []
+    for name in (name for name in wanted if name not in known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
+        problems.append(f"no node is called {name!r}: {hint}")
+    if problems:
+        raise UserError("; ".join(problems), where="quantize.exclude", remedy=REMEDY)
     matrices = {name for name, tensor in collect_constants(source).items() if len(tensor.dims) > 1}
-    traced = {name: _heirs(known[name], matrices, prepared) for name in wanted}
+    traced = {}
+    for name in wanted:
+        node = known[name]
+        weights = matrices.intersection(node.input)
+        candidates = (
+            [n.name for n in prepared.graph.node if n.name == node.name],
+            [n.name for n in prepared.graph.node if n.name and set(n.output) & set(node.output)],
+            [n.name for n in prepared.graph.node if n.name and weights.intersection(n.input)],
+        )
+        traced[name] = tuple(next((names for names in candidates if names), []))
     if lost := sorted(name for name, heirs in traced.items() if not heirs):
         raise UserError(
             f"nothing is left to exclude of {', '.join(lost)}",
@@ -257,8 +265,6 @@ def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewr
     """Return the excluded nodes that are quantized in `derived` all the same.
 
     Args:
-        excluded: names of nodes before quantization.
-        derived: the quantized model.
         rewritten: suffix of a node's name where the quantizer rewrites an operator before it quantizes.
     """
     stored = collect_constants(derived)
@@ -269,19 +275,3 @@ def find_quantized_nodes(excluded: Iterable[str], derived: onnx.ModelProto, rewr
         if not integers.intersection(node.input) and "Integer" not in node.op_type and "QLinear" not in node.op_type
     }
     return tuple(name for name in excluded if name not in floats and name + rewritten not in floats)
-
-
-def _heirs(node: onnx.NodeProto, matrices: set[str], prepared: onnx.ModelProto) -> tuple[str, ...]:
-    weights = matrices.intersection(node.input)
-    candidates = (
-        [n.name for n in prepared.graph.node if n.name == node.name],
-        [n.name for n in prepared.graph.node if n.name and set(n.output) & set(node.output)],
-        [n.name for n in prepared.graph.node if n.name and weights.intersection(n.input)],
-    )
-    return tuple(next((names for names in candidates if names), []))
-
-
-def _explain_name(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known[:10])}"
-    return f"no node is called {name!r}: {hint}"

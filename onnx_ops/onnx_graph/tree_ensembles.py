@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,20 @@ _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", 
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
 
 
+class _Split(NamedTuple):
+    """A split, and the nodes where its feature is at most the threshold, and where not."""
+
+    feature: int
+    threshold: float
+    low: int
+    high: int
+
+
 @dataclass(slots=True)
 class _Growing:
     """One tree of a file before it is put in order: splits and leaves by node number."""
 
-    splits: dict[int, tuple[int, float, int, int]] = field(default_factory=dict)
+    splits: dict[int, _Split] = field(default_factory=dict)
     leaves: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
@@ -47,18 +56,15 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
 
     Raises:
         UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
-        NotFoundError, RefusedError: as for reading the file.
     """
-    trees = [
-        tree for node in read_model(path).graph.node if node.op_type in ENSEMBLES for tree in _ensemble(node, path.name)
-    ]
-    return tuple(trees)
+    ensembles = [node for node in read_model(path).graph.node if node.op_type in ENSEMBLES]
+    return tuple(tree for node in ensembles for tree in _ensemble(node, path.name))
 
 
 def order_nodes(
     roots: Sequence[int],
-    splits: dict[int, tuple[int, float, int, int]],
-    leaves: dict[int, dict[int, float]],
+    splits: Mapping[int, tuple[int, float, int, int]],
+    leaves: Mapping[int, Mapping[int, float]],
     width: int,
 ) -> Tree:
     """Return the nodes of the one tree in preorder.
@@ -67,7 +73,6 @@ def order_nodes(
         roots: nodes that no split leads to.
         splits: by node number: feature, threshold, the node where it holds, the one where not.
         leaves: by node number: weights by output.
-        width: number of outputs.
 
     Raises:
         ValueError: it is no tree.
@@ -103,14 +108,31 @@ def order_nodes(
 
 
 def _ensemble(node: onnx.NodeProto, where: str) -> list[Tree]:
-    from onnx import helper
-
-    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     kind = "class" if node.op_type == ENSEMBLES[0] else "target"
-    columns = [values.get(f"nodes_{part}", ()) for part in _PARTS]
-    outputs = [values.get(f"{kind}_{part}", ()) for part in ("treeids", "nodeids", "ids", "weights")]
-    if len({len(column) for column in columns}) != 1 or len({len(column) for column in outputs}) != 1:
-        raise UserError("a tree ensemble's lists are not of one length", where=where)
+    growing, nodes = _grow(node, where)
+    outputs = _read_columns(node, [f"{kind}_{part}" for part in ("treeids", "nodeids", "ids", "weights")], where)
+    for tree, number, output, weight in zip(*outputs, strict=True):
+        if tree not in growing or number not in growing[tree].leaves or output < 0:
+            raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
+        leaf = growing[tree].leaves[number]
+        leaf[output] = leaf.get(output, 0.0) + weight
+    width = max(outputs[2], default=0) + 1
+    if width * nodes > _MOST_WEIGHTS:
+        raise UserError(f"a tree ensemble has {width} outputs", where=where)
+    trees = []
+    for number, grown in growing.items():
+        below = {child for split in grown.splits.values() for child in (split.low, split.high)}
+        roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
+        try:
+            trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
+        except ValueError as error:
+            raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+    return trees
+
+
+def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
+    """Return the trees by number, leaves without their weights, and the number of nodes."""
+    columns = _read_columns(node, [f"nodes_{part}" for part in _PARTS], where)
     growing: dict[int, _Growing] = {}
     for tree, number, mode, feature, threshold, yes, no in zip(*columns, strict=True):
         grown = growing.setdefault(tree, _Growing())
@@ -119,27 +141,20 @@ def _ensemble(node: onnx.NodeProto, where: str) -> list[Tree]:
         elif mode in (_AT_MOST, _BELOW):
             limit = np.float32(threshold)
             exact = limit if mode == _AT_MOST else np.nextafter(limit, np.float32(-np.inf))
-            grown.splits[number] = (feature, float(exact), yes, no)
+            grown.splits[number] = _Split(feature, float(exact), yes, no)
         else:
             raise UserError(f"a tree asks {mode.decode(errors='replace')}", where=where)
-    for tree, number, output, weight in zip(*outputs, strict=True):
-        if tree not in growing or number not in growing[tree].leaves or output < 0:
-            raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
-        grown = growing[tree]
-        grown.leaves[number][output] = grown.leaves[number].get(output, 0.0) + weight
-    width = max(outputs[2], default=0) + 1
-    if width * len(columns[0]) > _MOST_WEIGHTS:
-        raise UserError(f"a tree ensemble has {width} outputs", where=where)
-    return [_grown(tree, grown, width, where) for tree, grown in growing.items()]
+    return growing, len(columns[0])
 
 
-def _grown(number: int, grown: _Growing, width: int, where: str) -> Tree:
-    below = {child for _, _, yes, no in grown.splits.values() for child in (yes, no)}
-    roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
-    try:
-        return order_nodes(roots, grown.splits, grown.leaves, width)
-    except ValueError as error:
-        raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+def _read_columns(node: onnx.NodeProto, names: Sequence[str], where: str) -> list[Sequence[Any]]:
+    from onnx import helper
+
+    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    columns = [values.get(name, ()) for name in names]
+    if len({len(column) for column in columns}) != 1:
+        raise UserError("a tree ensemble's lists are not of one length", where=where)
+    return columns
 
 
 Floats = npt.NDArray[np.float64]
@@ -152,24 +167,12 @@ _ASIDE = 2.0**-14
 rounding (2^-24), so that a good export decides like its source, and below that of float16 (2^-11)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    feature: int
-    threshold: float
-    low: int
-    high: int
-
-
 def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any] | None:
     """Build two rows for every split, one on each side of its threshold.
 
     A row is a real one that comes by that split, with the split's feature moved. A split that stands elsewhere, leads
     elsewhere or looks at another feature then gives another answer, though no real row may be near it. Of very many
     splits an even choice is probed.
-
-    Args:
-        path: the model.
-        samples: real inputs by name, axis 0 is the batch.
 
     Returns:
         Inputs by name; None for a model that is no ensemble over its one matrix or its joined columns of numbers,
@@ -184,25 +187,28 @@ def build_split_probes(path: Path, samples: Mapping[str, Any]) -> dict[str, Any]
     if not len(rows):
         return None
     scaling = _scaling(model, ensemble.input[0], start, rows.shape[1])
-    trees = _trees(ensemble, rows.shape[1])
-    if scaling is None or not trees:
+    try:
+        trees = [grown.splits for grown in _grow(ensemble, path.name)[0].values() if grown.splits]
+    except UserError:
+        return None
+    features = {split.feature for tree in trees for split in tree.values()}
+    if scaling is None or not features <= set(range(rows.shape[1])):
         return None
     trees = trees[:: max(1, sum(map(len, trees)) // (4 * MOST_SPLITS))]
     step = max(1, -(-sum(map(len, trees)) // MOST_SPLITS))
-    pairs = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
-    chosen = list(itertools.islice(pairs, 0, None, step))
+    sides = (pair for tree in trees for pair in _probes(tree, rows, *scaling))
+    chosen = list(itertools.islice(sides, 0, None, step))
     if not chosen:
         return None
     ends = np.cumsum([samples[name].shape[1] for name in order])[:-1]
     parts = dict(zip(order, np.split(np.stack(chosen), ends, axis=2), strict=True))
-    return {name: _as_type(parts[name], array.dtype) for name, array in samples.items()}
-
-
-def _as_type(pairs: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Rows of pairs of shape (pairs, 2, columns); whole numbers are the next ones on either side."""
-    if np.issubdtype(dtype, np.integer):
-        pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
-    return pairs.reshape(-1, pairs.shape[2]).astype(dtype)
+    probes = {}
+    for name, array in samples.items():
+        pairs = parts[name]  # of shape (pairs, 2, columns)
+        if array.dtype.kind == "i":  # the next whole numbers on either side
+            pairs = np.where(pairs > pairs.min(axis=1, keepdims=True), np.ceil(pairs), np.floor(pairs))
+        probes[name] = pairs.reshape(-1, pairs.shape[2]).astype(array.dtype)
+    return probes
 
 
 def _matrix(model: onnx.ModelProto, names: list[str]) -> tuple[str, list[str]]:
@@ -254,25 +260,6 @@ def _probes(tree: Mapping[int, _Split], rows: Floats, factor: Floats, shift: Flo
                 visited.add(child)
                 reached[child] = part
                 waiting.append((child, side))
-
-
-def _trees(ensemble: onnx.NodeProto, features: int) -> list[dict[int, _Split]]:
-    """Return the splits of each tree by node number; nothing if a split is not a `<=` or `<` comparison."""
-    from onnx import helper
-
-    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in ensemble.attribute}
-    parts = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
-    columns = [values.get(f"nodes_{part}", ()) for part in parts]
-    if len({len(column) for column in columns}) != 1:
-        return []
-    trees: dict[int, dict[int, _Split]] = {}
-    for tree, node, mode, feature, threshold, yes, no in zip(*columns, strict=True):
-        if mode == b"LEAF":
-            continue
-        if mode not in (_AT_MOST, _BELOW) or not 0 <= feature < features:
-            return []
-        trees.setdefault(tree, {})[node] = _Split(feature, float(threshold), yes, no)
-    return list(trees.values())
 
 
 def _scaling(model: onnx.ModelProto, value: str, start: str, columns: int) -> tuple[Floats, Floats] | None:

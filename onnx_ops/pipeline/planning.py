@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.decision import TargetObjective
-from onnx_ops.domain.gate import (
-    ACCURACY,
-    MetricDefinition,
-    MetricGate,
-    derive_measurement_request,
-    select_gates,
-)
+from onnx_ops.domain.gate import ACCURACY, MetricDefinition, MetricGate, derive_measurement_request, select_gates
 from onnx_ops.domain.pipeline import EXPORT, Pipeline, Plan, Quantize, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import AUTO
@@ -38,14 +32,7 @@ from onnx_ops.pipeline.stages.data import get_source_name
 
 
 def plan(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe, *, until: StageKind | None = None) -> Plan:
-    """Return the stages of a pipeline, each after those it needs.
-
-    Args:
-        pipeline: a checked pipeline.
-        targets: every target that the pipeline names.
-        probe: answers what content the plan starts from.
-        until: leave out every kind of stage that comes after this one.
-    """
+    """Return the stages of a checked pipeline, each after those it needs, up to the kind `until`."""
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
         for variant in pipeline.variants():
@@ -160,6 +147,7 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     model = pipeline.register.model if pipeline.register else ""
     limits = select_gates(pipeline.gates, target.gates)
     request = derive_measurement_request(limits)
+    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
     measure: dict[str, Json] = {
         "pipeline": pipeline.pipeline,
         "model": model,
@@ -173,7 +161,11 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
         # Only made for a gate. Limits change no measurement, so they stay out of the key.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
-        "metrics": _write_metrics(pipeline, probe),
+        # Accuracy is measured wherever possible.
+        "metrics": [
+            {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
+            for metric in sorted(metrics, key=lambda metric: metric.label)
+        ],
     }
     needs = ["export", "validate", variant_id(variant), data_id(pipeline.validate.samples.data)]
     gates: Json = [codec.to_json(gate) for gate in limits]
@@ -211,25 +203,37 @@ def _plan_judgement(pipeline: Pipeline, target: Target, variant: str, probe: Pro
     ]
 
 
-def _write_metrics(pipeline: Pipeline, probe: Probe) -> list[Json]:
-    """Return the metrics to measure, without their limits; accuracy is measured wherever possible."""
-    metrics = {gate.definition() for gate in pipeline.gates if isinstance(gate, MetricGate)} | {ACCURACY}
-    return [
-        {"definition": codec.to_json(metric), "code": digest_metric_code(pipeline, metric, probe)}
-        for metric in sorted(metrics, key=lambda metric: metric.label)
-    ]
-
-
 def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Probe) -> list[Stage]:
     """Plan the stages of every entry of `quantize`."""
-    machines = _list_machines(pipeline.benchmark.targets, targets, probe)
+    # Recipes depend on the distinct kinds of machine that a variant is made for.
+    kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in pipeline.benchmark.targets]
+    machines = sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
     operators, libraries = write_operators(pipeline, targets)
     stages: list[Stage] = []
     for entry in pipeline.quantize:
         if entry.method == AUTO:
             stages += _plan_search(pipeline, entry, targets, machines, probe)
-        else:
-            stages.append(_plan_quantize(entry, machines, probe))
+            continue
+        env, hints = write_environment(entry.env)
+        settings: dict[str, Json] = {
+            "section": write_section(probe.settled(entry)),
+            "quantized": probe.is_quantizer(entry),
+            "machines": list(machines),
+            **env,
+        }
+        stages.append(
+            make_stage(
+                StageKind.QUANTIZE,
+                variant_id(entry.name),
+                entry,
+                settings,
+                needs=["export", *([data_id(entry.calibrate.data)] if entry.calibrate else [])],
+                tools=probe.tools("optimizers", entry.method, entry.env),
+                variant=entry.name,
+                own_process=True,
+                hints=hints,
+            )
+        )
     return [
         replace(stage, settings={**stage.settings, **operators}, hints={**stage.hints, **libraries})
         if stage.kind is StageKind.QUANTIZE
@@ -238,40 +242,11 @@ def plan_variants(pipeline: Pipeline, targets: Mapping[str, Target], probe: Prob
     ]
 
 
-def _list_machines(names: Iterable[str], targets: Mapping[str, Target], probe: Probe) -> list[Json]:
-    """Return the distinct kinds of machine that a variant is made for: recipes depend on them."""
-    kinds = [codec.to_json(probe.arithmetic(targets[name])) for name in names]
-    return sorted((kind for at, kind in enumerate(kinds) if kind not in kinds[:at]), key=as_json_text)
-
-
-def _plan_quantize(entry: Quantize, machines: Sequence[Json], probe: Probe) -> Stage:
-    calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
-    env, hints = write_environment(entry.env)
-    return make_stage(
-        StageKind.QUANTIZE,
-        variant_id(entry.name),
-        entry,
-        {
-            "section": write_section(probe.settled(entry)),
-            "quantized": probe.is_quantizer(entry),
-            "machines": list(machines),
-            **env,
-        },
-        needs=["export", *calibration],
-        tools=probe.tools("optimizers", entry.method, entry.env),
-        variant=entry.name,
-        own_process=True,
-        hints=hints,
-    )
-
-
 def _plan_search(
     pipeline: Pipeline, entry: Quantize, targets: Mapping[str, Target], machines: Sequence[Json], probe: Probe
 ) -> list[Stage]:
     """Plan the search, and a stage for each variant that it may find."""
-    here = [targets[name] for name in pipeline.benchmark.targets]
-    tune = entry.tune
-    rows = [data_id(tune.data)] if tune else []
+    here, tune = [targets[name] for name in pipeline.benchmark.targets], entry.tune
     calibration = [data_id(entry.calibrate.data)] if entry.calibrate else []
     tools = dict(probe.tools("optimizers", "dynamic"))
     for target in here:
@@ -290,29 +265,25 @@ def _plan_search(
             "samples": tune.samples if tune else 0,
             "metric": _write_metric(pipeline, probe),
         },
-        needs=list(dict.fromkeys(["export", *rows, *calibration])),
+        needs=list(dict.fromkeys(["export", *([data_id(tune.data)] if tune else []), *calibration])),
         tools=tools,
         own_process=True,
         hints={"targets": codec.to_json(here)},
     )
-    return [
-        search,
-        *(_plan_role(entry, role, search.id, calibration, probe) for role in dict.fromkeys(entry.keep)),
+    roles = [
+        make_stage(
+            StageKind.QUANTIZE,
+            variant_id(f"{entry.name}-{role}"),
+            entry,
+            {"section": write_section(entry), "quantized": True, "search": search.id, "role": role},
+            needs=["export", search.id, *calibration],
+            tools=probe.tools("optimizers", "dynamic"),
+            variant=f"{entry.name}-{role}",
+            own_process=True,
+        )
+        for role in dict.fromkeys(entry.keep)
     ]
-
-
-def _plan_role(entry: Quantize, role: str, search: str, calibration: Sequence[str], probe: Probe) -> Stage:
-    name = f"{entry.name}-{role}"
-    return make_stage(
-        StageKind.QUANTIZE,
-        variant_id(name),
-        entry,
-        {"section": write_section(entry), "quantized": True, "search": search, "role": role},
-        needs=["export", search, *calibration],
-        tools=probe.tools("optimizers", "dynamic"),
-        variant=name,
-        own_process=True,
-    )
+    return [search, *roles]
 
 
 def _write_metric(pipeline: Pipeline, probe: Probe) -> Json:
@@ -347,6 +318,18 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
         return []
     names = pipeline.benchmark.targets
     pairs = [(variant, target) for target in names for variant in pipeline.variants()]
+    recorded: dict[str, Json] = {
+        "export.framework": pipeline.export.framework,
+        "export.opset": str(pipeline.export.opset),
+    }
+    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
+        name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
+        recorded[f"params.{name}"] = as_json_text(value)
+    if pipeline.train is None:
+        recorded["model"] = pipeline.model
+    else:
+        recorded["train.run"] = pipeline.train.run
+        recorded |= {f"train.{name}": as_json_text(value) for name, value in pipeline.train.with_.items()}
     register = make_stage(
         StageKind.REGISTER,
         "register",
@@ -357,7 +340,7 @@ def plan_release(pipeline: Pipeline, targets: Mapping[str, Target]) -> list[Stag
             "variants": [{"name": v, "stage": variant_id(v)} for v in pipeline.variants()],
             "targets": list(names),
             "policies": {name: codec.to_json(get_objective(pipeline, targets[name])) for name in names},
-            "parameters": _write_parameters(pipeline),
+            "parameters": recorded,
             "measured_on": pipeline.validate.samples.data,
         },
         needs=["train", "export"],
@@ -406,22 +389,3 @@ def get_objective(pipeline: Pipeline, target: Target) -> TargetObjective:
     """Return the objective of a target, with its price if cost is preferred."""
     prefer = pipeline.prefer.on(target.name)
     return TargetObjective(prefer=prefer, price=target.price_per_hour if prefer == "cost" else None)
-
-
-def _write_parameters(pipeline: Pipeline) -> dict[str, Json]:
-    """Return how the model was made, recorded with its versions."""
-    recorded: dict[str, Json] = {
-        "export.framework": pipeline.export.framework,
-        "export.opset": str(pipeline.export.opset),
-    }
-    for path, value in pipeline.parameters.items():  # registries accept `rates.1` for `rates[1]`
-        name = re.sub(r"[^\w\-. :/]", "_", path.replace("[", ".").replace("]", ""), flags=re.ASCII)
-        recorded[f"params.{name}"] = as_json_text(value)
-    if pipeline.train is None:
-        return recorded | {"model": pipeline.model}
-    values = {f"train.{name}": value for name, value in pipeline.train.with_.items()}
-    return {
-        **recorded,
-        "train.run": pipeline.train.run,
-        **{name: as_json_text(value) for name, value in values.items()},
-    }

@@ -173,11 +173,6 @@ def run(
     would differ from the intended one.
 
     Args:
-        plan: stages in order.
-        handler: knows how to execute stages.
-        executor: runs the work of a stage.
-        observer: is notified of progress.
-        clock: measures durations.
         fresh: kinds of stages whose cached results are ignored.
         jobs: maximum number of parallel stages. 1 runs them in the caller's thread, in the order of the plan.
 

@@ -36,6 +36,8 @@ _NAME_PATTERN = re.compile(
     re.DOTALL,
 )
 
+_SECOND_TEXT = re.compile(rb"\x94?\x8c(.)", re.DOTALL)
+
 _DECOMPRESSORS: Mapping[bytes, Callable[[bytes], bytes]] = {
     b"\x78": zlib.decompress,
     b"\x1f\x8b": gzip.decompress,
@@ -64,29 +66,21 @@ def collect_user_code(references: Iterable[str], root: Path, depends: tuple[str,
     Source is followed in the project and in packages under development (an editable installation, `PYTHONPATH`). An
     installed package counts with its version, and so does what shapes the results of this product: the revisions of its
     stages. The standard library is left to the version of Python.
-
-    Raises:
-        NotFoundError: a module, or a file in `depends`, does not exist.
-        UserError: a file is not Python.
     """
     files: dict[str, Digest] = {}
     packages: dict[str, str] = {}
     for reference in references:
         module = reference.partition(":")[0]
         if _find_source(module, root) is None and not find_distributions(module.partition(".")[0]):
-            raise NotFoundError(
-                f"module {module} is not in the project",
-                where=str(root),
-                remedy="Put it below the project's root, or install it.",
-            )
+            remedy = "Put it below the project's root, or install it."
+            raise NotFoundError(f"module {module} is not in the project", where=str(root), remedy=remedy)
         for package in _with_packages(module):  # importing a module runs its packages too
             _collect_module(package, root, files, packages)
     for name in depends:
         file = root / name
         if not file.is_file():
-            raise NotFoundError(
-                f"no file {name}", where="train.depends", remedy="Paths are relative to the project's root."
-            )
+            remedy = "Paths are relative to the project's root."
+            raise NotFoundError(f"no file {name}", where="train.depends", remedy=remedy)
         files[name] = digest_file(file)
     return UserCode(files=files, packages=packages)
 
@@ -123,18 +117,16 @@ def _list_names(content: bytes) -> Iterator[tuple[str, bool]]:
     """Yield names, and whether each is certainly a module's: a text without a dot may be any word."""
     for match in _NAME_PATTERN.finditer(content):
         kind = match.lastgroup
-        name = match[kind or 0]
+        name, is_class = match[kind or 0], kind == "c"
         if kind == "a":
             name = name[: match["short"][0]]
+            # A text of a pickle names a class if a second one and the opcode for a class follow.
+            second = _SECOND_TEXT.match(content, match.start("a") + match["short"][0])
+            after = content[second.end() + second[1][0] :][:2] if second else b""
+            is_class = after in (b"\x94\x93", b"\x93\x94", b"\x93")
         elif kind == "b":
             name = name[: int.from_bytes(match["long"], "little")]
-        yield name.decode("ascii"), kind == "c" or b"." in name or (kind == "a" and _is_class_name(content, match))
-
-
-def _is_class_name(content: bytes, match: re.Match[bytes]) -> bool:
-    """Return whether a text of a pickle is followed by a second one and the opcode for a class."""
-    second = re.compile(rb"\x94?\x8c(.)", re.DOTALL).match(content, match.start("a") + match["short"][0])
-    return second is not None and content[second.end() + second[1][0] :][:2] in (b"\x94\x93", b"\x93\x94", b"\x93")
+        yield name.decode("ascii"), is_class or b"." in name
 
 
 def _collect_module(module: str, root: Path, files: dict[str, Digest], packages: dict[str, str]) -> None:
@@ -156,7 +148,12 @@ def _collect_module(module: str, root: Path, files: dict[str, Digest], packages:
 def _list_imports(path: Path, base: Path) -> Iterator[str]:
     """Yield every dotted name that an import might mean; names that are no modules do no harm."""
     package = list(path.relative_to(base).parts[:-1])
-    for node in ast.walk(_parse(path)):
+    try:
+        tree = parse_python(path.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
+    for node in ast.walk(tree):
         match node:
             case ast.Import():
                 names = [alias.name for alias in node.names]
@@ -178,14 +175,6 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
 def _with_packages(module: str) -> Iterator[str]:
     parts = module.split(".")
     return (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-
-
-def _parse(path: Path) -> ast.Module:
-    try:
-        return parse_python(path.read_bytes())
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
 
 
 def _find_source(module: str, root: Path) -> tuple[Path, Path] | None:

@@ -52,14 +52,7 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
 
     Where latency or cost is preferred, a passing fp32 stays unless a variant beats it with confidence. Variants whose
     intervals overlap that of the best are tied with it; of those the one with the fewest bytes is chosen, then the
-    first in the file.
-
-    Args:
-        decisions: of all variants on that target, in the order of the pipeline file.
-        policy: the objective of that target.
-
-    Raises:
-        ValueError: there is no decision, or they are about several targets.
+    first in the file, whose order the decisions have.
     """
     targets = {decision.target for decision in decisions}
     if len(targets) != 1:
@@ -70,13 +63,26 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     if not passing:
         verdict = Verdict.INCONCLUSIVE if undecided else combine_verdicts(d.verdict for d in decisions)
         refused = [d for d in decisions if d.variant not in undecided]
-        reason = "; ".join(text for text in (_describe_undecided(undecided), _describe_failures(refused)) if text)
+        shared: dict[tuple[Verdict, str], list[str]] = {}  # variants with the same reason, the export first
+        for decision in sorted(refused, key=lambda d: d.variant != EXPORT):
+            shared.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
+        failures = [f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items()]
+        reason = "; ".join((*([_describe_undecided(undecided)] if undecided else []), *failures))
         return Choice(target=target, variant=None, verdict=verdict, reason=reason, prefer=policy.prefer)
     loaded = policy.prefer == "cost" and all(d.standing and d.standing.load for d in passing)
     candidates = [_Candidate(d, _compute_key(d, policy, loaded=loaded), place) for place, d in enumerate(passing)]
     export = next((c for c in candidates if c.decision.variant == EXPORT), None)
     if policy.prefer in ("latency", "cost") and export is not None:
-        winners = [c for c in candidates if c is not export and _is_faster(c, export, loaded=loaded)]
+        winners = [
+            c
+            for c in candidates
+            if c is not export
+            and (
+                c.key.high < export.key.low
+                if loaded and c.key and export.key
+                else c.decision.faster_than_export is True
+            )
+        ]
         candidates = winners or [export]
     best = min(candidates, key=lambda c: (c.estimate, c.bytes, c.place))
     # Unmeasured candidates are equal to each other only.
@@ -84,10 +90,12 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
         c for c in candidates if c is best or (c.key.low <= best.key.high if c.key and best.key else c.key is best.key)
     ]
     chosen = min(tied, key=lambda c: (c.bytes, c.place))
-    others = tuple(c.decision.variant for c in tied if c is not chosen)
-    reason = _describe_choice(chosen, export, policy, loaded=loaded) + _describe_tie(
-        chosen, [c for c in tied if c is not chosen]
-    )
+    others = [c for c in tied if c is not chosen]
+    reason = _describe_choice(chosen, export, policy, loaded=loaded)
+    if others:
+        is_smallest = all(chosen.bytes < c.bytes for c in others)
+        why = "it has the fewest bytes" if is_smallest else "it stands first in the file"
+        reason += f"; tied with {', '.join(c.decision.variant for c in others)} inside the noise, and {why}"
     reason += f"; {_describe_undecided(undecided)}" if undecided else ""
     return Choice(
         target=target,
@@ -95,7 +103,7 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
         verdict=Verdict.PASS,
         reason=reason,
         prefer=policy.prefer,
-        tied=others,
+        tied=tuple(c.decision.variant for c in others),
     )
 
 
@@ -108,8 +116,7 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
     """
     p_values: dict[str, float] = {}
     for decision in decisions:
-        enforced = [r.p_value for r in decision.results if r.p_value is not None and not r.advisory]
-        if enforced:
+        if enforced := [r.p_value for r in decision.results if r.p_value is not None and not r.advisory]:
             p_values[decision.variant] = max(enforced)
     if any(d.variant == EXPORT and d.verdict is Verdict.PASS for d in decisions):
         p_values.pop(EXPORT, None)
@@ -117,8 +124,7 @@ def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], 
     passed: set[str] = set()
     level = ERROR_LEVEL
     for place, (p_value, variant) in enumerate(open_):
-        count = len(open_) - place
-        level = ERROR_LEVEL if len(open_) == 1 else _FAMILY_LEVEL / count
+        level = ERROR_LEVEL if len(open_) == 1 else _FAMILY_LEVEL / (len(open_) - place)
         if p_value > level:
             break
         passed.add(variant)
@@ -155,8 +161,6 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
 
 
 def _describe_undecided(undecided: Mapping[str, float]) -> str:
-    if not undecided:
-        return ""
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
         f"{', '.join(undecided)} {passes} the metric gate alone, but one of so many variants passes by chance "
@@ -168,7 +172,7 @@ def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -
     standing = decision.standing
     match policy.prefer:
         case "size":
-            return _make_point(float(standing.size_bytes)) if standing and standing.size_bytes else None
+            return Interval.point(float(standing.size_bytes)) if standing and standing.size_bytes else None
         case "accuracy":
             change = standing.change if standing else None
             return change and Interval(estimate=-change.estimate, low=-change.high, high=-change.low)
@@ -176,28 +180,10 @@ def _compute_key(decision: Decision, policy: TargetObjective, *, loaded: bool) -
             return standing.load
         case _:
             if decision.variant == EXPORT:
-                return _make_point(1.0)
+                return Interval.point(1.0)
             if standing and standing.ratio:
                 return standing.ratio
-            return None if decision.latency_ratio is None else _make_point(decision.latency_ratio)
-
-
-def _is_faster(rival: _Candidate, export: _Candidate, *, loaded: bool) -> bool:
-    if loaded and rival.key and export.key:
-        return rival.key.high < export.key.low
-    return rival.decision.faster_than_export is True
-
-
-def _make_point(value: float) -> Interval:
-    return Interval(estimate=value, low=value, high=value)
-
-
-def _describe_failures(decisions: Sequence[Decision]) -> str:
-    """Return why no variant passes, the export first; variants with the same reason are joined."""
-    shared: dict[tuple[Verdict, str], list[str]] = {}
-    for decision in sorted(decisions, key=lambda d: d.variant != EXPORT):
-        shared.setdefault((decision.verdict, decision.reason), []).append(decision.variant)
-    return "; ".join(f"{', '.join(names)} {verdict.value}: {why}" for (verdict, why), names in shared.items())
+            return None if decision.latency_ratio is None else Interval.point(decision.latency_ratio)
 
 
 def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: TargetObjective, *, loaded: bool) -> str:
@@ -213,7 +199,13 @@ def _describe_choice(chosen: _Candidate, export: _Candidate | None, policy: Targ
             change = f"{-100 * chosen.estimate:+.2g} points against {EXPORT}"
             return f"{name} passes with the best {metric}" + ("" if name == EXPORT else f", {change}") + alone
         case "cost":
-            return f"{name} passes, {_describe_cost(chosen, policy, loaded=loaded)}{_describe_ratio(chosen)}{alone}"
+            seconds = None if standing is None else standing.seconds
+            if standing and standing.load and loaded:
+                seconds = standing.load.estimate
+            cost = "at the lowest cost of a request"
+            if seconds is not None and policy.price is not None:
+                cost = f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
+            return f"{name} passes, {cost}{_describe_ratio(chosen)}{alone}"
         case _:
             return f"{name} passes{_describe_ratio(chosen)}{alone}"
 
@@ -223,23 +215,3 @@ def _describe_ratio(chosen: _Candidate) -> str:
         return " and no passing variant is faster with confidence"
     ratio = chosen.decision.latency_ratio
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
-
-
-def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:
-    standing = chosen.decision.standing
-    seconds = None if standing is None else standing.load.estimate if loaded and standing.load else standing.seconds
-    if seconds is None or policy.price is None:
-        return "at the lowest cost of a request"
-    return f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
-
-
-def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
-    if not others:
-        return ""
-    names = ", ".join(other.decision.variant for other in others)
-    why = (
-        "it has the fewest bytes"
-        if all(chosen.bytes < other.bytes for other in others)
-        else "it stands first in the file"
-    )
-    return f"; tied with {names} inside the noise, and {why}"

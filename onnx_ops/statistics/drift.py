@@ -25,11 +25,6 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
     A gate that the old evidence also fails against the present baseline shows no drift: its result is advisory.
     Measurements may move as far as the gates let a release move them: `max_regression` of latency, `max_drop` and
     `max_increase` of a metric.
-
-    Args:
-        gates: those of the decision.
-        then: the evidence of the decision.
-        now: the same files on the same target, measured again.
     """
     before = {
         (result.gate, result.metric)
@@ -45,8 +40,7 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
     changes: list[GateResult] = []
     for gate in gates:
         if isinstance(gate, LatencyGate) and gate.max_regression is not None:
-            changes += _judge_ratio(gate.max_regression, gates, then, now)
-            changes += _judge_median(gate.max_regression, then, now)
+            changes += _judge_latency(gate.max_regression, gates, then, now)
         if isinstance(gate, MetricGate):
             for limit in (limit for limit in list_limits(gate) if limit.of_change):
                 changes += _judge_metric_change(gate.definition().label, limit, then, now)
@@ -55,10 +49,9 @@ def judge_drift(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple[G
 
 def list_environment_changes(then: Evidence, now: Evidence) -> tuple[str, ...]:
     """Return what changed in the runtime and the machine, as phrases."""
-    values = {
-        name: (_describe_environment(then).get(name, ""), value) for name, value in _describe_environment(now).items()
-    }
-    return tuple(f"{name} {new or 'none'}, was {old or 'none'}" for name, (old, new) in values.items() if old != new)
+    before, after = _describe_environment(then), _describe_environment(now)
+    changed = {name: before.get(name, "") for name, value in after.items() if before.get(name, "") != value}
+    return tuple(f"{name} {after[name] or 'none'}, was {old or 'none'}" for name, old in changed.items())
 
 
 def _describe_environment(evidence: Evidence) -> dict[str, str]:
@@ -78,30 +71,23 @@ def _describe_environment(evidence: Evidence) -> dict[str, str]:
     return environment
 
 
-def _judge_ratio(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """Judge the speed against the export, which was measured in pairs both times: the host cancels out."""
-    if now.variant == EXPORT:
-        return
-    old, new = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
-    if old is not None and new is not None and min(old.low, old.estimate) > 0:
-        text = f"{old.estimate:.4g}x of {EXPORT} then, {new.estimate:.4g}x now"
-        yield _make_growth(f"ratio vs {EXPORT} since", limit, old, new, text, advisory=False)
+def _judge_latency(limit: float, gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterator[GateResult]:
+    """Judge the speed against the export, measured in pairs both times so that the host cancels out; and the median.
 
-
-def _judge_median(limit: float, then: Evidence, now: Evidence) -> Iterator[GateResult]:
-    """Judge the median alone. On a shared machine it depends on other load, and is advisory."""
+    The median alone depends on other load where the machine is shared, and is then advisory.
+    """
+    if now.variant != EXPORT:
+        before, after = compute_ranking_metrics(gates, then).ratio, compute_ranking_metrics(gates, now).ratio
+        if before is not None and after is not None and min(before.low, before.estimate) > 0:
+            text = f"{before.estimate:.4g}x of {EXPORT} then, {after.estimate:.4g}x now"
+            yield _make_growth(f"ratio vs {EXPORT} since", limit, before, after, text, advisory=False)
     if then.latency is None or now.latency is None:
         return
-    old, new = (compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency))
+    medians = [compare_latency_quantile(one.sorted_ns, 0.5, math.inf) for one in (then.latency, now.latency)]
+    old, new = (Interval(estimate=one.quantile, low=one.low, high=one.high) for one in medians)
     if old.low > 0 and math.isfinite(old.high) and math.isfinite(new.high):
-        yield _make_growth(
-            "p50 since",
-            limit,
-            Interval(estimate=old.quantile, low=old.low, high=old.high),
-            Interval(estimate=new.quantile, low=new.low, high=new.high),
-            f"{as_ms(old.quantile)} then, {as_ms(new.quantile)} now",
-            advisory=not (then.dedicated and now.dedicated),
-        )
+        text = f"{as_ms(old.estimate)} then, {as_ms(new.estimate)} now"
+        yield _make_growth("p50 since", limit, old, new, text, advisory=not (then.dedicated and now.dedicated))
 
 
 def _make_growth(metric: str, limit: float, old: Interval, new: Interval, text: str, *, advisory: bool) -> GateResult:

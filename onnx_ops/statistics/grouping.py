@@ -7,7 +7,7 @@ independent rows, by a factor that survey statistics calls the design effect (Ki
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -86,7 +86,6 @@ def compute_design_effect(values: Array, group: Array) -> float:
 
     Args:
         values: one a row, between -1 and 1.
-        group: number of each row's group.
     """
     sizes = np.bincount(group)
     occupied = sizes > 0
@@ -135,11 +134,9 @@ def detect_grouping(
     Shuffled rows whose group no array names leave no trace but copies.
 
     Args:
-        inputs: of the models.
         columns: see `find_group_columns`.
         signals: one value a row: right or wrong, or by how much a model is better than another.
         label: classes, if any; a data set that is sorted by them raises no alarm.
-        seed: of the permutations.
     """
     if not signals:
         return ()
@@ -148,11 +145,19 @@ def detect_grouping(
     draw = np.random.default_rng(seed)
     orders = np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)
     shuffled = [np.concatenate([signal[None], signal[orders]]) for signal in centred if signal.any()]
-    signs = list(_find_copies(inputs, rows))
+    signs = []
+    flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
+    # Rows of a few categories are naturally equal, and are not checked for copies.
+    if any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "US" for array in flat):
+        distinct = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
+        if distinct < 0.9 * rows:
+            signs.append(f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row")
     for name, numbers in columns.items():
         group = numbers[:rows]
         sizes = np.maximum(np.bincount(group), 1)
-        p = _compute_chance([_sum_between(values, group, sizes) for values in shuffled])
+        places = (group + len(sizes) * np.arange(_PERMUTATIONS + 1)[:, None]).ravel()
+        sums = (np.bincount(places, weights=values.ravel()).reshape(-1, len(sizes)) for values in shuffled)
+        p = _compute_chance([(each**2 / sizes).sum(axis=1)[:, None] for each in sums])
         if p <= ALARM or _ID.search(name):
             why = f"whose rows err together (p = {p:.2g})" if p <= ALARM else "which nothing uses"
             signs.append(f"the data holds {name!r}, {len(set(group.tolist()))} values in {rows} rows, {why}")
@@ -194,23 +199,6 @@ def _are_neighbours_alike(
     orders = [np.arange(rows), *np.argsort(draw.random((_PERMUTATIONS, rows)), axis=1)]
     products = np.array([[np.vdot(table[order][1:], table[order][:-1])] for order in orders])
     return _compute_chance([products]) <= _ALIKE
-
-
-def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
-    """Yield whether rows occur twice. Rows of a few categories are naturally equal, and are not checked."""
-    flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
-    if not any((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "US" for array in flat):
-        return
-    distinct = len({b"".join(array[row].tobytes() for array in flat) for row in range(rows)})
-    if distinct < 0.9 * rows:
-        yield f"{1 - distinct / rows:.0%} of the rows repeat the inputs of another row"
-
-
-def _sum_between(values: Array, group: Array, sizes: Array) -> Array:
-    """Return weighted squares of the groups' means, of shape (permutations, 1)."""
-    places = group[None, :] + len(sizes) * np.arange(len(values))[:, None]
-    sums = np.bincount(places.ravel(), weights=values.ravel(), minlength=len(values) * len(sizes))
-    return np.asarray((sums.reshape(len(values), -1) ** 2 / sizes).sum(axis=1)[:, None])
 
 
 def _window_variances(values: Array) -> Array:

@@ -61,11 +61,7 @@ _FAR, _HALVINGS = 128, 20
 
 
 def change_interval(counts: PairedCounts) -> Interval:
-    """Return the interval of a change: share of right rows, minus the baseline's.
-
-    Raises:
-        ValueError: see `tango_interval`.
-    """
+    """Return the interval of a change: share of right rows, minus the baseline's."""
     n, lost, won = _count_independent(counts)
     estimate, low, high = tango_interval(n, lost, won)
     return Interval(estimate=estimate, low=low, high=high)
@@ -114,7 +110,6 @@ def tango_interval(
         n: rows, at least one; not a whole number where grouped rows count as fewer.
         only_baseline: rows that only the baseline got right.
         only_candidate: rows that only the candidate got right.
-        confidence: of the two-sided interval.
 
     Returns:
         (estimate, low, high) of candidate minus baseline, between -1 and 1.
@@ -153,15 +148,9 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
 
 
 def clopper_pearson(successes: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Return an exact interval for a proportion.
+    """Return (estimate, low, high) of a proportion, exact.
 
     Clopper and Pearson 1934, Biometrika 26:404-413.
-
-    Returns:
-        (estimate, low, high).
-
-    Raises:
-        ValueError: the counts do not fit each other, or n is 0.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"{successes} of {n} is no proportion")
@@ -205,10 +194,7 @@ def replicate(
     """Compute all statistics on the same resamples.
 
     Args:
-        statistics: of the rows.
         groups: number of each row's group; groups are drawn and left out as wholes. `arange` draws rows.
-        seed: of the draws.
-        resamples: number of resamples.
     """
     draw = np.random.default_rng(seed)
     rows, units = len(groups), int(groups.max()) + 1
@@ -284,9 +270,7 @@ def ratio_interval(mine: Losses, theirs: Losses, unseen: float, confidence: floa
 
     Args:
         mine: losses of shape (rows,), one a row or summed by group, of any sign.
-        theirs: the losses to divide by; their sum is positive.
         unseen: rows of the worst kind that may be missing by chance.
-        confidence: of the two-sided interval.
     """
     estimate = float(mine.sum() / theirs.sum())
     quantile = float(special.stdtrit(len(mine) - 1, (1 + confidence) / 2))

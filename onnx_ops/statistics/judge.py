@@ -50,8 +50,6 @@ from onnx_ops.statistics.rules.performance import (
 _RANKING_METRICS = 2
 """Schema of evidence that introduced ranking metrics in decisions; older evidence is judged without them."""
 
-_UNIT, _NONE = Interval(estimate=1.0, low=1.0, high=1.0), Interval(estimate=0.0, low=0.0, high=0.0)
-
 
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """Judge evidence by gates.
@@ -64,7 +62,17 @@ def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
         reason = join_lines(evidence.failure)
         results = tuple(_make_error(gate.kind, reason) for gate in gates)
         return Decision(variant=evidence.variant, target=evidence.target, results=results)
-    sound = _drop_non_finite(evidence)
+    sound = replace(
+        evidence,
+        parity=tuple(m for m in evidence.parity if m.mismatch or _is_finite_parity(m)),
+        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_finite_parity(m)),
+        weights=tuple(w for w in evidence.weights if _is_finite_weight(w)),
+        activations=tuple(a for a in evidence.activations if _is_finite_activation(a)),
+        comparisons=tuple(c for c in evidence.comparisons if _is_finite_ratios(c)),
+        ratios=tuple(r for r in evidence.ratios if _is_finite_ratios(r)),
+        throughput=tuple(t for t in evidence.throughput if _is_finite_throughput(t)),
+        starts=evidence.starts if evidence.starts and _is_finite_starts(evidence.starts) else None,
+    )
     results = (
         *(result for gate in gates for result in _apply_gate(gate, sound)),
         *judge_independence(gates, sound),
@@ -105,21 +113,6 @@ def _apply_gate(gate: Gate, evidence: Evidence) -> Iterator[GateResult]:
             return judge_size(gate, evidence)
         case _:
             assert_never(gate)
-
-
-def _drop_non_finite(evidence: Evidence) -> Evidence:
-    """Return the evidence without entries that hold NaN or infinity."""
-    return replace(
-        evidence,
-        parity=tuple(m for m in evidence.parity if m.mismatch or _is_finite_parity(m)),
-        export_parity=tuple(m for m in evidence.export_parity if m.mismatch or _is_finite_parity(m)),
-        weights=tuple(w for w in evidence.weights if _is_finite_weight(w)),
-        activations=tuple(a for a in evidence.activations if _is_finite_activation(a)),
-        comparisons=tuple(c for c in evidence.comparisons if _is_finite_ratios(c)),
-        ratios=tuple(r for r in evidence.ratios if _is_finite_ratios(r)),
-        throughput=tuple(t for t in evidence.throughput if _is_finite_throughput(t)),
-        starts=evidence.starts if evidence.starts and _is_finite_starts(evidence.starts) else None,
-    )
 
 
 def _find_non_finite(evidence: Evidence) -> Iterator[GateResult]:
@@ -181,23 +174,24 @@ def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> Rankin
     lower = gate is not None and False in (gate.higher_is_better, gate.definition().higher_is_better)
     own = evidence.variant == EXPORT
     median = evidence.latency.quantiles_ns.get("p50") if evidence.latency else None
+    compared = (
+        compare(c.log_ratios, tolerance=0.0) for c in evidence.comparisons if c.against == EXPORT and any(c.log_ratios)
+    )
+    ratios = (Interval(estimate=c.ratio, low=c.low, high=c.high) for c in compared if math.isfinite(c.high))
+    load = None  # seconds per request over fresh sessions at the highest concurrency
+    if measured := [one for one in evidence.throughput if one.per_second]:
+        highest = max(measured, key=lambda one: one.concurrency)
+        per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
+        if math.isfinite(per_request.high):
+            load = Interval(estimate=per_request.quantile, low=per_request.low, high=per_request.high)
     return RankingMetrics(
         size_bytes=evidence.size_bytes,
-        ratio=_UNIT if own else _find_ratio(evidence),
+        ratio=Interval.point(1.0) if own else next(ratios, None),
         metric=metric,
-        change=_NONE if own else _find_change(evidence, metric, lower=lower),
+        change=Interval.point(0.0) if own else _find_change(evidence, metric, lower=lower),
         seconds=median / 1e9 if median and math.isfinite(median) else None,
-        load=_find_load_time(evidence),
+        load=load,
     )
-
-
-def _find_ratio(evidence: Evidence) -> Interval | None:
-    for comparison in evidence.comparisons:
-        if comparison.against == EXPORT and any(comparison.log_ratios):
-            ratio = compare(comparison.log_ratios, tolerance=0.0)
-            if math.isfinite(ratio.high):
-                return Interval(estimate=ratio.ratio, low=ratio.low, high=ratio.high)
-    return None
 
 
 def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | None:
@@ -211,16 +205,4 @@ def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | 
         change = score.difference
         if lower and score.ratio is not None:
             change = Interval(estimate=1 - score.ratio.estimate, low=1 - score.ratio.high, high=1 - score.ratio.low)
-    return change if change and all(map(math.isfinite, (change.estimate, change.low, change.high))) else None
-
-
-def _find_load_time(evidence: Evidence) -> Interval | None:
-    """Return seconds per request over fresh sessions at the highest concurrency."""
-    measured = [one for one in evidence.throughput if one.per_second]
-    if not measured:
-        return None
-    highest = max(measured, key=lambda one: one.concurrency)
-    per_request = compare_quantile([1 / rate for rate in highest.per_second], 0.5, math.inf)
-    if not math.isfinite(per_request.high):
-        return None
-    return Interval(estimate=per_request.quantile, low=per_request.low, high=per_request.high)
+    return change if change and change.is_finite else None

@@ -131,11 +131,8 @@ def session_interval(log_ratios: Sequence[Sequence[float]], alpha_one_sided: flo
 
     Returns:
         (estimate, low, high) of log(B / A); infinite bounds for a single pair.
-
-    Raises:
-        ValueError: there is no pair.
     """
-    values = np.array([np.median(pair) for pair in log_ratios if len(pair)])
+    values = _take_medians(log_ratios)
     if not len(values):
         raise ValueError("no session pair was measured")
     if len(values) < 2:
@@ -154,22 +151,19 @@ def run_interval(log_ratios: Sequence[Sequence[float]], alpha: float = ALPHA) ->
     With the correlation r of neighbours, n pairs are worth n (1 - r) / (1 + r) independent ones: the interval is wider
     by the root of that, and by the wider Student distribution of that many. r is estimated without the bias of small
     samples (Marriott and Pope 1954, Biometrika 41:390).
-
-    Args:
-        log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
-        alpha: one-sided error rate over all looks.
-
-    Raises:
-        ValueError: there is no pair.
     """
     estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
-    factor = _compute_widening([float(np.median(pair)) for pair in log_ratios if len(pair)], alpha / _SHARE)
+    factor = _compute_widening(_take_medians(log_ratios), alpha / _SHARE)
     return estimate, estimate - factor * (estimate - low), estimate + factor * (high - estimate)
 
 
-def _compute_widening(values: Sequence[float], alpha: float) -> float:
+def _take_medians(log_ratios: Sequence[Sequence[float]]) -> Floats:
+    return np.array([np.median(pair) for pair in log_ratios if len(pair)], dtype=np.float64)
+
+
+def _compute_widening(values: Floats, alpha: float) -> float:
     """Return how many times too narrow an interval for independent values is for consecutive ones."""
-    n, centred = len(values), np.asarray(values) - np.mean(values)
+    n, centred = len(values), values - np.mean(values)
     squares = float(centred @ centred)
     if n < 2 or not squares > 0:
         return 1.0
@@ -191,16 +185,15 @@ def find_trend(log_ratios: Sequence[Sequence[float]]) -> float | None:
     What slows A and B alike is in no pair. The slope is that of least squares, tested with as many residuals as their
     correlation leaves.
     """
-    values = np.array([np.median(pair) for pair in log_ratios if len(pair)])
+    values = _take_medians(log_ratios)
     n = len(values)
     if n < _FEWEST_CORRELATED or not np.isfinite(values).all():
         return None
     time = np.arange(n) - (n - 1) / 2
     slope = float(time @ values) / float(time @ time)
     residuals = values - values.mean() - slope * time
-    error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(time @ time)) * _compute_widening(
-        [float(x) for x in residuals], _TREND_ALPHA / 2
-    )
+    widening = _compute_widening(residuals, _TREND_ALPHA / 2)
+    error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(time @ time)) * widening
     is_significant = abs(slope) > -float(special.stdtrit(n - 2, _TREND_ALPHA / 2)) * error
     return slope * (n - 1) if is_significant and slope else None
 
@@ -214,10 +207,6 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float, alpha: f
     Args:
         log_ratios: of the blocks, one sequence for each session pair, in the order of measurement; at least one.
         tolerance: allowed slow-down as a fraction; 0 asks whether B is faster.
-        alpha: one-sided error rate over all looks.
-
-    Raises:
-        ValueError: there is no pair.
     """
     ratio, low, high = (_exp(v) for v in run_interval(log_ratios, alpha))
     pairs = sum(1 for p in log_ratios if len(p))
@@ -235,7 +224,7 @@ def estimate_pairs_needed(
     """
     estimate, low, high = session_interval(log_ratios, alpha / _SHARE)
     distance = math.log1p(tolerance) - estimate
-    pairs = [float(np.median(pair)) for pair in log_ratios if len(pair)]
+    pairs = _take_medians(log_ratios)
     half = (high - estimate if distance > 0 else estimate - low) * _compute_widening(pairs, alpha / _SHARE)
     if not abs(distance) * 100 > half:
         return None
@@ -281,10 +270,8 @@ def should_continue(
     True while looks remain and a limit is undecided, or the host is too biased for it.
 
     Args:
-        log_ratios: all session pairs so far.
         self_log_ratios: those of the baseline against itself.
         tolerances: every limit to decide; 0 stands for "faster than".
-        alpha: one-sided error rate over all looks.
     """
     pairs = len(log_ratios)
     if pairs >= LOOKS[-1]:
@@ -321,7 +308,6 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
     Args:
         samples: shape (runs,), in any unit.
-        q: between 0 and 1.
         limit: in the unit of the samples.
         confidence: of each one-sided bound.
     """
@@ -349,16 +335,14 @@ def compare_quantile(samples: npt.ArrayLike, q: float, limit: float, *, confiden
 
 def compute_samples_needed(q: float, *, exceeding: int = 0, confidence: float = 0.95) -> int:
     """Return the fewest runs that pass with `exceeding` of them too slow."""
+
+    def is_enough(runs: int) -> bool:
+        return bool(special.bdtr(exceeding, runs, 1 - q) <= 1 - confidence)
+
     short, enough = exceeding, exceeding + 1
-    while special.bdtr(exceeding, enough, 1 - q) > 1 - confidence:
+    while not is_enough(enough):
         short, enough = enough, 2 * enough
-    while enough - short > 1:
-        middle = (short + enough) // 2
-        if special.bdtr(exceeding, middle, 1 - q) > 1 - confidence:
-            short = middle
-        else:
-            enough = middle
-    return enough
+    return short + bisect.bisect_left(range(short, enough), True, key=is_enough)
 
 
 def _exp(value: float) -> float:
@@ -383,14 +367,10 @@ def compute_block_logs(
         nanoseconds: shape (rounds, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
         probe: the same shape, in any unit; duration of a fixed piece of work around the run. None, or values that are
-            not
-            positive, not finite or all alike, have no effect.
+            not positive, not finite or all alike, have no effect.
 
     Returns:
         Shape (rounds, blocks, models). Only differences between models have a meaning.
-
-    Raises:
-        MeasurementError: a block has no positive duration.
     """
     times = np.asarray(nanoseconds, dtype=np.float64)
     lost = np.asarray(preempted, dtype=bool)

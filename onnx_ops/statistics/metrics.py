@@ -48,12 +48,8 @@ def f1(labels: Array, predictions: Array, classes: int, average: Average, positi
 
     Args:
         labels: class numbers of shape (rows,), below `classes`.
-        predictions: likewise.
-        classes: number of classes.
         average: `binary` is that of the class `positive`; `macro` the mean over the classes that occur; `weighted` the
-            same
-            weighted by their number of labels; `micro` is computed from the counts over all classes.
-        positive: number of the positive class.
+            same, weighted by their number of labels; `micro` is computed from the counts over all classes.
     """
     right = _indicator(labels, classes, labels == predictions)
     true, predicted = _indicator(labels, classes), _indicator(predictions, classes)
@@ -180,11 +176,7 @@ class MetricStatistic:
 def build_metric_statistic(
     definition: MetricDefinition, label: Array, answers: Array, function: CustomMetric | None = None
 ) -> MetricStatistic:
-    """Build the statistic of one model; the arguments are those of `scores.score`.
-
-    Raises:
-        ValueError: the metric cannot be computed from these arguments.
-    """
+    """Build the statistic of one model; the arguments are those of `scores.score`."""
     match definition.name:
         case "f1":
             # The positive class has a number even where no row is of it.

@@ -49,11 +49,7 @@ def measure_output(
     A ratio without noise is 0 if nothing differs, else `LARGEST`, which also caps error and noise.
 
     Args:
-        group: name of the input group.
-        output: name of the output.
         onnx: the export's answer; axis 0 is the batch.
-        single: the source's answer in float32, or None.
-        double: the source's answer in float64, or None.
         epsilon: spacing of the floats that the export computes in, where that is coarser than its outputs'.
 
     Raises:
@@ -61,12 +57,10 @@ def measure_output(
     """
     reference = double if double is not None else single
     if reference is None or (single is not None and single.shape != reference.shape):
-        raise MeasurementError(
-            "the source gave no answer to compare with"
-            if reference is None
-            else "the source's answers in float32 and float64 have different shapes",
-            where=f"output {output}, inputs {group}",
-        )
+        what = "the source's answers in float32 and float64 have different shapes"
+        if reference is None:
+            what = "the source gave no answer to compare with"
+        raise MeasurementError(what, where=f"output {output}, inputs {group}")
     rows = int(onnx.shape[0]) if onnx.ndim else 1
     blank = ParityMeasurement(output=output, group=group, rows=rows, error=0.0, noise=0.0, ratio=0.0)
     if onnx.shape != reference.shape:
@@ -205,8 +199,6 @@ def find_first_divergence(
 
     Args:
         names: values in topological order.
-        onnx: the export's values by name.
-        single: the source's values in float32.
         double: the source's values in float64, if it runs in that; otherwise fixed tolerances apply.
         factor: largest error / noise of a value that does not diverge.
     """
@@ -262,20 +254,20 @@ def measure_batch_invariance(
     `LARGEST`.
 
     Args:
-        batched: outputs of one run on n rows, by name.
         alone: outputs of n runs on one row each, in the same order.
-        noise: the source's rounding noise by output.
 
     Returns:
         One measurement for each output that has one entry a row in every run.
     """
-    known = noise or {}
     floats: list[BatchInvariance] = []
     labels: list[BatchInvariance] = []
     for name, together in sorted(batched.items()):
-        if (single := _stack_rows(name, together, alone)) is not None:
+        rows = [tensors[name] for tensors in alone if name in tensors]
+        if not rows or together.ndim == 0 or not len(together) == len(alone) == len(rows):
+            continue
+        if all(row.shape == (1, *together.shape[1:]) for row in rows):
             kind = floats if together.dtype.kind == "f" else labels
-            kind.append(_compare_batches(name, together, single, known.get(name, 0.0)))
+            kind.append(_compare_batches(name, together, np.concatenate(rows), (noise or {}).get(name, 0.0)))
     if floats:
         worst = max(m.ratio for m in floats)
         labels = [replace(label, ratio=min(label.ratio, worst)) for label in labels]
@@ -294,15 +286,6 @@ def measure_noise(single: Tensors | None, double: Tensors | None) -> dict[str, f
         for name, array in single.items()
         if array.dtype.kind == "f" and name in double
     }
-
-
-def _stack_rows(name: str, together: AnyArray, alone: Sequence[Tensors]) -> AnyArray | None:
-    rows = [tensors[name] for tensors in alone if name in tensors]
-    if not rows or together.ndim == 0 or together.shape[0] != len(alone):
-        return None
-    if len(rows) != len(alone) or any(row.shape != (1, *together.shape[1:]) for row in rows):
-        return None
-    return np.concatenate(rows)
 
 
 def _compare_batches(name: str, together: AnyArray, single: AnyArray, noise: float) -> BatchInvariance:

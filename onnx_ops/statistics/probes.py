@@ -52,8 +52,6 @@ class InputDomain:
 
     Args:
         low: finite lower bounds, of a shape that broadcasts against a row.
-        high: finite upper bounds, same shape.
-        whole: places that hold whole numbers only; same shape.
         listed: places that take only the values that occur there; same shape.
         categories: all possible values, whatever the place; None if any value between the bounds is possible.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
@@ -142,20 +140,19 @@ def _learn(array: AnyArray, declared: InputValues, bound: tuple[int, int] | None
     largest = float(np.finfo(array.dtype.name).max if kind == "f" else np.iinfo(array.dtype.name).max)
     if kind != "f" and int(largest) > np.iinfo(array.dtype.name).max:  # float64 rounds 2**63 - 1 up
         largest = float(np.nextafter(largest, 0.0))
+    listed = np.zeros_like(whole)
+    if free and by_place and array.ndim == 2:
+        distinct = 1 + (np.diff(np.sort(values, axis=0), axis=0) != 0).sum(axis=0)
+        listed = whole & (distinct <= _MOST_CATEGORIES) & (distinct < len(values) / 2)
     return InputDomain(
         low=np.clip(low, -largest, largest),
         high=np.clip(high, -largest, largest),
         whole=whole,
-        listed=whole & _has_few_values(values) if free and by_place and array.ndim == 2 else np.zeros_like(whole),
+        listed=listed,
         categories=categories,
         recombined=(array.ndim <= 2 and not binary) or bound is not None,
         missing=missing,
     )
-
-
-def _has_few_values(columns: Floats) -> Bools:
-    distinct = 1 + (np.diff(np.sort(columns, axis=0), axis=0) != 0).sum(axis=0)
-    return np.asarray((distinct <= _MOST_CATEGORIES) & (distinct < len(columns) / 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +168,6 @@ def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> T
 
     Places that do not vary independently keep real rows. So do texts and booleans, except that the columns of a table
     of texts are mixed.
-
-    Args:
-        samples: real inputs by name; axis 0 is the batch.
-        domains: the domain of each input.
-
-    Raises:
-        ValueError: there is no row.
     """
     rows = _even_rows(samples, _RANGE_ROWS)
     draw = np.random.default_rng(0)
@@ -185,11 +175,7 @@ def make_range_inputs(samples: Tensors, domains: Mapping[str, InputDomain]) -> T
 
 
 def make_batch_inputs(samples: Tensors) -> dict[str, Tensors]:
-    """Cut real rows into batches of 1, 2, 3, 17, 64 and 257 rows, one after the other.
-
-    Raises:
-        ValueError: there is no row.
-    """
+    """Cut real rows into batches of 1, 2, 3, 17, 64 and 257 rows, one after the other."""
     count = _count_rows(samples)
     groups: dict[str, Tensors] = {}
     start = 0
@@ -206,14 +192,6 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
     `beyond_range` holds multiples of real rows, without those that an input's type cannot hold; `beyond_range:texts`
     holds empty and unseen texts. `missing` and `infinite` have one such element in each float input, NaN only where it
     may occur if it may occur anywhere. Only floats are changed; a group that would only repeat real rows is left out.
-
-    Args:
-        samples: real inputs by name; axis 0 is the batch.
-        domains: the domain of each input.
-        empty: whether to add a batch of no rows.
-
-    Raises:
-        ValueError: there is no row.
     """
     groups = {REAL: ProbeGroup(inputs=samples)}
     kinds = {array.dtype.kind for array in samples.values()}
@@ -221,8 +199,12 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
         groups["range"] = ProbeGroup(inputs=make_range_inputs(samples, domains))
     rows = _even_rows(samples, MIN_NOISE_ROWS)
     if "f" in kinds:
+        room = []  # the largest value of each float input, and of its type
+        for array in (array for array in samples.values() if array.dtype.kind == "f"):
+            values = np.abs(array.astype(np.float64))
+            room.append((float(values[np.isfinite(values)].max(initial=0.0)), float(np.finfo(array.dtype.name).max)))
         for name, factor in _FACTORS.items():
-            if all(_can_hold(array, factor) for array in samples.values()):
+            if all(abs(factor) * largest < most for largest, most in room):
                 multiple = {
                     n: (array[rows].astype(np.float64) * factor).astype(array.dtype)
                     if array.dtype.kind == "f"
@@ -234,17 +216,15 @@ def make_probe_groups(samples: Tensors, domains: Mapping[str, InputDomain], *, e
         everywhere = {name: np.ones((), dtype=bool) for name, array in samples.items() if array.dtype.kind == "f"}
         places = {name: domain.missing for name, domain in domains.items()} if has_missing else everywhere
         groups["missing"] = ProbeGroup(inputs=_insert_values(samples, rows, (np.nan,), places), inside=has_missing)
-        groups["infinite"] = ProbeGroup(
-            inputs=_insert_values(samples, rows, (np.inf, -np.inf), everywhere), inside=False
-        )
+        infinite = _insert_values(samples, rows, (np.inf, -np.inf), everywhere)
+        groups["infinite"] = ProbeGroup(inputs=infinite, inside=False)
     if "U" in kinds:
-        groups["beyond_range:texts"] = ProbeGroup(
-            inputs={
-                name: _replace_texts(array[rows], domains[name]) if array.dtype.kind == "U" else array[rows]
-                for name, array in samples.items()
-            },
-            inside=False,
-        )
+        inputs = {name: array[rows] for name, array in samples.items()}
+        for name, chosen in inputs.items():  # an empty, an unseen and the real text in turn
+            if chosen.dtype.kind == "U" and domains[name].categories is None:
+                row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
+                inputs[name] = np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
+        groups["beyond_range:texts"] = ProbeGroup(inputs=inputs, inside=False)
     if empty:
         groups["empty_batch"] = ProbeGroup(inputs={name: array[:0] for name, array in samples.items()}, inside=False)
     return groups
@@ -332,22 +312,6 @@ def _insert_values(samples: Tensors, rows: Rows, values: Sequence[float], at: Ma
     return inputs
 
 
-def _replace_texts(chosen: AnyArray, domain: InputDomain) -> AnyArray:
-    """Use an empty, an unseen and the real text in turn; texts of declared categories stay."""
-    if domain.categories is not None:
-        return chosen
-    row = np.arange(len(chosen)).reshape(-1, *(1,) * (chosen.ndim - 1))
-    return np.where(row % 3 == 0, "", np.where(row % 3 == 1, "unseen", chosen))
-
-
-def _can_hold(array: AnyArray, factor: float) -> bool:
-    if array.dtype.kind != "f":
-        return True
-    values = np.abs(array.astype(np.float64))
-    largest = float(values[np.isfinite(values)].max(initial=0.0))
-    return abs(factor) * largest < float(np.finfo(array.dtype.name).max)
-
-
 def choose_other_sizes(size: int) -> tuple[int, ...]:
     """Return 1, a smaller odd size, the next odd size, and the double."""
     smaller, larger = (size // 2) | 1, size + 1 + size % 2
@@ -359,13 +323,6 @@ def make_sized_inputs(samples: Tensors, axes: Axes) -> dict[str, Tensors]:
 
     Rows are cut or repeated to fit. A symbol that several inputs share has one size in all of them. Groups of more than
     64 MiB are left out.
-
-    Args:
-        samples: real inputs by name; axis 0 is the batch.
-        axes: the places of each symbol.
-
-    Raises:
-        ValueError: there is no row.
     """
     rows = take_rows(samples, MIN_NOISE_ROWS)
     present = {symbol: int(rows[at[0][0]].shape[at[0][1]]) for symbol, at in axes.items() if at}

@@ -28,10 +28,6 @@ class ActivationStatistics:
     """Accumulates the error of one quantized activation over several runs.
 
     Args:
-        tensor: name of the activation.
-        step: quantization step.
-        low: lowest level.
-        high: highest level.
         bounded: whether the range is that of the function that computes it.
     """
 
@@ -56,8 +52,6 @@ class ActivationStatistics:
         """Add one run.
 
         Args:
-            written: the quantized model's value before QuantizeLinear.
-            read: the value after DequantizeLinear, of the same shape.
             original: the float export's value of that name, or None.
             meant: the same after a ReLU or Clip of the float export which the range stands for, or None.
         """
@@ -112,16 +106,8 @@ class ActivationStatistics:
 def compute_weight_error(original: npt.ArrayLike, dequantized: npt.ArrayLike, scale: npt.ArrayLike) -> float:
     """Return the largest |original - dequantized| in quantization steps.
 
-    Args:
-        original: the float weight.
-        dequantized: the dequantized weight, of the same shape.
-        scale: the step or steps, of a shape that broadcasts against the weight.
-
     Returns:
         Steps; `LARGEST` if a weight is not finite, or moved where the step is 0.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     before, after = np.asarray(original, dtype=np.float64), np.asarray(dequantized, dtype=np.float64)
     if before.shape != after.shape:

@@ -37,6 +37,8 @@ _NAMED = 10
 CANDIDATE = ""
 """Key of the candidate among the models; other keys are those of `ScoreComparison.against`."""
 
+_NO_SPREAD = "every row scores the same: no spread to estimate an interval from"
+
 FEW_ROWS = 20
 """Rows or groups below which an interval has no meaningful level."""
 
@@ -61,14 +63,10 @@ def score(
     Args:
         definition: any metric but `accuracy` and `top_k`, which are counts of rows.
         label: one entry a row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive rows
-            for
-            auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares the
+            for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares the
             candidate's embeddings or tokens with those of the other models.
         answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive class, numbers,
             embeddings, tokens, or what a custom metric takes.
-        seed: of the resamples.
-        function: the custom metric.
-        resamples: fewer are faster and less precise.
         group: number of each row's group, if rows belong together.
     """
     if label is not None:
@@ -79,16 +77,13 @@ def score(
             comparisons.append(_make_non_finite(definition, len(reference), name))
         elif name != CANDIDATE:
             pair = {CANDIDATE: answers[CANDIDATE], name: reference}
-            entries = _score(definition, reference, pair, seed, function, resamples, group)
-            comparisons += [_cap_at_reference(entry, name) for entry in entries if entry.against or not entry.candidate]
+            for entry in _score(definition, reference, pair, seed, function, resamples, group):
+                # No candidate is closer to the reference than the reference itself: a gain is capped at 0.
+                lost = entry.difference
+                if entry.against or not entry.candidate:
+                    capped = None if lost is None else replace(lost, high=min(lost.high, 0.0))
+                    comparisons.append(replace(entry, against=name, difference=capped))
     return tuple(comparisons)
-
-
-def _cap_at_reference(entry: ScoreComparison, reference: str) -> ScoreComparison:
-    """Cap the difference at 0: no candidate is closer to the reference than the reference itself."""
-    lost = entry.difference
-    difference = None if lost is None else replace(lost, high=min(lost.high, 0.0))
-    return replace(entry, against=reference, difference=difference)
 
 
 def make_unscored(
@@ -115,7 +110,9 @@ def _score(
     resamples: int,
     group: Array | None,
 ) -> tuple[ScoreComparison, ...]:
-    order = _sort_rows(label, answers)
+    columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
+    keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
     if definition.name == "token_agreement":
         order = order[(label != definition.ignore).any(axis=1)[order]]
     label, answers = label[order], {name: array[order] for name, array in answers.items()}
@@ -154,13 +151,27 @@ def _compare_by_bootstrap(
     mine = _score_alone(definition, sides[CANDIDATE], replicates[CANDIDATE])
     if mine.candidate is None:
         return {CANDIDATE: mine}
-    return {CANDIDATE: mine} | {
-        name: _compare_two(
-            definition, mine, name, (sides[CANDIDATE], sides[name]), (replicates[CANDIDATE], replicates[name])
+    entries, own, better = {CANDIDATE: mine}, replicates[CANDIDATE], definition.higher_is_better
+    for name in (name for name in answers if name != CANDIDATE):
+        other, equal = replicates[name], np.array_equal(sides[CANDIDATE].reads, sides[name].reads)
+        steps = [one.step for one in (sides[CANDIDATE], sides[name]) if one.step is not None]
+        difference = ratio = None
+        if better is not False:
+            difference = _estimate(own - other, 0.0, equal=equal and not steps, step=max(steps, default=None))
+        if better is not True and other.observed > 0:
+            ratio = _estimate(own / other, 1.0, equal=equal)
+        if difference is None and ratio is None:
+            entries[name] = _make_undefined(definition, replace(mine, against=name))
+            continue
+        entries[name] = replace(
+            mine,
+            against=name,
+            baseline=other.observed,
+            reference=_score_alone(definition, sides[name], other).candidate,
+            difference=difference,
+            ratio=ratio,
         )
-        for name in answers
-        if name != CANDIDATE
-    }
+    return entries
 
 
 def _compare_losses(
@@ -177,14 +188,10 @@ def _compare_losses(
     )
     mine = sums[CANDIDATE]
     if share.sum() <= 1e-12 * np.square(label).sum() and definition.name == "r2":
-        return {
-            CANDIDATE: make_unscored(
-                definition, len(label), undefined="r2 is not defined on these rows: the labels are constant"
-            )
-        }
-    if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
-        why = "every row scores the same: no spread to estimate an interval from"
+        why = "r2 is not defined on these rows: the labels are constant"
         return {CANDIDATE: make_unscored(definition, len(label), undefined=why)}
+    if not np.ptp(losses[CANDIDATE]) > 1e-12 * losses[CANDIDATE].max():
+        return {CANDIDATE: make_unscored(definition, len(label), undefined=_NO_SPREAD)}
 
     def value(name: str) -> Interval:
         alone = ratio_interval(sums[name], share, UNSEEN_ROWS)
@@ -229,16 +236,14 @@ def _compare_two_losses(
     if definition.name == "r2":
         if not equal and np.allclose(mine, theirs, rtol=1e-9, atol=0):
             return _make_undefined(definition, entry)
-        none = Interval(estimate=0.0, low=0.0, high=0.0)
-        change = none if equal else ratio_interval(theirs - mine, share, UNSEEN_CHANGES)
+        change = Interval.point(0.0) if equal else ratio_interval(theirs - mine, share, UNSEEN_CHANGES)
         return replace(entry, baseline=1 - total, difference=change)
     if total <= 0 or (not equal and np.allclose(mine, theirs, rtol=1e-9, atol=0)):
         return _make_undefined(definition, entry)
-    one = Interval(estimate=1.0, low=1.0, high=1.0)
-    ratio = one if equal else _to_metric(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES))
-    return replace(
-        entry, baseline=_to_metric(definition, Interval(estimate=total, low=total, high=total)).estimate, ratio=ratio
-    )
+    ratio = Interval.point(1.0)
+    if not equal:
+        ratio = _to_metric(definition, ratio_interval(mine, theirs, UNSEEN_CHANGES))
+    return replace(entry, baseline=_to_metric(definition, Interval.point(total)).estimate, ratio=ratio)
 
 
 def _make_undefined(definition: MetricDefinition, entry: ScoreComparison) -> ScoreComparison:
@@ -258,13 +263,6 @@ def _make_non_finite(definition: MetricDefinition, n: int, name: str) -> ScoreCo
     return make_unscored(definition, n, against=name, undefined=f"{name} answers with NaN or infinity")
 
 
-def _sort_rows(label: Array, answers: Mapping[str, Array]) -> Array:
-    """Return an order of the rows that depends on their content only."""
-    columns = [np.ascontiguousarray(array) for array in (label, *answers.values())]
-    keys = [b"".join(column[row].tobytes() for column in columns) for row in range(len(label))]
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.intp)
-
-
 def _find_problem(
     definition: MetricDefinition, label: Array, candidate: Array, function: CustomMetric | None, groups: Array | None
 ) -> ScoreComparison | None:
@@ -278,9 +276,8 @@ def _find_problem(
     if n < FEW_ROWS:
         return make_unscored(definition, n, undefined=f"{n} rows are too few for an interval, which needs {FEW_ROWS}")
     if groups is not None and (count := int(groups.max()) + 1) < FEW_ROWS:
-        return make_unscored(
-            definition, n, undefined=f"{count} groups are too few for an interval, which needs {FEW_ROWS}"
-        )
+        why = f"{count} groups are too few for an interval, which needs {FEW_ROWS}"
+        return make_unscored(definition, n, undefined=why)
     if function is None:
         return None
     try:
@@ -301,9 +298,7 @@ def _score_alone(definition: MetricDefinition, statistic: MetricStatistic, repli
         why = f"{definition.label} is not defined on these rows, or not on enough of their resamples"
         return make_unscored(definition, n, undefined=why)
     if not replicates.spread and statistic.step is None:
-        return make_unscored(
-            definition, n, undefined="every row scores the same: no spread to estimate an interval from"
-        )
+        return make_unscored(definition, n, undefined=_NO_SPREAD)
     interval = _widen(interval, statistic.step)
     if statistic.step is not None:
         interval = replace(interval, high=min(interval.high, 1.0))
@@ -313,49 +308,14 @@ def _score_alone(definition: MetricDefinition, statistic: MetricStatistic, repli
     )
 
 
-def _compare_two(
-    definition: MetricDefinition,
-    mine: ScoreComparison,
-    name: str,
-    pair: tuple[MetricStatistic, MetricStatistic],
-    replicates: tuple[Replicates, Replicates],
-) -> ScoreComparison:
-    better = definition.higher_is_better
-    difference = None if better is False else _estimate_difference(pair, replicates)
-    ratio = None if better is True else _estimate_ratio(pair, replicates)
-    if difference is None and ratio is None:
-        return _make_undefined(definition, replace(mine, against=name))
-    theirs = _score_alone(definition, pair[1], replicates[1]).candidate
-    return replace(
-        mine, against=name, baseline=replicates[1].observed, reference=theirs, difference=difference, ratio=ratio
-    )
-
-
-def _estimate_difference(
-    pair: tuple[MetricStatistic, MetricStatistic], replicates: tuple[Replicates, Replicates]
-) -> Interval | None:
-    """Return the interval of candidate minus baseline."""
-    mine, theirs = pair
-    between = replicates[0] - replicates[1]
-    steps = [one.step for one in pair if one.step is not None]
-    if steps:
-        interval = bca_interval(between)
-        return None if interval is None else _widen(interval, max(steps))
-    if np.array_equal(mine.reads, theirs.reads):
-        return Interval(estimate=0.0, low=0.0, high=0.0)
-    return bca_interval(between) if between.spread else None
-
-
-def _estimate_ratio(
-    pair: tuple[MetricStatistic, MetricStatistic], replicates: tuple[Replicates, Replicates]
-) -> Interval | None:
-    """Return the interval of candidate over baseline."""
-    if replicates[1].observed <= 0:
+def _estimate(between: Replicates, same: float, *, equal: bool, step: float | None = None) -> Interval | None:
+    """Return the interval of a difference or ratio; `same` where all rows are answered alike, without a step."""
+    if equal:
+        return Interval.point(same)
+    if step is None and not between.spread:
         return None
-    if np.array_equal(pair[0].reads, pair[1].reads):
-        return Interval(estimate=1.0, low=1.0, high=1.0)
-    between = replicates[0] / replicates[1]
-    return bca_interval(between) if between.spread else None
+    interval = bca_interval(between)
+    return None if interval is None else _widen(interval, step)
 
 
 def _widen(interval: Interval, step: float | None) -> Interval:

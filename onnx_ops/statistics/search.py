@@ -74,7 +74,8 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
     late: list[tuple[BuildTrial | ProbeNode, float]] = []
     left = 60 * state.budget.max_minutes - state.seconds
     for action in _list_steps(state):
-        cost = _estimate_seconds(state, action)
+        past: Sequence[Trial | Sensitivity] = state.trials if isinstance(action, BuildTrial) else state.sensitivities
+        cost = next((one.seconds for one in reversed(past) if one.recipe == action.recipe), 0.0)
         if left <= 0 or cost > left:
             late.append((action, cost))
         elif isinstance(action, BuildTrial) and len(state.trials) >= state.budget.max_builds:
@@ -96,16 +97,14 @@ def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
         for recipe in new:
             if recipe.late == late:
                 yield BuildTrial(recipe=recipe.name, excluded=(), why="the recipe as it is")
-        if not late:
-            for recipe in _find_repairable(state):
+        if late:
+            return
+        # Recipes that lose too much accuracy and could still win, the fastest first.
+        wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
+        failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
+        for recipe, trial in sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name)):
+            if not _is_surely_slower(trial, _find_time_to_beat(state, recipe)):
                 yield from itertools.islice(_list_repairs(state, recipe), 1)
-
-
-def _estimate_seconds(state: SearchState, action: BuildTrial | ProbeNode) -> float:
-    """Return the time of the last such step of this recipe; 0 for a first one."""
-    if isinstance(action, BuildTrial):
-        return next((t.seconds for t in reversed(state.trials) if t.recipe == action.recipe), 0.0)
-    return next((s.seconds for s in reversed(state.sensitivities) if s.recipe == action.recipe), 0.0)
 
 
 def keeps_metric(trial: Trial, budget: Budget) -> bool:
@@ -137,17 +136,6 @@ def _is_surely_slower(trial: Trial, than: float) -> bool:
     return bool(trial.ratios) and all(one.low > than for one in trial.ratios.values())
 
 
-def _find_repairable(state: SearchState) -> list[Recipe]:
-    """Return recipes that lose too much accuracy and could still win, the fastest first."""
-    wholes = [(recipe, state.find(recipe.name, ())) for recipe in state.recipes if recipe.nodes]
-    failing = [(r, t) for r, t in wholes if t and not t.failure and t.ratios and not keeps_metric(t, state.budget)]
-    return [
-        recipe
-        for recipe, trial in sorted(failing, key=lambda pair: (compute_time_ratio(pair[1]), pair[0].name))
-        if not _is_surely_slower(trial, _find_time_to_beat(state, recipe))
-    ]
-
-
 def _find_time_to_beat(state: SearchState, recipe: Recipe) -> float:
     """Return the best time of other recipes that keep the budget, or that of fp32."""
     others = [compute_time_ratio(t) for t in state.trials if t.recipe != recipe.name and is_eligible(t, state.budget)]
@@ -168,10 +156,9 @@ def _list_repairs(state: SearchState, recipe: Recipe) -> Iterator[BuildTrial | P
         )
     if best is None:
         return
-    for _, excluded, trial in _try_back_in_int8(state, recipe, ranked[:best]):
+    for node, _, excluded, trial in _try_back_in_int8(state, recipe, ranked[:best]):
         if trial is None:
-            given = next(node for node in ranked[:best] if node not in excluded)
-            yield BuildTrial(recipe=recipe.name, excluded=excluded, why=f"{given} back in int8")
+            yield BuildTrial(recipe=recipe.name, excluded=excluded, why=f"{node} back in int8")
 
 
 def rank_nodes(state: SearchState, recipe: Recipe) -> tuple[str, ...]:
@@ -212,8 +199,8 @@ def _find_fewest(state: SearchState, recipe: Recipe, ranked: Sequence[str]) -> t
 
 def _try_back_in_int8(
     state: SearchState, recipe: Recipe, in_float: tuple[str, ...]
-) -> Iterator[tuple[Trial, tuple[str, ...], Trial | None]]:
-    """Yield, for each node, the trial with it in float, what stays in float without it, and that trial.
+) -> Iterator[tuple[str, Trial, tuple[str, ...], Trial | None]]:
+    """Yield each node, the trial with it in float, what stays in float without it, and that trial.
 
     The least sensitive node comes first. It ends at the first trial that is missing.
     """
@@ -223,7 +210,7 @@ def _try_back_in_int8(
             return
         excluded = tuple(name for name in current.excluded if name != node)
         without = state.find(recipe.name, excluded)
-        yield current, excluded, without
+        yield node, current, excluded, without
         if without is None:
             return
         if _stays_in_int8(state, current, without):
@@ -248,9 +235,8 @@ def list_node_contributions(state: SearchState) -> tuple[NodeContribution, ...]:
             continue
         if best == 1 and (whole := state.find(recipe.name, ())) and (kept_worst := state.find(recipe.name, ranked[:1])):
             contributions.append(_make_contribution(kept_worst, whole, ranked[0], kept=True))
-        for current, excluded, without in _try_back_in_int8(state, recipe, ranked[:best]):
+        for node, current, _, without in _try_back_in_int8(state, recipe, ranked[:best]):
             if without is not None and not without.failure:
-                node = next(name for name in current.excluded if name not in excluded)
                 contributions.append(
                     _make_contribution(current, without, node, kept=not _stays_in_int8(state, current, without))
                 )
@@ -302,11 +288,7 @@ def assign_roles(
     """
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
-        reason = (
-            f"{_explain_empty_front(state)}; not everything was tried: {unfinished}"
-            if unfinished
-            else _explain_empty_front(state)
-        )
+        reason = _explain_empty_front(state) + (f"; not everything was tried: {unfinished}" if unfinished else "")
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
     taken: dict[Role, int] = {}
@@ -331,12 +313,9 @@ def _find_trial(
     quick = any(one.high < 1 for one in fastest.ratios.values())
     match role:
         case "fast":
-            if quick:
-                return fast, ""
-            return (
-                None,
-                f"nothing that keeps the budget is surely faster than fp32 (best: {compute_time_ratio(fastest):.3g}x)",
-            )
+            best_ratio = f"{compute_time_ratio(fastest):.3g}x"
+            why = f"nothing that keeps the budget is surely faster than fp32 (best: {best_ratio})"
+            return (fast, "") if quick else (None, why)
         case "small":
             least = min(places, key=lambda n: (trials[n].size_bytes, compute_time_ratio(trials[n]), n))
             beside = min(fastest.size_bytes, state.export_bytes) if quick and rival else state.export_bytes
@@ -348,10 +327,8 @@ def _find_trial(
             lost, least_lost = (max(0.0, trials[n].drop or 0.0) for n in (fast, best))
             if not (quick and rival) or best == fast or lost - least_lost > state.budget.metric_drop / 4:
                 return best, ""
-            return (
-                None,
-                f"nothing on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)",
-            )
+            why = f"nothing on the front is notably more exact than the fastest (it loses {100 * lost:.2g} points)"
+            return None, why
 
 
 def _explain_empty_front(state: SearchState) -> str:

@@ -41,11 +41,6 @@ _CLOSE = 2.0**-21
 def jitter_rows(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Tensors:
     """Return copies of the rows with each float changed by up to `JITTER` of its size.
 
-    Args:
-        samples: inputs by name; axis 0 is the batch of n rows.
-        seed: of the draw.
-        copies: number of copies.
-
     Returns:
         (copies * n, …) by name, copy by copy. Other types are repeated unchanged.
     """
@@ -55,18 +50,14 @@ def jitter_rows(samples: Tensors, *, seed: int = 0, copies: int = COPIES) -> Ten
         array_copies = np.concatenate([array] * copies)
         if array.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                array_copies = (array_copies * (1 + draw.uniform(-JITTER, JITTER, array_copies.shape))).astype(
-                    array.dtype
-                )
+                factors = 1 + draw.uniform(-JITTER, JITTER, array_copies.shape)
+                array_copies = (array_copies * factors).astype(array.dtype)
         jittered[name] = array_copies
     return jittered
 
 
 def compute_envelope(answers: Sequence[Tensors]) -> dict[str, AnyArray]:
     """Return the bounds of several answers to the same rows, by output.
-
-    Args:
-        answers: outputs by name, each of shape (n, …).
 
     Returns:
         Floats: (2, n, …), the smallest and largest answer. Other types: (k, n, …), the distinct answers; the first one
@@ -104,22 +95,24 @@ def measure_within_envelope(
     Rows that differ from the source's exact answer and lie within the bounds are `explained`.
 
     Args:
-        group: name of the input group.
-        output: name of the output.
-        onnx: the export's answer (n, …).
-        single: the source's answer in float32, or None.
-        double: the source's answer in float64, or None.
         bounds: of this output, from `compute_envelope`.
-
-    Raises:
-        MeasurementError: as in `parity.measure_output`.
     """
     plain = measure_output(group=group, output=output, onnx=onnx, single=single, double=double)
     exact = double if double is not None else single
     if plain.mismatch or exact is None or not onnx.size or bounds.shape[1:] != onnx.shape:
         return plain
     if not (is_float(onnx) or is_float(exact)):
-        return _measure_labels(plain, onnx, exact, bounds)
+        if is_text(onnx):
+            onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
+        outside = _any_by_row((onnx != bounds).all(axis=0))
+        error = float(outside.mean())
+        return replace(
+            plain,
+            error=error,
+            ratio=compute_ratio(error, 0.0),
+            explained=int((_any_by_row(onnx != exact) & ~outside).sum()),
+            unexplained=int(outside.sum()),
+        )
     answers = [answer.astype(np.float64) for answer in (double, single) if answer is not None]
     return _measure_floats(plain, onnx, answers, bounds.astype(np.float64))
 
@@ -153,21 +146,6 @@ def _measure_floats(
     )
 
 
-def _measure_labels(plain: ParityMeasurement, onnx: AnyArray, exact: AnyArray, bounds: AnyArray) -> ParityMeasurement:
-    if is_text(onnx):
-        onnx, exact, bounds = (array.astype(np.str_) for array in (onnx, exact, bounds))
-    outside = _any_by_row((onnx != bounds).all(axis=0))
-    differs = _any_by_row(onnx != exact)
-    error = float(outside.mean())
-    return replace(
-        plain,
-        error=error,
-        ratio=compute_ratio(error, 0.0),
-        explained=int((differs & ~outside).sum()),
-        unexplained=int(outside.sum()),
-    )
-
-
 def _any_by_row(wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(wrong.reshape(len(wrong), -1).any(axis=1), dtype=np.bool_)
 
@@ -195,7 +173,7 @@ def compare_trees(trees: Sequence[Tree], source_trees: Sequence[Tree]) -> TreeSt
     texts: list[str] = []
     changed = 0
     if len(trees) != len(source_trees):
-        changed += abs(len(trees) - len(source_trees))
+        changed = abs(len(trees) - len(source_trees))
         texts.append(f"{len(trees)} trees, the source has {len(source_trees)}")
     for index, (tree, source) in enumerate(zip(trees, source_trees, strict=False)):
         for count, text in _find_differences(tree, source):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onnx_ops.config.loader import load_pipeline
-from onnx_ops.errors import ConfigError
+from onnx_ops.domain.pipeline import Pipeline
+from onnx_ops.errors import ConfigError, Problem
 
 PIPELINE = """\
 pipeline: toy
@@ -55,27 +57,42 @@ def pipeline_text() -> str:
 
 
 @pytest.fixture
-def problems(project: Path) -> Callable[..., list[str]]:
-    """Loads a text as the pipeline file and returns its problems as they are printed; none if it is right."""
+def load(project: Path) -> Callable[..., Pipeline]:
+    """Load a text as the pipeline file, with further arguments of `load_pipeline`."""
 
-    def load(text: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
-        path = project / "toy.yaml"
-        path.write_text(text)
-        try:
-            load_pipeline(path, root=project, overrides=overrides, environ=environ or {})
-        except ConfigError as error:
-            return str(error).splitlines()
-        return []
+    def load(text: str = PIPELINE, **options: Any) -> Pipeline:
+        (project / "toy.yaml").write_text(text, encoding="utf-8")
+        return load_pipeline(project / "toy.yaml", root=project, **{"environ": {}, **options})
 
     return load
+
+
+@pytest.fixture
+def find_problems(load: Callable[..., Pipeline]) -> Callable[..., tuple[Problem, ...]]:
+    """Return the problems of a text as the pipeline file; none if it is right."""
+
+    def find(text: str = PIPELINE, **options: Any) -> tuple[Problem, ...]:
+        try:
+            load(text, **options)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    return find
+
+
+@pytest.fixture
+def problems(find_problems: Callable[..., tuple[Problem, ...]]) -> Callable[..., list[str]]:
+    """Return them as they are printed."""
+    return lambda text, **options: [str(problem) for problem in find_problems(text, **options)]
 
 
 @pytest.fixture
 def problems_after(problems: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """Problems of the right file after one replacement in it; the file's name is left out of them."""
 
-    def load(old: str, new: str) -> list[str]:
+    def replaced(old: str, new: str) -> list[str]:
         assert PIPELINE.count(old) == 1
         return [problem.removeprefix("toy.yaml:") for problem in problems(PIPELINE.replace(old, new))]
 
-    return load
+    return replaced

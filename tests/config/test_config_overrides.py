@@ -1,29 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.config.document import path_text
-from onnx_ops.config.loader import load_pipeline
 from onnx_ops.config.substitution import parse_path
 from onnx_ops.domain.pipeline import FileData, Pipeline
-from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 
+Load = Callable[..., Pipeline]
 Problems = Callable[..., list[str]]
 
 
-def load(project: Path, *overrides: str) -> Pipeline:
-    return load_pipeline(project / "toy.yaml", root=project, overrides=overrides, environ={})
-
-
-def test_values_are_strict_yaml(project: Path) -> None:
-    pipeline = load(
-        project,
+def test_values_are_strict_yaml(load: Load) -> None:
+    overrides = (
         "train.with.epochs=5",
         "train.with.lr=1e-3",
         "train.with.mode=no",
@@ -31,6 +23,7 @@ def test_values_are_strict_yaml(project: Path) -> None:
         "deploy[0].rollout.steps=[50%,100%]",
         "export.dynamic.x[0]=batch",
     )
+    pipeline = load(overrides=overrides)
     assert pipeline.train is not None
     assert pipeline.train.with_ == {"epochs": 5, "lr": 0.001, "mode": "no"}
     assert pipeline.gates[1].max_drop == 0.02  # type: ignore[union-attr]
@@ -38,17 +31,17 @@ def test_values_are_strict_yaml(project: Path) -> None:
     assert pipeline.export.dynamic == {"x": {0: "batch"}}
 
 
-def test_later_overrides_win_and_blank_sections_are_filled(project: Path, pipeline_text: str) -> None:
-    (project / "toy.yaml").write_text(pipeline_text.replace("with: {epochs: 3}", "with:"))
-    pipeline = load(project, "train.with.epochs=5", "train.with.epochs=6", "validate.samples.limit=9")
+def test_later_overrides_win_and_blank_sections_are_filled(load: Load, pipeline_text: str) -> None:
+    overrides = ("train.with.epochs=5", "train.with.epochs=6", "validate.samples.limit=9")
+    pipeline = load(pipeline_text.replace("with: {epochs: 3}", "with:"), overrides=overrides)
     assert pipeline.train is not None
     assert pipeline.train.with_ == {"epochs": 6}
     assert pipeline.validate.samples.limit == 9
 
 
-def test_index_0_of_a_lone_deployment(project: Path, pipeline_text: str) -> None:
-    (project / "toy.yaml").write_text(pipeline_text.replace("  - {endpoint", "  {endpoint"))
-    assert load(project, "deploy[0].rollout.steps=[100%]").deploy[0].rollout.steps == (1.0,)
+def test_index_0_of_a_lone_deployment(load: Load, pipeline_text: str) -> None:
+    lone = pipeline_text.replace("  - {endpoint", "  {endpoint")
+    assert load(lone, overrides=["deploy[0].rollout.steps=[100%]"]).deploy[0].rollout.steps == (1.0,)
 
 
 WRONG = (
@@ -71,19 +64,18 @@ WRONG = (
 )
 
 
-def test_problems_point_at_the_override(project: Path, golden: Golden) -> None:
+def test_problems_point_at_the_override(problems: Problems, pipeline_text: str, golden: Golden) -> None:
     told = []
     for override in WRONG:
-        with pytest.raises(ConfigError) as caught:
-            load(project, override)
-        told += [line for line in str(caught.value).splitlines() if line.startswith(f"--set {override}: ")]
+        found = problems(pipeline_text, overrides=[override])
+        told += [line for line in found if line.startswith(f"--set {override}: ")]
     assert len(told) == len(WRONG)
     golden("errors", "\n".join(told))
 
 
 def test_problems_of_overrides_and_file_appear_together(problems: Problems, pipeline_text: str, golden: Golden) -> None:
     text = pipeline_text.replace("epochs: 3", "epochs: 012").replace("max_drop: 1%", "max_drop: 1")
-    golden("errors", "\n".join(problems(text, ["gates[9].kind=x", "train.with.epochs=12"])))
+    golden("errors", "\n".join(problems(text, overrides=["gates[9].kind=x", "train.with.epochs=12"])))
 
 
 @given(
@@ -95,13 +87,11 @@ def test_a_path_is_what_problems_print(first: str, rest: list[str | int]) -> Non
     assert parse_path(path_text(loc)) == loc
 
 
-def test_environment_variables_where_allowed(project: Path, pipeline_text: str) -> None:
+def test_environment_variables_where_allowed(load: Load, pipeline_text: str) -> None:
     text = pipeline_text.replace("{sklearn: digits, split: train}", "{file: '${env:ROOT}/a.npz', inputs: {x: x}}")
     text = text.replace("{model: toy}", "{model: 'toy-${env:STAGE}'}")
     text = text.replace("{endpoint: toy", "{endpoint: toy, settings: {region: '${env:STAGE}-1'}")
-    (project / "toy.yaml").write_text(text)
-    environ = {"ROOT": "/data", "STAGE": "dev"}
-    pipeline = load_pipeline(project / "toy.yaml", root=project, environ=environ)
+    pipeline = load(text, environ={"ROOT": "/data", "STAGE": "dev"})
     assert pipeline.data["train"] == FileData(file="/data/a.npz", inputs={"x": "x"})
     assert pipeline.register is not None
     assert pipeline.register.model == "toy-dev"
@@ -122,8 +112,7 @@ def test_environment_problems(problems: Problems, pipeline_text: str, golden: Go
     golden("errors", "\n".join(told))
 
 
-def test_a_value_from_the_environment_is_not_read_as_a_reference(project: Path, pipeline_text: str) -> None:
+def test_a_value_from_the_environment_is_not_read_as_a_reference(load: Load, pipeline_text: str) -> None:
     text = pipeline_text.replace("test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}")
-    (project / "toy.yaml").write_text(text)
-    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={"A": "$B 012"})
+    pipeline = load(text, environ={"A": "$B 012"})
     assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]

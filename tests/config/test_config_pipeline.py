@@ -8,20 +8,19 @@ import pytest
 
 from onnx_ops.config.loader import load_pipeline
 from onnx_ops.domain.gate import LatencyGate, MetricGate, ParityGate
-from onnx_ops.domain.pipeline import Calibrate, Deploy, SklearnData
+from onnx_ops.domain.pipeline import Calibrate, Deploy, Pipeline, SklearnData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
-from onnx_ops.errors import ConfigError, NotFoundError, Problem, UserError
+from onnx_ops.errors import NotFoundError, Problem, UserError
 from tests.support.golden import Golden
 
+Load = Callable[..., Pipeline]
 Problems = Callable[..., list[str]]
+FindProblems = Callable[..., tuple[Problem, ...]]
 PLUGINS = {"exporters": ("sklearn", "torch"), "optimizers": ("dynamic", "static"), "endpoints": ("local",)}
-STATIC = "  - {name: small, method: static, calibrate: {data: train}}\n"
-METRIC = "  - {kind: metric, max_drop: 1%}\n"
-DEPLOY = "  - {endpoint: toy, target: cpu-1t, rollout: {steps: [10%, 100%]}}\n"
 
 
-def test_a_right_file_becomes_the_domain(project: Path) -> None:
-    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={})
+def test_a_right_file_becomes_the_domain(load: Load) -> None:
+    pipeline = load()
     assert pipeline.data["train"] == SklearnData(sklearn="digits", split="train")
     assert pipeline.train is not None
     assert pipeline.train.with_ == {"epochs": 3}
@@ -111,10 +110,9 @@ def test_a_newer_file_is_not_judged_by_older_rules(problems: Problems) -> None:
     assert "needs a newer onnx-ops" in problem
 
 
-def test_blank_lists_and_a_lone_deployment(project: Path, pipeline_text: str) -> None:
-    text = pipeline_text.replace(STATIC, "").replace("  - {endpoint", "  {endpoint")
-    (project / "toy.yaml").write_text(text)
-    pipeline = load_pipeline(project / "toy.yaml", root=project, environ={})
+def test_blank_lists_and_a_lone_deployment(load: Load, pipeline_text: str) -> None:
+    text = pipeline_text.replace("  - {name: small, method: static, calibrate: {data: train}}\n", "")
+    pipeline = load(text.replace("  - {endpoint", "  {endpoint"))
     assert pipeline.quantize == ()
     assert [entry.endpoint for entry in pipeline.deploy] == ["toy"]
 
@@ -124,17 +122,12 @@ def test_problems_of_a_lone_deployment_have_no_index(problems: Problems, pipelin
     golden("errors", "\n".join(problems(text)))
 
 
-def test_a_parity_gate_is_put_first_if_there_is_none(project: Path, pipeline_text: str) -> None:
-    path = project / "toy.yaml"
-    path.write_text(pipeline_text.replace("  - {kind: parity}\n", ""))
-    assert load_pipeline(path, root=project, environ={}).gates[0] == ParityGate()
-    moved = pipeline_text.replace("  - {kind: parity}\n", "").replace(METRIC, METRIC + "  - {kind: parity}\n")
-    path.write_text(moved)
-    assert [gate.kind for gate in load_pipeline(path, root=project, environ={}).gates] == [
-        "metric",
-        "parity",
-        "latency",
-    ]
+def test_a_parity_gate_is_put_first_if_there_is_none(load: Load, pipeline_text: str) -> None:
+    parity, metric = "  - {kind: parity}\n", "  - {kind: metric, max_drop: 1%}\n"
+    without = pipeline_text.replace(parity, "")
+    assert load(without).gates[0] == ParityGate()
+    moved = load(without.replace(metric, metric + parity))
+    assert [gate.kind for gate in moved.gates] == ["metric", "parity", "latency"]
 
 
 def test_a_missing_file_is_not_a_problem_of_a_file(project: Path) -> None:
@@ -147,38 +140,23 @@ def test_problems_in_a_target_file_come_along(project: Path, problems_after: Pro
     golden("errors", "\n".join(problems_after("targets: [cpu-1t]", "targets: [cpu-1t, odd, none]")))
 
 
-def checked(project: Path, text: str) -> list[str]:
-    path = project / "configs/pipelines/toy.yaml"
-    path.write_text(text)
-    try:
-        load_pipeline(path, root=project, plugins=PLUGINS, environ={})
-    except ConfigError as error:
-        return [problem.removeprefix("configs/pipelines/toy.yaml:") for problem in str(error).splitlines()]
-    return []
-
-
-def test_check_knows_the_plugins(project: Path, pipeline_text: str, golden: Golden) -> None:
+def test_check_knows_the_plugins(project: Path, problems: Problems, pipeline_text: str, golden: Golden) -> None:
     (project / "configs/targets/web.yaml").write_text("name: web\nruntime: browser\n")
-    assert checked(project, pipeline_text) == []
+    assert problems(pipeline_text, plugins=PLUGINS) == []
     text = pipeline_text.replace("framework: sklearn", "framework: sklaern").replace("method: static", "method: statik")
     text = text.replace("{endpoint: toy", "{endpoint: toy, provider: aws").replace("{sklearn: digits, split: train}",
         "{use: lake, inputs: {x: x}}").replace("[cpu-1t]", "[cpu-1t, web]")  # fmt: skip
-    plugins = {**PLUGINS, "data": (), "runtimes": ("onnxruntime",)}
-    path = project / "configs/pipelines/toy.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_pipeline(path, root=project, plugins=plugins, environ={})
-    golden("errors", str(caught.value))
+    golden("errors", "\n".join(problems(text, plugins={**PLUGINS, "data": (), "runtimes": ("onnxruntime",)})))
 
 
-def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: str) -> None:
+def test_check_finds_endpoints_of_other_pipelines(project: Path, problems: Problems, pipeline_text: str) -> None:
     pipelines = project / "configs/pipelines"
     (pipelines / "broken.yaml").write_text("{")
     (pipelines / "list.yaml").write_text("- deploy\n")
     (pipelines / "wrong.yaml").write_text("deploy: [3, {endpoint: [1]}]\n")
     (pipelines / "other.yaml").write_text("deploy: {endpoint: toy}\n")
-    assert checked(project, pipeline_text) == [
-        "20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml already"
+    assert problems(pipeline_text, plugins=PLUGINS) == [
+        "toy.yaml:20:16: deploy[0].endpoint: endpoint 'toy' belongs to configs/pipelines/other.yaml already"
     ]
 
 
@@ -193,38 +171,27 @@ def test_check_finds_endpoints_of_other_pipelines(project: Path, pipeline_text: 
     ],
 )
 def test_check_asks_the_source_of_metrics_about_its_settings(
-    project: Path, pipeline_text: str, metrics: str, found: list[str]
+    find_problems: FindProblems, pipeline_text: str, metrics: str, found: list[str]
 ) -> None:
     def needs_a_url(source: str, settings: Mapping[str, object]) -> None:
         assert source == "prometheus"
         if "url" not in settings:
             raise UserError("there is no url", remedy="Write one.")
 
-    path = project / "toy.yaml"
-    path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}"))
-    plugins = {**PLUGINS, "metrics": ("prometheus",)}
-    messages: list[str] = []
-    try:
-        load_pipeline(path, root=project, plugins=plugins, metrics=needs_a_url, environ={})
-    except ConfigError as error:
-        messages = [problem.message for problem in error.problems]
-    assert messages == found
+    text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, metrics: {metrics}")
+    problems = find_problems(text, plugins={**PLUGINS, "metrics": ("prometheus",)}, metrics=needs_a_url)
+    assert [problem.message for problem in problems] == found
 
 
-def test_check_asks_the_provider_about_its_settings(project: Path, pipeline_text: str) -> None:
+def test_check_asks_the_provider_about_its_settings(find_problems: FindProblems, pipeline_text: str) -> None:
     def only_ports(provider: str, settings: Mapping[str, object]) -> None:
         assert provider == "local"
         for name in settings:
             if name != "port":
                 raise UserError(f"there is no setting {name!r}", remedy="did you mean 'port'?")
 
-    path = project / "configs/pipelines/toy.yaml"
     for settings, found in (("port: 8080", []), ("prot: 8080", ["there is no setting 'prot'. did you mean 'port'?"])):
-        path.write_text(pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}"))
-        problems: tuple[Problem, ...] = ()
-        try:
-            load_pipeline(path, root=project, plugins=PLUGINS, settings=only_ports, environ={})
-        except ConfigError as error:
-            problems = error.problems
+        text = pipeline_text.replace("{endpoint: toy", f"{{endpoint: toy, settings: {{{settings}}}")
+        problems = find_problems(text, plugins=PLUGINS, settings=only_ports)
         assert [problem.message for problem in problems] == found
         assert all(problem.line for problem in problems)

@@ -64,21 +64,18 @@ def test_refuses_in_the_users_words(written: object, unit: str, message: str) ->
         parse_quantity(written, unit)
 
 
-@given(st.decimals(min_value=0, max_value=10**9, places=6))
-def test_durations_survive_a_round_trip(seconds: Decimal) -> None:
-    value = float(seconds)
-    assert parse_quantity(format_quantity(value, "s"), "s") == value
-
-
-@given(st.integers(min_value=0, max_value=10**15))
-def test_sizes_survive_a_round_trip(size: int) -> None:
-    assert parse_quantity(format_quantity(size, "B"), "B") == size
-
-
-@given(st.integers(min_value=0, max_value=10**6))
-def test_percentages_survive_a_round_trip(hundredths: int) -> None:
-    value = float(Decimal(hundredths) / 10_000)
-    assert parse_quantity(format_quantity(value, "1"), "1") == value
+@pytest.mark.parametrize(
+    ("unit", "values"),
+    [
+        ("s", st.decimals(min_value=0, max_value=10**9, places=6).map(float)),
+        ("B", st.integers(0, 10**15)),
+        ("1", st.integers(0, 10**6).map(lambda hundredths: float(Decimal(hundredths) / 10_000))),
+    ],
+)
+@given(data=st.data())
+def test_quantities_survive_a_round_trip(unit: str, values: st.SearchStrategy[float], data: st.DataObject) -> None:
+    value = data.draw(values)
+    assert parse_quantity(format_quantity(value, unit), unit) == value
 
 
 @given(st.sampled_from(sorted(SCALES)), st.integers(0, 10**6), st.data())

@@ -14,6 +14,7 @@ from onnx_ops.errors import ConfigError
 from tests.support.golden import Golden
 
 PLUGINS = {"optimizers": ("dynamic", "static")}
+TUNE = "  tune: {file: tune.npz, inputs: {x: x}, label: y}"
 
 TEXT = """\
 pipeline: p
@@ -74,16 +75,8 @@ def test_preferences_of_single_targets(root: Path) -> None:
         ("tune: {data: tune}, ", "", "needs 'tune', the rows that it decides by"),
         ("tune: {data: tune}", "tune: {data: tun}", "no data set is called 'tun'; did you mean 'tune'?"),
         ("tune: {data: tune}", "tune: {data: test}", "'test' shares rows with 'test', which validate.samples scores"),
-        (
-            "  tune: {file: tune.npz, inputs: {x: x}, label: y}",
-            "  tune: {sklearn: digits, split: train, seed: 4}",
-            "'tune' shares rows with 'test'",
-        ),
-        (
-            "  tune: {file: tune.npz, inputs: {x: x}, label: y}",
-            "  tune: {sklearn: digits}",
-            "'tune' shares rows with 'test'",
-        ),
+        (TUNE, "  tune: {sklearn: digits, split: train, seed: 4}", "'tune' shares rows with 'test'"),
+        (TUNE, "  tune: {sklearn: digits}", "'tune' shares rows with 'test'"),
         ("tune: {data: tune}", "tune: {data: bare}", "needs labels, but 'bare' names no 'label'"),
         ("method: auto,", "method: auto, exclude: [head],", "method: auto finds its own 'exclude'"),
         ("method: auto,", "method: auto, options: {bits: 4},", "method: auto finds its own 'options'"),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.config.binding import SettingsError, bind_settings
-from onnx_ops.config.loader import load_pipeline
 from onnx_ops.config.server_options import format_flags, format_option_variables, list_options
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import ConfigError
+from onnx_ops.errors import Problem
 from onnx_ops.protocol.server_process import ContainerOptions, ServerOptions
 
 OPTIONS = st.builds(
@@ -66,20 +64,16 @@ def test_wrong_settings_are_refused_with_every_problem(settings: dict[str, Json]
     assert len(caught.value.issues) == len(settings)
 
 
-def test_check_locates_every_problem_of_an_endpoints_settings(project: Path, pipeline_text: str) -> None:
+def test_check_locates_every_problem_of_an_endpoints_settings(
+    find_problems: Callable[..., tuple[Problem, ...]], pipeline_text: str
+) -> None:
     settings = "{max_body: 1 MB, deadline: 5, read_timeout: 1 week, worker: 2}"
     text = pipeline_text.replace("{endpoint: toy,", f"{{endpoint: toy, settings: {settings},")
-    (project / "toy.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_pipeline(
-            project / "toy.yaml",
-            root=project,
-            plugins={"endpoints": ("local",)},
-            settings=lambda _, given: bind_settings(given, ServerOptions),
-            environ={},
-        )
+    problems = find_problems(
+        text, plugins={"endpoints": ("local",)}, settings=lambda _, given: bind_settings(given, ServerOptions)
+    )
     line = text.splitlines()[-1]
-    assert [(problem.path, problem.column) for problem in caught.value.problems] == [
+    assert [(problem.path, problem.column) for problem in problems] == [
         ("deploy[0].settings.deadline", line.index("5,") + 1),
         ("deploy[0].settings.read_timeout", line.index("1 week") + 1),
         ("deploy[0].settings", line.index("worker") + 1),

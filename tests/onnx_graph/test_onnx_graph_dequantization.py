@@ -21,13 +21,6 @@ from tests.support.pairs import derive
 METHODS: dict[str, dict[str, int]] = {"static": {}, "dynamic": {}, "fp16": {}, "weight-only": {"bits": 4, "block": 16}}
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.onnx"
-    write_perceptron(path)
-    return path
-
-
 def distance(source: Path, derived: Path) -> float:
     """Largest difference of the two functions, in the largest answer."""
     plain, exact = source.with_name("plain.onnx"), source.with_name("exact.onnx")
@@ -42,8 +35,8 @@ def distance(source: Path, derived: Path) -> float:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_unrounded_variant_computes_what_the_source_does(source: Path, method: str) -> None:
-    assert distance(source, derive(source, method, METHODS[method])) < 1e-5
+def test_unrounded_variant_computes_what_the_source_does(perceptron: Path, method: str) -> None:
+    assert distance(perceptron, derive(perceptron, method, METHODS[method])) < 1e-5
 
 
 def _transpose_once(model: onnx.ModelProto) -> None:
@@ -64,34 +57,34 @@ def _negate(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize("fault", [_transpose_once, _negate])
 @pytest.mark.parametrize("method", METHODS)
 def test_fault_in_the_graph_of_a_variant_shows_itself(
-    source: Path, method: str, fault: Callable[[onnx.ModelProto], None]
+    perceptron: Path, method: str, fault: Callable[[onnx.ModelProto], None]
 ) -> None:
-    derived = derive(source, method, METHODS[method])
+    derived = derive(perceptron, method, METHODS[method])
     model = onnx.load(derived)
     fault(model)
     onnx.save(model, derived)
-    assert distance(source, derived) > 0.1
+    assert distance(perceptron, derived) > 0.1
 
 
-def test_relu_that_a_range_does_not_stand_for_is_missed(source: Path) -> None:
+def test_relu_that_a_range_does_not_stand_for_is_missed(perceptron: Path) -> None:
     """The range of a variant without that ReLU reaches below 0."""
-    derived = derive(source, "static")
+    derived = derive(perceptron, "static")
     model = onnx.load(derived)
     pairs = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and "first" in node.input[0]]
     for tensor in model.graph.initializer:
         if tensor.name == pairs[0].input[2]:
             tensor.CopyFrom(numpy_helper.from_array(np.array(128, np.uint8), tensor.name))
     onnx.save(model, derived)
-    assert distance(source, derived) > 0.1
+    assert distance(perceptron, derived) > 0.1
 
 
-def test_operator_that_hides_its_rounding_is_refused(source: Path) -> None:
-    derived = derive(source, "dynamic")
+def test_operator_that_hides_its_rounding_is_refused(perceptron: Path) -> None:
+    derived = derive(perceptron, "dynamic")
     model = onnx.load(derived)
     model.graph.node[0].op_type = "QAttention"
     onnx.save(model, derived)
     with pytest.raises(MeasurementError, match="QAttention"):
-        write_dequantized(source, derived, source.with_name("exact.onnx"))
+        write_dequantized(perceptron, derived, perceptron.with_name("exact.onnx"))
 
 
 @pytest.mark.parametrize("format_", ["QDQ", "QOperator"])

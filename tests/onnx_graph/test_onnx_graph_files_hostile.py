@@ -17,7 +17,7 @@ from onnx import AttributeProto, TensorProto, helper
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, RefusedError, TooLargeError
 from onnx_ops.onnx_graph.compatibility import explain_version_limits
-from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, read_model, read_structure, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, read_model, read_structure
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
@@ -61,6 +61,15 @@ def in_list_of_graphs(model: onnx.ModelProto) -> None:
     model.graph.node.add(op_type="Own").attribute.add(name="g").graphs.append(graph_with(outside()))
 
 
+def in_constant_of_a_branch(model: onnx.ModelProto) -> None:
+    branch = helper.make_graph([helper.make_node("Constant", [], ["v"], value=outside())], "branch", [], [])
+    model.graph.node.append(helper.make_node("If", ["c"], ["v"], then_branch=branch, else_branch=branch))
+
+
+def in_constant_of_a_function(model: onnx.ModelProto) -> None:
+    model.functions.add(name="f", domain="own").node.append(helper.make_node("Constant", [], ["v"], value=outside()))
+
+
 def in_sparse_initializer(model: onnx.ModelProto) -> None:
     model.graph.sparse_initializer.add().indices.CopyFrom(outside())
 
@@ -74,20 +83,20 @@ def in_sparse_initializer(model: onnx.ModelProto) -> None:
         in_sparse_attribute,
         in_attribute_of_false_type,
         in_list_of_graphs,
+        in_constant_of_a_branch,
+        in_constant_of_a_function,
         in_sparse_initializer,
     ],
 )
-def test_external_data_is_found_wherever_it_hides(hide: Callable[[onnx.ModelProto], None], tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    model = read_structure(path)
+def test_external_data_is_found_wherever_it_hides(hide: Callable[[onnx.ModelProto], None], perceptron: Path) -> None:
+    model = read_structure(perceptron)
     hide(model)
-    path.write_bytes(model.SerializeToString())
+    perceptron.write_bytes(model.SerializeToString())
     with pytest.raises(RefusedError, match="outside its folder"):
-        read_model_info(path)
+        read_model_info(perceptron)
 
 
-@pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000, "", "a/../../b", "..\\b"])
+@pytest.mark.parametrize("location", ["zero\0byte", "long" * 2000])
 def test_names_that_are_no_names_are_refused(location: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model = helper.make_model(graph_with(outside()))
@@ -109,13 +118,11 @@ def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
         read_structure(path)
 
 
-def test_a_type_that_does_not_exist_is_undefined(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    model = read_structure(path)
+def test_a_type_that_does_not_exist_is_undefined(perceptron: Path) -> None:
+    model = read_structure(perceptron)
     model.graph.output[0].type.tensor_type.elem_type = 99
-    path.write_bytes(model.SerializeToString())
-    assert read_model_info(path).outputs[0].dtype == "undefined"
+    perceptron.write_bytes(model.SerializeToString())
+    assert read_model_info(perceptron).outputs[0].dtype == "undefined"
 
 
 def test_the_other_name_of_the_default_domain_hides_no_opset(tmp_path: Path) -> None:
@@ -135,15 +142,6 @@ def test_nodes_and_graphs_of_branches_are_walked_once(tmp_path: Path) -> None:
     model = helper.make_model(helper.make_graph([branch], "outer", [], []))
     assert sorted(node.op_type for node in iterate_nodes(model)) == ["If", "Neg", "Relu"]
     assert sorted(graph.name for graph in iterate_graphs(model)) == ["else", "outer", "then"]
-
-
-def test_operator_sets_are_written_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    model = read_structure(path)
-    model.opset_import.insert(0, helper.make_opsetid("own", 1))
-    write_model(model, path)
-    assert [entry.domain for entry in read_structure(path).opset_import] == ["", "own"]
 
 
 def external(*entries: tuple[str, str], name: str = "factor", size: int = 2) -> TensorProto:

@@ -28,51 +28,39 @@ from onnx_ops.testing.models import images, rows, write_convolution, write_perce
 TARGET = Target(name="cpu")
 
 
-def quantized(source: Path, method: str, samples: Any, exclude: tuple[str, ...] = ()) -> Path:
+def covered(
+    source: Path, method: str, samples: Any, exclude: tuple[str, ...] = (), target: Target = TARGET
+) -> Int8Coverage:
     path = source.with_name(f"{method}.onnx")
     section = Quantize(name=method, method=method, calibrate=Calibrate(), exclude=exclude)
     request = OptimizeRequest(section=section, source=source, path=path, calibration=samples)
     (StaticQuantizer() if method == "static" else DynamicQuantizer()).optimize(request)
-    return path
+    found = inspect_execution(OnnxRuntime(), source, path, target, exclude).coverage
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic"])
-def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, tmp_path: Path) -> None:
-    source = tmp_path / "model.onnx"
-    write_perceptron(source)
-    variant = quantized(source, method, rows(64), ("third",))
-    found = inspect_execution(OnnxRuntime(), source, variant, TARGET, ("third",)).coverage
-    assert found is not None
+def test_a_perceptron_is_covered_but_for_what_is_excluded(method: str, perceptron: Path) -> None:
+    found = covered(perceptron, method, rows(64), ("third",))
     assert found.int8 == ("first", "second")
     assert [(one.name, one.op_type, one.reason) for one in found.floats] == [("third", "Gemm", "excluded")]
     assert found.unheeded == ()
 
 
 def test_convolutions_are_covered(tmp_path: Path) -> None:
-    source = tmp_path / "model.onnx"
-    write_convolution(source)
-    found = inspect_execution(OnnxRuntime(), source, quantized(source, "static", images(32)), TARGET).coverage
-    assert found is not None
-    assert found.int8 == ("first", "second")
+    write_convolution(tmp_path / "model.onnx")
+    assert covered(tmp_path / "model.onnx", "static", images(32)).int8 == ("first", "second")
 
 
-def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(tmp_path: Path) -> None:
+def test_an_excluded_node_that_the_runtime_quantizes_itself_is_told(perceptron: Path) -> None:
     """ONNX Runtime quantizes the weights of a Gemm between two QuantizeLinear pairs on its own."""
-    source = tmp_path / "model.onnx"
-    write_perceptron(source)
-    found = inspect_execution(
-        OnnxRuntime(), source, quantized(source, "static", rows(64), ("second",)), TARGET, ["second"]
-    ).coverage
-    assert found is not None
-    assert found.unheeded == ("second",)
+    assert covered(perceptron, "static", rows(64), ("second",)).unheeded == ("second",)
 
 
-def test_without_optimization_no_pair_is_fused(tmp_path: Path) -> None:
-    source = tmp_path / "model.onnx"
-    write_perceptron(source)
+def test_without_optimization_no_pair_is_fused(perceptron: Path) -> None:
     plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
-    found = inspect_execution(OnnxRuntime(), source, quantized(source, "static", rows(64)), plain).coverage
-    assert found is not None
+    found = covered(perceptron, "static", rows(64), target=plain)
     assert found.int8 == ()
     assert all("not fused" in one.reason for one in found.floats)
     assert [one.name for one in found.floats] == ["first", "second", "third"]
@@ -92,6 +80,7 @@ def graph_of(nodes: list[Any], path: Path, zero: Any) -> Path:
     return path
 
 
+UINT8 = np.uint8(0)
 PAIR = [
     helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
     helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
@@ -115,12 +104,12 @@ BACK = [
             np.uint8(0),
             "from Relu",
         ),
-        ([helper.make_node("MatMul", ["x", "x"], ["y"])], np.uint8(0), "no constant weight"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["y"])], np.uint8(0), "the model output follows instead"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["o"]), *BACK], np.uint8(0), "though input and output"),
+        ([helper.make_node("MatMul", ["x", "x"], ["y"])], UINT8, "no constant weight"),
+        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["y"])], UINT8, "the model output follows instead"),
+        ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["o"]), *BACK], UINT8, "though input and output"),
         ([*PAIR, helper.make_node("MatMul", ["d", "w"], ["y"])], np.int8(0), "activations are int8"),
-        ([*PAIR, helper.make_node("MatMul", ["d", "x"], ["y"])], np.uint8(0), "no constant weight"),
-        ([helper.make_node("ConvTranspose", ["x", "k"], ["y"])], np.uint8(0), "no int8 kernel"),
+        ([*PAIR, helper.make_node("MatMul", ["d", "x"], ["y"])], UINT8, "no constant weight"),
+        ([helper.make_node("ConvTranspose", ["x", "k"], ["y"])], UINT8, "no int8 kernel"),
     ],
 )
 def test_each_reason_is_told(nodes: list[Any], zero: Any, reason: str, tmp_path: Path) -> None:
@@ -178,24 +167,21 @@ def about(found: tuple[Advice, ...], word: str) -> Advice:
 def test_the_recipe_of_the_target_needs_no_advice(maker: Maker) -> None:
     maker.make(StaticQuantizer())
     assert maker.advice() == ()
+    maker.make(DynamicQuantizer())
+    assert maker.advice() == ()
     maker.convolution().make(StaticQuantizer())
     assert maker.advice() == ()
 
 
-def test_dynamic_products_need_no_advice(maker: Maker) -> None:
-    maker.make(DynamicQuantizer())
-    assert maker.advice() == ()
-
-
-def test_int8_activations_are_for_others_than_x86(maker: Maker) -> None:
-    maker.make(StaticQuantizer(), activations="int8")
-    assert about(maker.advice(VNNI), "activations are int8").setting == "options: {activations: uint8}"
-    assert maker.advice(ARM) == ()
-
-
-def test_uint8_weights_are_for_others_than_x86(maker: Maker) -> None:
-    maker.make(StaticQuantizer(), weights="uint8")
-    assert about(maker.advice(VNNI), "weights are uint8").setting == "options: {weights: int8}"
+@pytest.mark.parametrize(
+    ("part", "written", "advised"), [("activations", "int8", "uint8"), ("weights", "uint8", "int8")]
+)
+def test_some_types_are_for_others_than_x86(maker: Maker, part: str, written: str, advised: str) -> None:
+    maker.make(StaticQuantizer(), **{part: written})
+    found = about(maker.advice(VNNI), f"{part} are {written}")
+    assert found.setting == f"options: {{{part}: {advised}}}"
+    assert found not in maker.advice(ARM)
+    assert part == "weights" or maker.advice(ARM) == ()
 
 
 def test_wide_activations_are_slow_everywhere(maker: Maker) -> None:

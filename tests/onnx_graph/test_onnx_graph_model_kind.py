@@ -12,13 +12,6 @@ from onnx_ops.testing.models import write_perceptron
 from tests.support.pairs import derive
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.onnx"
-    write_perceptron(path)
-    return path
-
-
 @pytest.mark.parametrize(
     ("method", "options", "precision", "why"),
     [
@@ -29,26 +22,26 @@ def source(tmp_path: Path) -> Path:
     ],
 )
 def test_kind_of_a_variant_names_its_precision(
-    source: Path, method: str, options: dict[str, int], precision: str, why: str
+    perceptron: Path, method: str, options: dict[str, int], precision: str, why: str
 ) -> None:
-    found = read_candidate_kind(source, derive(source, method, options))
+    found = read_candidate_kind(perceptron, derive(perceptron, method, options))
     assert (found.candidate.precision, found.candidate.why, found.is_rounded) == (precision, why, True)
 
 
-def test_kind_of_the_same_file_says_so(source: Path) -> None:
-    found = read_candidate_kind(source, source)
+def test_kind_of_the_same_file_says_so(perceptron: Path) -> None:
+    found = read_candidate_kind(perceptron, perceptron)
     assert (found.candidate.precision, found.changes, found.is_rounded) == ("float32", ("the same file",), False)
 
 
-def test_kind_of_another_opset_and_graph_lists_both(source: Path, tmp_path: Path) -> None:
+def test_kind_of_another_opset_and_graph_lists_both(perceptron: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.onnx"
     write_perceptron(other, opset=19)
-    assert read_candidate_kind(source, other).changes == ("opset 19, was 18",)
+    assert read_candidate_kind(perceptron, other).changes == ("opset 19, was 18",)
     model = onnx.load(other)
     model.graph.node[2].op_type = "FusedRelu"
     model.graph.node[2].domain = "com.microsoft"
     onnx.save(model, other)
-    changes = read_candidate_kind(source, other).changes
+    changes = read_candidate_kind(perceptron, other).changes
     assert changes == ("opset 19, was 18", "graph-optimised (FusedRelu 1; 6 nodes, was 6)")
 
 

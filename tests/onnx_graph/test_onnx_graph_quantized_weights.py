@@ -13,7 +13,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.quantized_weights import read_float_weights, read_quantized_weights
 from onnx_ops.statistics.quantization import compute_weight_error
-from onnx_ops.testing.models import HIDDEN, write_perceptron
+from onnx_ops.testing.models import HIDDEN
 from tests.measure.search_parts import write_words
 
 
@@ -23,13 +23,6 @@ def quantize(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     shape = [1] * weight.ndim
     shape[axis] = -1
     return np.round(weight / scale.reshape(shape)).astype(np.int8), scale
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.onnx"
-    write_perceptron(path)
-    return path
 
 
 def derive(
@@ -73,19 +66,21 @@ def steps(source: Path, derived: Path) -> float:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-def test_a_correct_weight_is_within_half_a_step(source: Path, transposed: bool, dtype: type[np.integer[Any]]) -> None:
-    assert 0.3 < steps(source, derive(source, transposed=transposed, dtype=dtype)) <= 0.501
+def test_a_correct_weight_is_within_half_a_step(
+    perceptron: Path, transposed: bool, dtype: type[np.integer[Any]]
+) -> None:
+    assert 0.3 < steps(perceptron, derive(perceptron, transposed=transposed, dtype=dtype)) <= 0.501
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_faults_that_no_accuracy_shows_are_seen(source: Path, transposed: bool) -> None:
-    assert steps(source, derive(source, transposed=transposed, shift=1)) > 0.9
-    assert steps(source, derive(source, transposed=transposed, factor=1.02)) > 1.5
+def test_faults_that_no_accuracy_shows_are_seen(perceptron: Path, transposed: bool) -> None:
+    assert steps(perceptron, derive(perceptron, transposed=transposed, shift=1)) > 0.9
+    assert steps(perceptron, derive(perceptron, transposed=transposed, factor=1.02)) > 1.5
 
 
-def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(source: Path) -> None:
+def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(perceptron: Path) -> None:
     """A quantizer copies a bias that several nodes share, and numbers the copies."""
-    derived = derive(source, transposed=False)
+    derived = derive(perceptron, transposed=False)
     model = read_model(derived)
     for tensor in model.graph.initializer:
         tensor.name = tensor.name.replace("second.weight_", "second.weight12_")
@@ -93,13 +88,13 @@ def test_a_copy_of_a_shared_weight_is_held_against_the_one_original(source: Path
         node.input[:] = [name.replace("second.weight_", "second.weight12_") for name in node.input]
         node.output[:] = [name.replace("second.weight_", "second.weight12_") for name in node.output]
     write_model(model, derived)
-    (pair,) = read_quantized_weights(source, derived)
+    (pair,) = read_quantized_weights(perceptron, derived)
     assert pair.name == "second.weight12"
     assert np.abs(pair.original - pair.dequantized).max() <= 0.501 * pair.scale.max()
 
 
-def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
-    derived = derive(source, transposed=False)
+def test_a_weight_without_its_original_is_not_passed_over(perceptron: Path) -> None:
+    derived = derive(perceptron, transposed=False)
     model = read_model(derived)
     for tensor in model.graph.initializer:
         if tensor.name == "second.weight_quantized":
@@ -107,24 +102,24 @@ def test_a_weight_without_its_original_is_not_passed_over(source: Path) -> None:
     model.graph.node[0].input[0] = "folded_quantized"
     write_model(model, derived)
     with pytest.raises(MeasurementError, match="folded"):
-        read_quantized_weights(source, derived)
+        read_quantized_weights(perceptron, derived)
 
 
-def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(source: Path) -> None:
-    model = read_model(source)
+def test_a_weight_stored_in_an_unknown_way_is_not_passed_over(perceptron: Path) -> None:
+    model = read_model(perceptron)
     model.graph.initializer.append(helper.make_tensor("strange_quantized", TensorProto.INT8, [2], [1, 2]))
-    derived = source.parent / "derived.onnx"
+    derived = perceptron.parent / "derived.onnx"
     write_model(model, derived)
     with pytest.raises(MeasurementError, match="strange"):
-        read_quantized_weights(source, derived)
+        read_quantized_weights(perceptron, derived)
 
 
-def test_a_float_model_has_none(source: Path) -> None:
-    assert read_quantized_weights(source, source) == ()
+def test_a_float_model_has_none(perceptron: Path) -> None:
+    assert read_quantized_weights(perceptron, perceptron) == ()
 
 
-def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
-    model = read_model(source)
+def test_a_step_is_never_finer_than_float32_itself(perceptron: Path) -> None:
+    model = read_model(perceptron)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     bias = numpy_helper.to_array(stored["second.bias"])
     scale = np.float32(1e-9)
@@ -135,9 +130,9 @@ def test_a_step_is_never_finer_than_float32_itself(source: Path) -> None:
     model.graph.initializer.append(numpy_helper.from_array(scale.reshape(1), "second.bias_quantized_scale"))
     parts = ["second.bias_quantized", "second.bias_quantized_scale"]
     model.graph.node.insert(0, helper.make_node("DequantizeLinear", parts, ["second.bias"]))
-    derived = source.parent / "derived.onnx"
+    derived = perceptron.parent / "derived.onnx"
     write_model(model, derived)
-    (pair,) = read_quantized_weights(source, derived)
+    (pair,) = read_quantized_weights(perceptron, derived)
     small = np.abs(pair.original) <= 2
     assert small.any()
     assert float((np.abs(pair.original - pair.dequantized) / pair.scale)[small].max()) <= 0.51
@@ -150,16 +145,16 @@ def other_steps(source: Path, derived: Path) -> dict[str, float]:
     }
 
 
-def test_constants_left_in_float_are_held_against_their_originals(source: Path) -> None:
-    derived = derive(source, transposed=True)
-    assert other_steps(source, derived) == dict.fromkeys(
+def test_constants_left_in_float_are_held_against_their_originals(perceptron: Path) -> None:
+    derived = derive(perceptron, transposed=True)
+    assert other_steps(perceptron, derived) == dict.fromkeys(
         ["first.bias", "first.weight", "second.bias", "third.bias", "third.weight"], 0.0
     )
     model = read_model(derived)
     bias = next(tensor for tensor in model.graph.initializer if tensor.name == "third.bias")
     bias.CopyFrom(numpy_helper.from_array(0 * numpy_helper.to_array(bias), "third.bias"))
     write_model(model, derived)
-    found = other_steps(source, derived)
+    found = other_steps(perceptron, derived)
     assert found.pop("third.bias") > 1000
     assert set(found.values()) == {0.0}
 

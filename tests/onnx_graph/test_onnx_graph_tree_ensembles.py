@@ -215,10 +215,8 @@ def test_nearly_every_moved_threshold_is_seen(forest: tuple[Any, dict[str, Any],
     assert seen >= 0.9 * len(places[::4])
 
 
-def test_other_models_have_no_splits(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    assert build_split_probes(path, rows(4)) is None
+def test_other_models_have_no_splits(perceptron: Path) -> None:
+    assert build_split_probes(perceptron, rows(4)) is None
 
 
 def test_an_ensemble_behind_something_else_is_left_alone(forest: tuple[Any, dict[str, Any], Path]) -> None:

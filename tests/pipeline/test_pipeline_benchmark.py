@@ -15,7 +15,8 @@ from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.pipeline.stages.benchmark import BenchmarkContext, _measure_metrics, add_default_metric
+from onnx_ops.measure.speed import ComparisonSpec
+from onnx_ops.pipeline.stages.benchmark import _measure_metrics, add_default_metric
 from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from tests.cli.mistakes import write_regressor
@@ -48,39 +49,33 @@ def test_a_metric_of_another_kind_than_the_labels_is_refused_where_a_gate_judges
     tmp_path: Path, is_judged: bool
 ) -> None:
     write_perceptron(tmp_path / "model.onnx")
-    bench = bench_of(tmp_path / "model.onnx", tmp_path / "model.onnx", np.linspace(0, 1, 9))
+    label = np.linspace(0, 1, 9)
     if is_judged:
         with pytest.raises(UserError, match="accuracy is of classes"):
-            measured(bench, tmp_path, "accuracy")
+            measured(tmp_path, "model.onnx", label, "accuracy")
     else:
-        assert measured(bench, tmp_path) == [("accuracy", True), ("rmse", True)]
+        assert measured(tmp_path, "model.onnx", label) == [("accuracy", True), ("rmse", True)]
 
 
 def test_a_variant_that_alone_answers_in_another_way_is_not_refused(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "export.onnx")
     write_perceptron(tmp_path / "model.onnx")
     write_regressor(tmp_path)
-    bench = bench_of(tmp_path / "model.onnx", tmp_path / "export.onnx", np.arange(9) % CLASSES)
-    assert ("accuracy", True) in measured(bench, tmp_path, "accuracy")
+    assert ("accuracy", True) in measured(tmp_path, "export.onnx", np.arange(9) % CLASSES, "accuracy")
 
 
-def bench_of(candidate: Path, export: Path, label: Any) -> BenchmarkContext:
-    dataset = Dataset(inputs=rows(len(label)), label=label)
-    target = Target(name="cpu")
-    return BenchmarkContext(
-        runtime=OnnxRuntime(),
-        target=target,
-        candidate=candidate,
-        export=export,
-        baselines={EXPORT: export},
-        dataset=dataset,
-        seed=0,
-    )
-
-
-def measured(bench: BenchmarkContext, root: Path, *judged: str) -> list[tuple[str, bool]]:
-    """Each metric of the candidate alone, and whether it has no value."""
+def measured(root: Path, export: str, label: Any, *judged: str) -> list[tuple[str, bool]]:
+    """Each metric of `model.onnx` alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
     stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})
-    found = _measure_metrics(bench, False, stage, open_project(root).ports)
+    spec = ComparisonSpec(
+        runtime=OnnxRuntime(),
+        target=Target(name="cpu"),
+        candidate=root / "model.onnx",
+        baselines={EXPORT: root / export},
+        feed={},
+        seed=0,
+    )
+    dataset = Dataset(inputs=rows(len(label)), label=label)
+    found = _measure_metrics(spec, dataset, root / export, stage, open_project(root).ports)
     return [(one.metric, bool(one.failed)) for one in found.scores if not one.against]

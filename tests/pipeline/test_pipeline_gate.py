@@ -11,15 +11,15 @@ from onnx_ops import codec
 from onnx_ops.attestation import read_envelope
 from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.decision import DecisionRecord
-from onnx_ops.domain.evidence import BatchInvariance, Evidence, ScoreComparison
+from onnx_ops.domain.evidence import BatchInvariance, ScoreComparison
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.domain.gate import MetricGate, ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import put_document
 from onnx_ops.pipeline.stages.gate import execute
 from onnx_ops.testing.fakes import FakeWorld
+from tests.support.evidence import make_evidence
 
 STAGE = Stage(
     id="gate/fp32@cpu",
@@ -35,20 +35,11 @@ STAGE = Stage(
 )
 
 
-def evidence_of(*invariance: BatchInvariance) -> Evidence:
-    digest = digest_bytes(b"content")
-    hardware = HardwareFingerprint(
-        machine="x86_64", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
-    )
-    return Evidence(
-        pipeline="p", variant="fp32", target="cpu", quantized=False, release=digest, manifest=digest,
-        target_digest=digest, dedicated=False, size_bytes=1, hardware=hardware, batch_invariance=invariance,
-    )  # fmt: skip
-
-
 def record_of(world: FakeWorld, root: Path, *invariance: BatchInvariance) -> DecisionRecord:
     ports = world.ports(root=root)
-    measured = Manifest(files={"evidence.json": put_document(ports.store, evidence_of(*invariance))})
+    measured = Manifest(
+        files={"evidence.json": put_document(ports.store, make_evidence("fp32", batch_invariance=invariance))}
+    )
     result = execute(STAGE, digest_bytes(b"key"), {"benchmark/fp32@cpu": measured}, ports)
     return read_envelope(ports.store.read(result["signed.json"]), DecisionRecord).record
 
@@ -71,7 +62,7 @@ def test_requests_are_batched_only_if_invariance_was_measured_and_passed(
 def test_a_metric_that_cannot_be_read_of_stored_evidence_is_a_mistake_of_the_file(tmp_path: Path) -> None:
     ports = FakeWorld().ports(root=tmp_path)
     unread = ScoreComparison(metric="accuracy", against="", n=0, failed="accuracy is of classes")
-    evidence = put_document(ports.store, replace(evidence_of(), scores=(unread,)))
+    evidence = put_document(ports.store, make_evidence("fp32", scores=(unread,)))
     inputs = {"benchmark/fp32@cpu": Manifest(files={"evidence.json": evidence})}
     judged = codec.to_json((MetricGate(name="accuracy", min=0.8),))
     with pytest.raises(UserError, match="accuracy is of classes"):

@@ -84,12 +84,8 @@ def test_needs_and_tolerances() -> None:
     assert stages["quantize/int8-static"].needs == ("export", "data/train")
     assert stages["quantize/int8-dynamic"].needs == ("export",)
     assert stages["benchmark/fp32@cpu"].needs == ("export", "validate", "data/test")
-    assert set(stages["benchmark/int8-static@edge"].needs) == {
-        "export",
-        "validate",
-        "quantize/int8-static",
-        "data/test",
-    }
+    needs = {"export", "validate", "quantize/int8-static", "data/test"}
+    assert set(stages["benchmark/int8-static@edge"].needs) == needs
     assert stages["benchmark/fp32@cpu"].own_process
     assert stages["register"].needs == ("train", "export")
     assert {"gate/int8-static@edge", "quantize/int8-dynamic"} <= set(stages["register"].tolerates)
@@ -126,20 +122,16 @@ def with_section(name: str, **values: object) -> Pipeline:
     return replace(PIPELINE, **{name: replace(getattr(PIPELINE, name), **values)})
 
 
-@pytest.mark.parametrize("section", ["train", "export", "validate", "benchmark", "register"])
+@pytest.mark.parametrize("section", ["train", "export", "validate", "benchmark", "register", "quantize", "deploy"])
 def test_attempts_are_no_part_of_a_key(section: str) -> None:
-    patient = planned(with_section(section, retries=3, timeout=60.0))
+    attempts: dict[str, Any] = {"retries": 3, "timeout": 60.0}
+    entries: Any = getattr(PIPELINE, section)
+    if isinstance(entries, tuple):
+        patient = planned(replace(PIPELINE, **{section: tuple(replace(entry, **attempts) for entry in entries)}))
+    else:
+        patient = planned(with_section(section, **attempts))
     assert not changed(planned(), patient)
     assert any((stage.retries, stage.timeout) == (3, 60.0) for stage in patient.stages)
-
-
-def test_attempts_of_quantizing_and_deploying_are_no_part_of_a_key() -> None:
-    patient = replace(
-        PIPELINE,
-        quantize=tuple(replace(entry, retries=2) for entry in PIPELINE.quantize),
-        deploy=tuple(replace(entry, timeout=5.0) for entry in PIPELINE.deploy),
-    )
-    assert not changed(planned(), planned(patient))
 
 
 RELEASE = {"register", "promote@cpu", "promote@edge", "deploy/digits", "deploy/digits-edge"}
@@ -149,11 +141,11 @@ def pairs_of(*kinds: str) -> set[str]:
     return {f"{kind}/{variant}@{target}" for kind in kinds for variant in VARIANTS for target in TARGETS}
 
 
-def with_gates(*gates: Gate) -> Pipeline:
-    return replace(PIPELINE, gates=gates)
+def plan_with(*gates: Gate, probe: TableProbe | None = None) -> Plan:
+    return planned(replace(PIPELINE, gates=gates), probe)
 
 
-BENCHMARKS = {f"benchmark/{variant}@{target}" for variant in VARIANTS for target in ("cpu", "edge")}
+BENCHMARKS = pairs_of("benchmark")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +161,7 @@ BENCHMARKS = {f"benchmark/{variant}@{target}" for variant in VARIANTS for target
     ],
 )
 def test_limits_of_metrics_measure_nothing_again(before: Gate, after: Gate) -> None:
-    assert not changed(planned(with_gates(before)), planned(with_gates(after))) & BENCHMARKS
+    assert not changed(plan_with(before), plan_with(after)) & BENCHMARKS
 
 
 @pytest.mark.parametrize(
@@ -182,31 +174,24 @@ def test_limits_of_metrics_measure_nothing_again(before: Gate, after: Gate) -> N
     ],
 )
 def test_another_metric_is_measured(before: Gate, after: Gate) -> None:
-    assert changed(planned(with_gates(before)), planned(with_gates(after))) >= BENCHMARKS
+    assert changed(plan_with(before), plan_with(after)) >= BENCHMARKS
 
 
 def test_the_code_of_an_own_metric_is_part_of_its_measurement() -> None:
-    pipeline = with_gates(MetricGate(use="own:score", higher_is_better=True, min=0.5))
-    digests = []
-    for code in ("", "edited"):
-        probe = TableProbe()
-        probe.world["code"] = code
-        digests.append(planned(pipeline, probe)["benchmark/fp32@cpu"].settings["metrics"])
-    assert digests[0] != digests[1]
+    gate = MetricGate(use="own:score", higher_is_better=True, min=0.5)
+    edited = TableProbe(world={"code": "edited"})
+    before, after = (plan_with(gate, probe=probe)["benchmark/fp32@cpu"] for probe in (TableProbe(), edited))
+    assert before.settings["metrics"] != after.settings["metrics"]
 
 
 def test_the_order_of_metric_gates_does_not_matter_to_a_measurement() -> None:
     gates = (MetricGate(name="f1", min=0.5), MetricGate(name="auc", min=0.5))
-    assert not changed(planned(with_gates(*gates)), planned(with_gates(*reversed(gates)))) & BENCHMARKS
+    assert not changed(plan_with(*gates), plan_with(*reversed(gates))) & BENCHMARKS
 
 
 def test_other_gates_judge_again_and_measure_nothing_again() -> None:
     other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
     assert changed(planned(), other) == pairs_of("gate") | RELEASE
-
-
-def plan_with(*gates: Gate) -> Plan:
-    return planned(with_gates(*gates))
 
 
 def test_measurements_follow_from_the_gates_and_limits_do_not_enter_their_keys() -> None:
@@ -318,24 +303,8 @@ ENTRY = Quantize(name="best", method="auto", tune=Tune(data="extra"), calibrate=
 SEARCHED = replace(PIPELINE, quantize=(ENTRY,), gates=(*PIPELINE.gates, MetricGate(name="rmse", max_increase=0.1)))
 
 
-def planned_search(pipeline: Pipeline = SEARCHED, probe: TableProbe | None = None) -> Plan:
-    return plan(pipeline, TARGETS, probe or TableProbe())
-
-
-def search_keys(some: Plan) -> dict[str, str]:
-    result = run(
-        some, handler=CountingHandler(), executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock()
-    )
-    return {name: outcome.key for name, outcome in result.outcomes.items() if outcome.key is not None}
-
-
-def changed_search(before: Plan, after: Plan) -> set[str]:
-    old, new = search_keys(before), search_keys(after)
-    return {name for name in old if name in new and old[name] != new[name]}
-
-
 def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
-    stages = planned_search()
+    stages = planned(SEARCHED)
     assert ids(stages.stages, StageKind.SEARCH) == ["search/best"]
     assert ids(stages.stages, StageKind.QUANTIZE) == [f"quantize/best-{role}" for role in ("fast", "small", "exact")]
     assert stages["search/best"].needs == ("export", "data/extra", "data/train")
@@ -348,40 +317,31 @@ def test_a_search_is_one_stage_and_each_role_a_variant() -> None:
 def test_only_the_roles_that_are_kept_become_variants() -> None:
     pipeline = replace(SEARCHED, quantize=(replace(ENTRY, keep=("small",)),))
     assert pipeline.variants() == ("fp32", "best-small")
-    assert ids(planned_search(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
+    assert ids(planned(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
 
 
 def test_it_decides_by_the_metric_that_is_gated() -> None:
-    metric = planned_search()["search/best"].settings["metric"]
+    metric = planned(SEARCHED)["search/best"].settings["metric"]
     assert isinstance(metric, dict)
     assert (metric["definition"]["name"], metric["lower"]) == ("rmse", True)
-    plain = planned_search(replace(SEARCHED, gates=PIPELINE.gates))["search/best"].settings["metric"]
+    plain = planned(replace(SEARCHED, gates=PIPELINE.gates))["search/best"].settings["metric"]
     assert isinstance(plain, dict)
     assert (plain["definition"]["name"], plain["lower"]) == ("accuracy", False)
 
 
 def test_what_changes_the_search() -> None:
+    before = planned(SEARCHED)
     again = replace(SEARCHED, quantize=(replace(ENTRY, budget=Budget(metric_drop=0.02)),))
-    assert {"search/best", "quantize/best-fast"} <= changed_search(planned_search(), planned_search(again))
+    assert {"search/best", "quantize/best-fast"} <= changed(before, planned(again))
     again = replace(SEARCHED, gates=(*PIPELINE.gates, MetricGate(name="mae", max_increase=0.1)))
-    assert "search/best" in changed_search(planned_search(), planned_search(again))
-    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"data": "other"})))
-    assert "search/best" in changed_search(
-        planned_search(), planned_search(probe=TableProbe({"optimizers/dynamic": "2.0"}))
-    )
-    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"hardware": "other"})))
-    assert "search/best" in changed_search(planned_search(), planned_search(probe=TableProbe({"cpu/vnni": "no"})))
+    assert "search/best" in changed(before, planned(again))
+    for world in ({"data": "other"}, {"optimizers/dynamic": "2.0"}, {"hardware": "other"}, {"cpu/vnni": "no"}):
+        assert "search/best" in changed(before, planned(SEARCHED, TableProbe(world))), world
 
 
 def test_what_is_preferred_changes_only_the_release() -> None:
-    preferring = planned_search(replace(PIPELINE, prefer=Objective(default="size", targets={"edge": "accuracy"})))
-    assert changed_search(planned_search(PIPELINE), preferring) == {
-        "register",
-        "promote@cpu",
-        "promote@edge",
-        "deploy/digits",
-        "deploy/digits-edge",
-    }
+    preferring = planned(replace(PIPELINE, prefer=Objective(default="size", targets={"edge": "accuracy"})))
+    assert changed(planned(), preferring) == RELEASE
     policies = preferring["register"].settings["policies"]
     assert isinstance(policies, dict)
     assert [policies[name]["prefer"] for name in ("cpu", "edge")] == ["size", "accuracy"]
@@ -390,5 +350,5 @@ def test_what_is_preferred_changes_only_the_release() -> None:
 
 def test_the_price_of_a_target_is_measured_by_nothing() -> None:
     dearer = {name: replace(target, price_per_hour=0.5) for name, target in TARGETS.items()}
-    assert changed_search(planned_search(PIPELINE), plan(PIPELINE, dearer, TableProbe())) == set()
+    assert changed(planned(), plan(PIPELINE, dearer, TableProbe())) == set()
     assert all(target.digest() == TARGETS[name].digest() for name, target in dearer.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +27,13 @@ from onnx_ops.domain.evidence import (
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.release import Lineage, Registration
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.measure.files import put_document
 from onnx_ops.measure.reference_outputs import ReferenceGroup, put_reference
 from onnx_ops.pipeline.stages.register import build_request_example, choose_variants, execute
 from onnx_ops.ports import Store
 from onnx_ops.reporting.metrics import plain_figures
 from onnx_ops.testing.fakes import FakeWorld
+from tests.support.evidence import make_evidence
 
 RELEASE = digest_bytes(b"release")
 VARIANTS = ("fp32", "int8-static")
@@ -47,26 +48,8 @@ def decision_of(variant: str) -> Decision:
 
 
 def evidence_of(variant: str) -> Evidence:
-    return Evidence(
-        pipeline="p",
-        variant=variant,
-        target="cpu-1t",
-        quantized=False,
-        release=RELEASE,
-        manifest=digest_bytes(variant.encode()),
-        target_digest=digest_bytes(b"target"),
-        dedicated=False,
-        size_bytes=1000,
-        hardware=HardwareFingerprint(
-            machine="x86_64",
-            cpu_model="Example CPU",
-            cpu_flags=(),
-            cores=2,
-            memory_bytes=10**9,
-            runtime="onnxruntime",
-            runtime_version="1",
-        ),
-    )
+    manifest = digest_bytes(variant.encode())
+    return make_evidence(variant, target="cpu-1t", quantized=False, release=RELEASE, manifest=manifest, size_bytes=1000)
 
 
 def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> None:
@@ -186,20 +169,19 @@ def exported(store: Store, array: np.ndarray, batch: int | str = "batch", group:
 ROWS = np.array([[1.5, 2], [3, 4], [5, 6]], np.float32)
 
 
-def test_one_row_of_a_free_batch(store: Store) -> None:
-    assert json.loads(build_request_example(exported(store, ROWS), store)) == {"inputs": {"x": [[1.5, 2]]}}
+@pytest.mark.parametrize(("batch", "rows"), [("batch", [[1.5, 2]]), (2, [[1.5, 2], [3, 4]])])
+def test_an_example_has_one_row_or_those_of_a_fixed_batch(store: Store, batch: Any, rows: list[list[float]]) -> None:
+    assert json.loads(build_request_example(exported(store, ROWS, batch=batch), store)) == {"inputs": {"x": rows}}
 
 
-def test_a_fixed_batch_gets_as_many_rows(store: Store) -> None:
-    assert json.loads(build_request_example(exported(store, ROWS, batch=2), store)) == {
-        "inputs": {"x": [[1.5, 2], [3, 4]]}
-    }
-
-
-@pytest.mark.parametrize("array", [np.full((1, 2), np.nan, np.float32), np.zeros((1, 1 << 19), np.float32)])
-def test_what_json_cannot_say_or_nobody_would_read_is_left_out(store: Store, array: np.ndarray) -> None:
-    assert build_request_example(exported(store, array), store) == b""
-
-
-def test_no_real_rows_no_example(store: Store) -> None:
-    assert build_request_example(exported(store, ROWS, group="edge"), store) == b""
+@pytest.mark.parametrize(
+    ("array", "group"),
+    [
+        (np.full((1, 2), np.nan, np.float32), "real"),
+        (np.zeros((1, 1 << 19), np.float32), "real"),
+        (ROWS, "edge"),
+    ],
+    ids=["no JSON", "too large", "no real rows"],
+)
+def test_what_json_cannot_say_or_nobody_would_read_is_left_out(store: Store, array: np.ndarray, group: str) -> None:
+    assert build_request_example(exported(store, array, group=group), store) == b""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes, digest_json
-from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.gate import SizeGate
 from onnx_ops.domain.pipeline import Plan, Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.errors import (
@@ -36,10 +35,9 @@ PLAN = plan(PIPELINE, TARGETS, TableProbe())
 OTHER_GATES = plan(replace(PIPELINE, gates=(SizeGate(max=5),)), TARGETS, TableProbe())
 
 
-def go(handler: CountingHandler, some: Plan = PLAN, fresh: Collection[StageKind] = ()) -> RunResult:
-    return run(
-        some, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock(), fresh=fresh
-    )
+def go(handler: CountingHandler, some: Plan = PLAN, **options: Any) -> RunResult:
+    executor, observer = InlineExecutor(), SilentObserver()
+    return run(some, handler=handler, executor=executor, observer=observer, clock=FakeClock(), **options)
 
 
 def statuses(result: RunResult) -> set[StageStatus]:
@@ -216,7 +214,7 @@ PATIENCE_S = 30.0
 
 
 @dataclass
-class Busy:
+class Busy(CountingHandler):
     """A handler that notes who is at work beside whom. `failing` stages fail."""
 
     failing: frozenset[str] = frozenset()
@@ -224,15 +222,6 @@ class Busy:
     most: int = 0
     _at_work: set[str] = field(default_factory=set)
     _noting: threading.Lock = field(default_factory=threading.Lock)
-
-    def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
-        return None
-
-    def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        return ""
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         with self._noting:
@@ -247,15 +236,6 @@ class Busy:
             raise StageError("it does not work", where=stage.id)
         return Manifest(files={"result": digest_json([key])})
 
-    def decision(self, manifest: Manifest) -> Decision | None:
-        return None
-
-
-def run_in_pool(handler: Busy, some: Plan, jobs: int) -> RunResult:
-    return run(
-        some, handler=handler, executor=InlineExecutor(), observer=SilentObserver(), clock=FakeClock(), jobs=jobs
-    )
-
 
 def told(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, str, Digest | None]]:
     return {name: (one.status, one.reason, one.key) for name, one in outcomes.items()}
@@ -263,8 +243,8 @@ def told(outcomes: Mapping[str, StageOutcome]) -> dict[str, tuple[StageStatus, s
 
 @pytest.mark.parametrize("failing", [(), ("export",), ("quantize/int8-static", "benchmark/fp32@cpu")])
 def test_side_by_side_the_outcomes_are_those_of_one_by_one(failing: tuple[str, ...]) -> None:
-    alone, together = Busy(frozenset(failing)), Busy(frozenset(failing))
-    one, many = run_in_pool(alone, PLAN, 1), run_in_pool(together, PLAN, 4)
+    alone, together = Busy(failing=frozenset(failing)), Busy(failing=frozenset(failing))
+    one, many = go(alone), go(together, jobs=4)
     assert told(many.outcomes) == told(one.outcomes)
     assert many.executed() == one.executed()
     assert set(many.errors) == set(failing)
@@ -289,8 +269,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(some=plans(), jobs=st.integers(2, 5), failing=st.frozensets(st.integers(0, 11).map("s{}".format)))
 def test_any_plan_ends_as_it_would_one_by_one(some: Plan, jobs: int, failing: frozenset[str]) -> None:
-    together = Busy(failing)
-    assert told(run_in_pool(together, some, jobs).outcomes) == told(run_in_pool(Busy(failing), some, 1).outcomes)
+    together = Busy(failing=failing)
+    assert told(go(together, some, jobs=jobs).outcomes) == told(go(Busy(failing=failing), some).outcomes)
     assert together.most <= jobs
 
 
@@ -303,7 +283,7 @@ def test_what_does_not_wait_for_each_other_is_at_work_at_once() -> None:
                 both.wait(PATIENCE_S)
             return super().execute(stage, key, inputs)
 
-    assert not run_in_pool(Meeting(), PLAN, 2).errors
+    assert not go(Meeting(), jobs=2).errors
 
 
 def test_results_come_in_the_order_of_the_items_whatever_ends_first() -> None:

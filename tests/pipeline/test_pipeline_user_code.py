@@ -35,12 +35,16 @@ SOURCES = {
 }
 
 
+def write_sources(root: Path) -> Path:
+    for name, source in SOURCES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source)
+    return root
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name, source in SOURCES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    return tmp_path
+    return write_sources(tmp_path)
 
 
 def edited(project: Path, name: str, reference: str = "model:train", depends: tuple[str, ...] = ()) -> bool:
@@ -96,10 +100,7 @@ def test_a_package_wins_over_a_module_of_the_same_name(project: Path) -> None:
 def test_the_function_is_no_part_of_it_and_neither_is_the_place(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    other = tmp_path_factory.mktemp("other")
-    for name, source in SOURCES.items():
-        (other / name).parent.mkdir(parents=True, exist_ok=True)
-        (other / name).write_text(source)
+    other = write_sources(tmp_path_factory.mktemp("other"))
     assert collect_user_code(("model:train",), project) == collect_user_code(("model:other",), other)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -110,9 +109,6 @@ class TestNonInferiority:
             order = [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
             assert order.index(after) >= order.index(before)
 
-    def test_nan_limit_never_passes(self) -> None:
-        assert verdict(1000, 0, 100, math.nan) is Verdict.INCONCLUSIVE
-
 
 class TestClopperPearson:
     @pytest.mark.parametrize(("k", "n"), [(0, 10), (10, 10), (5, 10), (431, 450)])
@@ -127,11 +123,6 @@ class TestClopperPearson:
     def test_impossible_counts_are_refused(self, bad: tuple[int, int]) -> None:
         with pytest.raises(ValueError, match="no proportion"):
             clopper_pearson(*bad)
-
-    def test_three_way_verdict(self) -> None:
-        limit = MetricLimit(kind="min", value=0.95, plain=False)
-        found = [limit.verdict(*clopper_pearson(right, 1000)[1:]) for right in (980, 950, 900)]
-        assert found == [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
 
 
 def test_advice_for_few_samples_only() -> None:

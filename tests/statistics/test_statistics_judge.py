@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import (
     ActivationMeasurement,
@@ -36,17 +35,9 @@ from onnx_ops.domain.gate import (
     SizeGate,
     ThroughputGate,
 )
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
+from tests.support.evidence import CPU, CPU_FACTS, DIGEST, QUIET, make_evidence
 from tests.support.golden import Golden
-
-D = Digest("sha256:" + "0" * 64)
-HARDWARE = HardwareFingerprint(
-    machine="x86_64", cpu_model="cpu", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
-)
-QUIET = ((0.001,), (-0.001,), (0.0,), (0.002,), (-0.002,)) * 8
-CPU = "CPUExecutionProvider"
-FACTS = RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 3})
 
 
 def parity(ratio: float = 1.0, **change: Any) -> ParityMeasurement:
@@ -69,14 +60,14 @@ def counts(against: str, b: int = 0, c: int = 0, n: int = 2000) -> PairedCounts:
 def against(name: str, ratio: float, **change: Any) -> LatencyComparison:
     ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
     comparison = LatencyComparison(
-        against=name, baseline=D, log_ratios=ratios, self_log_ratios=QUIET, runs=400, preempted=20
+        against=name, baseline=DIGEST, log_ratios=ratios, self_log_ratios=QUIET, runs=400, preempted=20
     )
     return replace(comparison, **change)
 
 
 def figure(name: str, baseline: str, ratio: float, **change: Any) -> PairedRatios:
     ratios = tuple((math.log(ratio) + noise,) for (noise,) in QUIET)
-    found = PairedRatios(figure=name, against=baseline, baseline=D, log_ratios=ratios, self_log_ratios=QUIET)
+    found = PairedRatios(figure=name, against=baseline, baseline=DIGEST, log_ratios=ratios, self_log_ratios=QUIET)
     return replace(found, **change)
 
 
@@ -95,18 +86,10 @@ GATES: tuple[Gate, ...] = (
     LatencyGate(max_regression=0.05, p99=0.002),
     SizeGate(max=2_000_000),
 )
-INT8 = Evidence(
-    pipeline="p",
-    variant="int8",
-    target="cpu",
-    quantized=True,
-    release=D,
-    manifest=D,
-    target_digest=D,
+INT8 = make_evidence(
     dedicated=True,
     size_bytes=1_000_000,
-    hardware=HARDWARE,
-    runtime=FACTS,
+    runtime=CPU_FACTS,
     baseline="champion",
     export_parity=(parity(), parity(group="x10")),
     weights=(WeightMeasurement(tensor="w", steps=0.5, elements=100),),
@@ -168,11 +151,11 @@ class TestProvider:
         ("facts", "verdict"),
         [
             (None, Verdict.INCONCLUSIVE),
-            (replace(FACTS, asked=(CUDA, CPU)), Verdict.ERROR),
-            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}), Verdict.ERROR),
-            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}), Verdict.INCONCLUSIVE),
-            (replace(FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}), None),
-            (replace(FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
+            (replace(CPU_FACTS, asked=(CUDA, CPU)), Verdict.ERROR),
+            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 1}), Verdict.ERROR),
+            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={}), Verdict.INCONCLUSIVE),
+            (replace(CPU_FACTS, asked=(CUDA, CPU), used=(CUDA, CPU), nodes={CUDA: 5, CPU: 0}), None),
+            (replace(CPU_FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
         ],
         ids=["unknown", "all on another", "some on another", "nodes unknown", "as asked", "cpu"],
     )
@@ -216,10 +199,6 @@ class TestParity:
         assert judge([ParityGate()], evidence).verdict is Verdict.FAIL
         assert judge([ParityGate(groups={"lengths": "advise"})], evidence).verdict is Verdict.PASS
 
-    def test_advice_alone_is_no_measurement(self) -> None:
-        outside = replace(parity(), inside=False)
-        assert judge([ParityGate()], replace(FP32, parity=(outside,))).verdict is Verdict.INCONCLUSIVE
-
     def test_a_slow_source_is_told_with_what_it_leaves_unseen(self) -> None:
         evidence = replace(FP32, parity=(parity(),), source=SourceLimits(rows=64, samples=512))
         (told,) = [r for r in judge([ParityGate()], evidence).results if r.metric == "rows"]
@@ -236,7 +215,7 @@ class TestParity:
         assert judge([ParityGate()], replace(FP32, parity=(parity(), single))).verdict is Verdict.PASS
         assert judge([ParityGate()], replace(FP32, parity=(single,))).verdict is Verdict.FAIL
 
-    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),)])
+    @pytest.mark.parametrize("measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)])
     def test_nothing_measured(self, measured: tuple[ParityMeasurement, ...]) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
         assert judge([ParityGate()], replace(INT8, export_parity=measured)).verdict is Verdict.INCONCLUSIVE
@@ -244,13 +223,6 @@ class TestParity:
     def test_a_variant_of_a_wrong_export_fails(self) -> None:
         result = only(judge([ParityGate()], replace(INT8, export_parity=(parity(11.0),))), "parity", "export")
         assert result.verdict is Verdict.FAIL
-
-    @pytest.mark.parametrize(("steps", "verdict"), [(0.51, Verdict.PASS), (0.52, Verdict.FAIL)])
-    def test_weights_stay_within_their_step(self, steps: float, verdict: Verdict) -> None:
-        weights = (*INT8.weights, WeightMeasurement(tensor="v", steps=steps, elements=9))
-        result = only(judge([ParityGate()], replace(INT8, weights=weights)), "parity", "weights")
-        assert (result.verdict, result.n) == (verdict, 109)
-        assert "'v'" in result.reason
 
     def test_no_weights_prove_nothing(self) -> None:
         decision = judge([ParityGate()], replace(INT8, weights=()))
@@ -274,7 +246,7 @@ class TestMetric:
         assert result.reason.endswith("below 500 samples expect inconclusive")
 
     def test_the_first_export_has_nothing_to_be_compared_with(self) -> None:
-        assert judge([self.GATE], FP32).results == ()
+        assert judge([self.GATE, TestLatency.GATE], FP32).results == ()
         assert judge([self.GATE], FP32).verdict is Verdict.INCONCLUSIVE
         assert judge([self.GATE, SizeGate(max=2_000_000)], FP32).verdict is Verdict.PASS
 
@@ -290,9 +262,8 @@ class TestMetric:
     def test_minimum(self, minimum: float, verdict: Verdict) -> None:
         result = only(judge([MetricGate(min=minimum)], FP32), "metric", "accuracy")
         assert (result.verdict, result.estimate) == (verdict, 0.96)
-
-    def test_minimum_without_labels(self) -> None:
-        assert judge([MetricGate(min=0.5)], replace(FP32, metrics=())).verdict is Verdict.INCONCLUSIVE
+        unlabelled = replace(FP32, metrics=())
+        assert judge([MetricGate(min=minimum)], unlabelled).verdict is Verdict.INCONCLUSIVE
 
     @pytest.mark.parametrize("bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)])
     def test_impossible_counts_never_pass(self, bad: PairedCounts) -> None:
@@ -305,10 +276,6 @@ class TestMetric:
         empty = replace(FP32, baseline="champion", metrics=(counts("", n=0), counts("champion", n=0)))
         assert judge([MetricGate(max_drop=0.01, min=0.9)], empty).results == decision.results
         assert decision.verdict is Verdict.INCONCLUSIVE
-
-    def test_a_gate_without_a_limit_proves_nothing(self) -> None:
-        for gate in (MetricGate(), LatencyGate()):
-            assert judge([gate, SizeGate(max=2_000_000)], FP32).verdict is Verdict.INCONCLUSIVE
 
 
 class TestLatency:
@@ -327,9 +294,6 @@ class TestLatency:
     def test_first_release_of_a_variant_is_held_against_the_export(self) -> None:
         evidence = replace(INT8, baseline="fp32", comparisons=(against("fp32", 1.2),))
         assert only(judge([self.GATE], evidence), "latency", "ratio vs fp32").verdict is Verdict.FAIL
-
-    def test_first_release_of_the_export_is_held_against_nothing(self) -> None:
-        assert judge([self.GATE], FP32).results == ()
 
     def test_a_biased_host_blames_nobody(self) -> None:
         biased = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)

@@ -142,25 +142,29 @@ class TestHodgesLehmann:
 
 
 class TestErrorRates:
-    def test_equal_models_do_not_fail(self, simulation: Simulation) -> None:
-        found = simulation.rates(1.0, 1)
-        assert found[Verdict.FAIL] <= 0.01
-        assert found[Verdict.PASS] >= 0.98
-
-    def test_two_percent_slower_does_not_fail_at_a_limit_of_five(self, simulation: Simulation) -> None:
-        found = simulation.rates(1.02, 2)
-        assert found[Verdict.FAIL] <= 0.01
-        assert found[Verdict.PASS] >= 0.95
-
-    def test_ten_percent_slower_is_caught(self, simulation: Simulation) -> None:
-        assert simulation.rates(1.10, 3)[Verdict.FAIL] >= 0.99
-
-    def test_twenty_percent_slower_is_caught(self, simulation: Simulation) -> None:
-        assert simulation.rates(1.20, 4)[Verdict.FAIL] >= 0.99
-
-    def test_preemptions_that_nobody_noticed_change_nothing(self, simulation: Simulation) -> None:
-        assert simulation.rates(1.0, 5, flagged=0.5)[Verdict.FAIL] <= 0.01
-        assert simulation.rates(1.10, 6, flagged=0.5)[Verdict.FAIL] >= 0.99
+    @pytest.mark.parametrize(
+        ("ratio", "seed", "flagged", "passing", "failing"),
+        [
+            pytest.param(1.0, 1, 1.0, (0.98, 1), (0, 0.01), id="equal"),
+            pytest.param(1.02, 2, 1.0, (0.95, 1), (0, 0.01), id="2 % slower"),
+            pytest.param(1.10, 3, 1.0, (0, 1), (0.99, 1), id="10 % slower"),
+            pytest.param(1.20, 4, 1.0, (0, 1), (0.99, 1), id="20 % slower"),
+            pytest.param(1.0, 5, 0.5, (0, 1), (0, 0.01), id="equal, preemptions unnoticed"),
+            pytest.param(1.10, 6, 0.5, (0, 1), (0.99, 1), id="10 % slower, preemptions unnoticed"),
+        ],
+    )
+    def test_a_slow_down_fails_at_a_limit_of_five_percent(
+        self,
+        simulation: Simulation,
+        ratio: float,
+        seed: int,
+        flagged: float,
+        passing: tuple[float, float],
+        failing: tuple[float, float],
+    ) -> None:
+        found = simulation.rates(ratio, seed, flagged=flagged)
+        assert passing[0] <= found[Verdict.PASS] <= passing[1]
+        assert failing[0] <= found[Verdict.FAIL] <= failing[1]
 
     def test_level_holds_at_the_limit_itself_in_spite_of_the_session_effect(self, simulation: Simulation) -> None:
         """A true slow-down equal to the limit fails, and passes, in at most one of twenty cases each."""
@@ -327,13 +331,12 @@ class TestPairsNeeded:
 class TestWithheld:
     SHIFTED = ([[0.03], [0.031], [0.029]] * 14)[:40]
 
-    def test_a_biased_host_withholds_what_its_bias_could_explain(self) -> None:
-        assert "biased host" in str(explain_withheld_verdict([[0.03]] * 40, self.SHIFTED, 0.05))
-        assert "biased host" in str(explain_withheld_verdict([[0.06]] * 40, self.SHIFTED, 0.05))
-
-    @pytest.mark.parametrize("log_ratio", [-2.0, 0.0, 2.0])
-    def test_a_biased_host_tells_what_its_bias_cannot_explain(self, log_ratio: float) -> None:
-        assert explain_withheld_verdict([[log_ratio]] * 40, self.SHIFTED, 0.05) is None
+    @pytest.mark.parametrize(
+        ("log_ratio", "withheld"), [(0.03, True), (0.06, True), (-2.0, False), (0.0, False), (2.0, False)]
+    )
+    def test_a_biased_host_withholds_what_its_bias_could_explain(self, log_ratio: float, withheld: bool) -> None:
+        why = explain_withheld_verdict([[log_ratio]] * 40, self.SHIFTED, 0.05)
+        assert ("biased host" in (why or "")) is (why is not None) is withheld
 
     def test_a_noisy_self_test_withholds_nothing_that_every_interval_supports(self) -> None:
         assert explain_withheld_verdict([[0.001], [-0.001]] * 20, NOISY * 8, 0.05) is None
@@ -348,24 +351,24 @@ class TestLooks:
     def test_each_look_follows_the_one_before(self) -> None:
         assert [get_next_look(n) for n in (0, 4, 5, 10, 20, 40, 45)] == [5, 5, 6, 11, 28, 40, 40]
 
-    def test_stops_when_everything_is_decided(self) -> None:
-        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
-        assert not should_continue([[-0.3]] * 5, quiet, [0.05, 0.0])
+    QUIET = ([0.001], [-0.001], [0.0], [0.002], [-0.002])
 
-    def test_goes_on_for_the_limit_that_is_not(self) -> None:
-        quiet = [[0.001], [-0.001], [0.0], [0.002], [-0.002]]
-        assert not should_continue(quiet, quiet, [0.05])
-        assert should_continue(quiet, quiet, [0.05, 0.0])
-
-    def test_goes_on_while_the_host_is_biased(self) -> None:
-        assert should_continue([[0.0]] * 5, [[0.03]] * 5, [0.05])
-
-    def test_stops_where_no_bias_of_the_host_could_matter(self) -> None:
-        assert not should_continue([[2.0]] * 5, NOISY, [0.05])
-
-    def test_goes_on_between_looks_and_stops_after_the_last(self) -> None:
-        assert should_continue([[-0.3]] * 7, [[0.0]] * 7, [0.05])
-        assert not should_continue([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05])
+    @pytest.mark.parametrize(
+        ("pairs", "itself", "tolerances", "goes_on"),
+        [
+            pytest.param([[-0.3]] * 5, QUIET, [0.05, 0.0], False, id="everything is decided"),
+            pytest.param(QUIET, QUIET, [0.05], False, id="the limit is decided"),
+            pytest.param(QUIET, QUIET, [0.05, 0.0], True, id="one limit is not"),
+            pytest.param([[0.0]] * 5, [[0.03]] * 5, [0.05], True, id="the host is biased"),
+            pytest.param([[2.0]] * 5, NOISY, [0.05], False, id="no bias could matter"),
+            pytest.param([[-0.3]] * 7, [[0.0]] * 7, [0.05], True, id="between looks"),
+            pytest.param([[0.05], [0.04]] * 20, [[0.0]] * 40, [0.05], False, id="after the last"),
+        ],
+    )
+    def test_measures_on_while_a_limit_is_undecided(
+        self, pairs: list[list[float]], itself: list[list[float]], tolerances: list[float], goes_on: bool
+    ) -> None:
+        assert should_continue(pairs, itself, tolerances) is goes_on
 
 
 class TestQuantileGate:
@@ -385,12 +388,10 @@ class TestQuantileGate:
         assert compare_latency_quantile(one_slow, 0.99, 0.002).verdict is Verdict.PASS
         assert compare_latency_quantile(one_slow[1:], 0.99, 0.002).verdict is Verdict.INCONCLUSIVE
 
-    def test_too_few_runs_never_fail_either(self) -> None:
+    def test_slow_models_fail_unless_there_are_too_few_runs(self) -> None:
+        assert compare_latency_quantile([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
         found = compare_latency_quantile([9_000_000] * 100, 0.99, 0.002)
         assert (found.verdict, found.exceeding, found.runs) == (Verdict.INCONCLUSIVE, 100, 100)
-
-    def test_slow_models_fail(self) -> None:
-        assert compare_latency_quantile([1_000_000] * 380 + [9_000_000] * 20, 0.99, 0.002).verdict is Verdict.FAIL
 
     def test_nothing_measured(self) -> None:
         found = compare_latency_quantile([], 0.5, 1.0)
@@ -530,14 +531,14 @@ class TestProbe:
         probe[1, 2, 0, 3] = value
         np.testing.assert_array_equal(compute_block_logs(times, NO_LOSS, probe), compute_block_logs(times, NO_LOSS))
 
+    def test_too_few_runs_for_a_curve_leave_the_plain_estimate(self) -> None:
+        times, probe = (array[:1, :1] for array in race(8))
+        few: Any = NO_LOSS[:1, :1]
+        np.testing.assert_array_equal(compute_block_logs(times, few, probe), compute_block_logs(times, few))
+
     @given(seeds, st.sampled_from([0.0, 1.0, 2e3, math.nan]))
     def test_a_probe_that_never_changes_leaves_the_plain_estimate(self, seed: int, value: float) -> None:
         times, _ = race(seed)
         np.testing.assert_array_equal(
             compute_block_logs(times, NO_LOSS, np.full(SHAPE, value)), compute_block_logs(times, NO_LOSS)
         )
-
-    def test_too_few_runs_for_a_curve_leave_the_plain_estimate(self) -> None:
-        times, probe = (array[:1, :1] for array in race(8))
-        few: Any = NO_LOSS[:1, :1]
-        np.testing.assert_array_equal(compute_block_logs(times, few, probe), compute_block_logs(times, few))

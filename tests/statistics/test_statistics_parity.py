@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import BatchInvariance, Divergence, Evidence, ParityMeasurement
+from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.errors import MeasurementError
 from onnx_ops.statistics.parity import (
     DIVERGENCE_FACTOR,
@@ -35,6 +33,7 @@ from onnx_ops.statistics.parity import (
 )
 from onnx_ops.statistics.quantization import compute_weight_error
 from onnx_ops.statistics.rules.parity import METRIC, judge_invariance, judge_parity
+from tests.support.evidence import make_evidence
 from tests.support.golden import Golden
 
 LIMIT = ParityGate().noise_factor
@@ -290,25 +289,8 @@ def test_rows_of_another_shape_are_taken_evenly() -> None:
 
 
 def reason(divergence: Divergence | None, ratio: float = 5000.0, quantized: bool = False) -> str:
-    digest = Digest("sha256:" + "0" * 64)
     measured = ParityMeasurement(output="y", group="real", rows=128, error=ratio * 1e-6, noise=1e-6, ratio=ratio)
-    evidence = Evidence(
-        pipeline="p",
-        variant="v",
-        target="cpu",
-        quantized=quantized,
-        release=digest,
-        manifest=digest,
-        target_digest=digest,
-        dedicated=False,
-        size_bytes=1,
-        hardware=HardwareFingerprint(
-            machine="m", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
-        ),
-        parity=(measured,),
-        export_parity=(measured,),
-        divergence=divergence,
-    )
+    evidence = make_evidence(quantized=quantized, parity=(measured,), export_parity=(measured,), divergence=divergence)
     result = next(judge_parity(ParityGate(), evidence))
     assert result.verdict is (Verdict.PASS if ratio <= 10 else Verdict.FAIL)
     return result.reason
@@ -338,21 +320,6 @@ def test_the_worst_row_is_the_farthest_and_nan_on_one_side_comes_first() -> None
     assert find_worst_row(np.array(["a", "b"]), np.array(["a", "c"])) == 1
 
 
-D = Digest("sha256:" + "0" * 64)
-EVIDENCE = Evidence(
-    pipeline="p",
-    variant="v",
-    target="cpu",
-    quantized=False,
-    release=D,
-    manifest=D,
-    target_digest=D,
-    dedicated=False,
-    size_bytes=1,
-    hardware=HardwareFingerprint(
-        machine="m", cpu_model="c", cpu_flags=(), cores=1, memory_bytes=1, runtime="r", runtime_version="1"
-    ),
-)
 SCORES = np.random.default_rng(0).standard_normal((32, 10)).astype(np.float32)
 NOISE = {"y": 1e-6}
 
@@ -362,7 +329,7 @@ def singles(**outputs: Any) -> list[dict[str, Any]]:
 
 
 def told(*measured_in_batches: BatchInvariance) -> list[Any]:
-    return list(judge_invariance(ParityGate(), replace(EVIDENCE, batch_invariance=measured_in_batches)))
+    return list(judge_invariance(ParityGate(), make_evidence(batch_invariance=measured_in_batches)))
 
 
 def test_the_same_answers_are_no_distance_apart() -> None:
@@ -468,5 +435,5 @@ def test_an_output_of_one_column_has_no_classes_that_could_change() -> None:
 def test_numbers_that_are_no_classes_say_nothing_of_classes() -> None:
     (found,) = measure_batch_invariance({"y": SCORES[:, 0]}, [{"y": row[None]} for row in SCORES[:, 0]])
     assert found.changed is None
-    (result,) = judge_invariance(ParityGate(), replace(EVIDENCE, batch_invariance=(found,)))
+    (result,) = told(found)
     assert "classes" not in result.reason

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import Deployment
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Roles, Wait, WaitKind, build_split_state
 from onnx_ops.domain.rollout_observations import (
     LatencyQuantiles,
@@ -87,13 +87,16 @@ def due(
     policy: RolloutPolicy = CANARY,
     command: OperatorCommand | None = None,
     now: float = 60.0,
+    *,
+    roles: Roles | None = None,
+    observed: EndpointState | None = None,
 ) -> Action | Wait:
     step = 0 if observations is None else observations.step
     planned = policy.planned()[step]
     return decide(
         desired=CANDIDATE,
-        observed=build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
-        roles=Roles(stable=STABLE, candidate=CANDIDATE, step=step),
+        observed=observed or build_split_state(STABLE, CANDIDATE, planned.percent, copied=planned.copied),
+        roles=roles or Roles(stable=STABLE, candidate=CANDIDATE, step=step),
         observations=observations,
         policy=policy,
         target="t",
@@ -104,16 +107,12 @@ def due(
 
 def waits(found: Action | Wait, kind: WaitKind, *words: str) -> None:
     assert isinstance(found, Wait), found
-    assert found.kind is kind
-    for word in words:
-        assert word in found.why
+    assert (found.kind, [word for word in words if word not in found.why]) == (kind, []), found.why
 
 
 def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
     assert isinstance(found, Action), found
-    assert found.kind is kind, found.why
-    for word in words:
-        assert word in found.why
+    assert (found.kind, [word for word in words if word not in found.why]) == (kind, []), found.why
     assert (CANDIDATE.release in found.reject) == (kind is ActionKind.ABORT)
 
 
@@ -143,18 +142,8 @@ def test_nothing_counted_waits_and_a_step_without_traffic_is_held() -> None:
 def test_counts_of_another_candidate_or_step_count_for_nothing() -> None:
     other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
     waits(due(other), WaitKind.ANALYZING, "nothing was counted")
-    roles = Roles(stable=STABLE, candidate=CANDIDATE, step=1)
-    found = decide(
-        desired=CANDIDATE,
-        observed=build_split_state(STABLE, CANDIDATE, 50),
-        roles=roles,
-        observations=seen(*[healthy()] * 9),
-        policy=CANARY,
-        target="t",
-        command=None,
-        now=0.0,
-    )
-    waits(found, WaitKind.ANALYZING, "nothing was counted")
+    roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
+    waits(due(seen(*[healthy()] * 9), roles=roles, observed=observed), WaitKind.ANALYZING, "nothing was counted")
 
 
 @pytest.mark.parametrize("command", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
@@ -234,11 +223,6 @@ def test_gross_failure_needs_no_stable_traffic() -> None:
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
-def test_a_shared_failure_is_not_the_candidate_s() -> None:
-    outage = ObservationInterval(step=0, canary=counted(errors=40), stable=counted(450, 360, 225, 4))
-    waits(due(seen(outage)), WaitKind.ANALYZING)
-
-
 def test_a_guardrail_without_anything_to_compare_holds_the_step() -> None:
     blind = ObservationInterval(step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None))
     waits(due(seen(blind)), WaitKind.ANALYZING, "latency_p50 has 0 of 300 comparisons")
@@ -276,16 +260,7 @@ def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Observat
 
 
 def test_a_shadow_comes_first_and_no_client_sees_it() -> None:
-    started = decide(
-        desired=CANDIDATE,
-        observed=build_split_state(STABLE, None, 0),
-        roles=Roles(stable=STABLE),
-        observations=None,
-        policy=SHADOW,
-        target="t",
-        command=None,
-        now=0.0,
-    )
+    started = due(None, SHADOW, roles=Roles(stable=STABLE), observed=build_split_state(STABLE, None, 0))
     acts(started, ActionKind.START, "step 1 of 4: a copy of 20 % to v2")
     assert isinstance(started, Action)
     assert dict(started.state.split.weights) == {"v2": 0, "v1": 100}
@@ -367,16 +342,8 @@ def test_a_policy_that_says_nothing_of_figures_waits_for_words_as_ever() -> None
 def test_a_policy_that_was_shortened_never_restores_a_candidate_to_all_traffic(
     steps: tuple[float, ...], percent: int
 ) -> None:
-    found = decide(
-        desired=CANDIDATE,
-        observed=build_split_state(STABLE, CANDIDATE, 50),
-        roles=Roles(stable=STABLE, candidate=CANDIDATE, step=1),
-        observations=None,
-        policy=replace(CANARY, steps=steps),
-        target="t",
-        command=None,
-        now=0.0,
-    )
+    roles, observed = Roles(stable=STABLE, candidate=CANDIDATE, step=1), build_split_state(STABLE, CANDIDATE, 50)
+    found = due(None, replace(CANARY, steps=steps), roles=roles, observed=observed)
     acts(found, ActionKind.RESTORE)
     assert isinstance(found, Action)
     assert found.state.split.weights["v2"] == percent

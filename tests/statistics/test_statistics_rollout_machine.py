@@ -31,6 +31,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, OperatorCommand, Wait
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
 from onnx_ops.statistics.rollout import decide, judge
+from tests.statistics.test_statistics_rollout_judge import version
 
 RAILS = (Guardrail(name="errors"), Guardrail(name="latency_p99", ratio=1.5))
 POLICIES = (
@@ -49,18 +50,6 @@ POLICIES = (
 CONFIG = EndpointConfig(
     endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
 )
-
-
-def version(number: int) -> Deployment:
-    return Deployment(
-        name=f"v{number}",
-        model="m",
-        version=str(number),
-        variant="fp32",
-        release=digest_bytes(f"release {number}".encode()),
-        manifest=digest_bytes(f"manifest {number}".encode()),
-        location="",
-    )
 
 
 VERSIONS = tuple(version(number) for number in range(4))

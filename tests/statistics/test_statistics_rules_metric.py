@@ -8,27 +8,16 @@ from typing import Any
 
 import pytest
 
-from onnx_ops import codec
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, ScoreComparison
 from onnx_ops.domain.gate import MetricGate
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.statistics.judge import judge
+from tests.support.evidence import make_evidence
 from tests.support.golden import Golden
-
-D = Digest("sha256:" + "0" * 64)
-HARDWARE = HardwareFingerprint(
-    machine="m", cpu_model="c", cpu_flags=(), cores=2, memory_bytes=1, runtime="onnxruntime", runtime_version="1"
-)
 
 
 def evidence(*scores: ScoreComparison, **change: Any) -> Evidence:
-    found = Evidence(
-        pipeline="p", variant="int8", target="cpu", quantized=True, release=D, manifest=D, target_digest=D,
-        dedicated=True, size_bytes=1, hardware=HARDWARE, baseline="fp32", scores=scores,
-    )  # fmt: skip
-    return replace(found, **change)
+    return make_evidence(**{"dedicated": True, "baseline": "fp32", "scores": scores, **change})
 
 
 def interval(estimate: float, half: float = 0.01) -> Interval:
@@ -162,15 +151,6 @@ def test_without_labels_a_first_release_says_nothing() -> None:
     refused = ScoreComparison(metric="cosine", against="fp32", n=3, undefined="too few")
     (result,) = judged(gate, evidence(refused))
     assert (result.verdict, result.reason) == (Verdict.INCONCLUSIVE, "too few")
-
-
-def test_scores_are_json_and_are_judged_again_alike() -> None:
-    found = evidence(entry("f1 macro", ""), entry("f1 macro", difference=interval(-0.01), baseline=0.91))
-    again = codec.loads(codec.dumps(found), Evidence)
-    assert again == found
-    for limit in (0.001, 0.05):
-        gate = MetricGate(name="f1", max_drop=limit)
-        assert codec.dumps(judge([gate], again)) == codec.dumps(judge([gate], found))
 
 
 def test_few_rows_that_carry_an_error_are_named_and_never_pass_an_absolute_limit() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
     ActivationMeasurement,
@@ -17,39 +16,25 @@ from onnx_ops.domain.evidence import (
     FloatOperator,
     Int8Coverage,
     ParityMeasurement,
-    RuntimeFacts,
     SourceLimits,
     TreeStructure,
     WeightMeasurement,
 )
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.target import HardwareFingerprint
 from onnx_ops.reporting.structure import structure_entries
 from onnx_ops.statistics.judge import judge
 from onnx_ops.statistics.parity import measure_output
+from tests.support.evidence import CPU_FACTS, make_evidence
 from tests.support.golden import Golden
 
-D = Digest("sha256:" + "0" * 64)
-CPU = "CPUExecutionProvider"
-FLOAT = Evidence(
-    pipeline="p",
-    variant="fp32",
-    target="cpu",
-    quantized=False,
-    release=D,
-    manifest=D,
-    target_digest=D,
-    dedicated=False,
-    size_bytes=1,
-    hardware=HardwareFingerprint(
-        machine="", cpu_model="", cpu_flags=(), cores=1, memory_bytes=1, runtime="", runtime_version=""
-    ),
-    runtime=RuntimeFacts(runtime="onnxruntime", version="1", asked=(CPU,), used=(CPU,), nodes={CPU: 1}),
+FLOAT = make_evidence(
+    "fp32",
+    runtime=CPU_FACTS,
     parity=(ParityMeasurement(output="y", group="real", rows=64, error=1e-6, noise=1e-6, ratio=1.0),),
 )
 INT8 = replace(FLOAT, variant="int8", quantized=True, export_parity=FLOAT.parity, parity=())
 WEIGHT = WeightMeasurement(tensor="w", steps=0.5, elements=64)
-QUIET = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001, departure=4.0)
+ACTIVATION = ActivationMeasurement(tensor="relu", values=1000, noise=1.73, saturated=0.001, departure=4.0)
 
 
 def line(evidence: Evidence, metric: str, gate: ParityGate | None = None) -> GateResult | None:
@@ -95,10 +80,10 @@ def test_one_changed_node_of_a_tree_fails() -> None:
 
 
 def test_noise_and_saturation_are_judged_by_the_worst_activation() -> None:
-    good = replace(INT8, activations=(QUIET, replace(QUIET, tensor="x", noise=0.0)))
+    good = replace(INT8, activations=(ACTIVATION, replace(ACTIVATION, tensor="x", noise=0.0)))
     assert certain(good, "activations").verdict is Verdict.PASS
     assert certain(good, "saturation").verdict is Verdict.PASS
-    loud = replace(good, activations=(QUIET, replace(QUIET, tensor="x", noise=3.5)))
+    loud = replace(good, activations=(ACTIVATION, replace(ACTIVATION, tensor="x", noise=3.5)))
     found = certain(loud, "activations")
     assert found.verdict is Verdict.FAIL
     assert "activation 'x'" in found.reason
@@ -111,13 +96,14 @@ def test_noise_and_saturation_are_judged_by_the_worst_activation() -> None:
     [(0.03, Verdict.PASS, False), (0.05, Verdict.PASS, True), (0.1, Verdict.PASS, True), (0.11, Verdict.FAIL, False)],
 )
 def test_saturation_warns_before_it_fails(share: float, verdict: Verdict, warned: bool) -> None:
-    found = certain(replace(INT8, activations=(replace(QUIET, saturated=share),)), "saturation")
+    found = certain(replace(INT8, activations=(replace(ACTIVATION, saturated=share),)), "saturation")
     assert found.verdict is verdict
     assert ("worth a look" in found.reason) == warned
 
 
 def test_an_activation_that_is_no_number_is_an_error() -> None:
-    found = judge([ParityGate()], replace(INT8, activations=(QUIET, replace(QUIET, noise=math.nan)))).results
+    unknown = replace(INT8, activations=(ACTIVATION, replace(ACTIVATION, noise=math.nan)))
+    found = judge([ParityGate()], unknown).results
     assert [r.verdict for r in found if r.metric == "activations"] == [Verdict.PASS, Verdict.ERROR]
 
 
@@ -193,7 +179,7 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
         INT8,
         source=SourceLimits(nan="refused", refused={"nan": "Input contains NaN"}),
         trees=TreeStructure(trees=1, splits=1, leaves=2, changed=1, differences=("tree 0, node 0: threshold",)),
-        activations=(QUIET,),
+        activations=(ACTIVATION,),
         coverage=Int8Coverage(int8=("a",), floats=(FloatOperator(name="b", op_type="Conv", reason="excluded"),)),
     )
     entries = structure_entries(evidence)
@@ -201,7 +187,7 @@ def test_the_report_lists_all_of_it_and_nothing_that_is_not_there(golden: Golden
 
 
 def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
-    good = replace(QUIET, clipping=40.0, stretch=1.1)
+    good = replace(ACTIVATION, clipping=40.0, stretch=1.1)
     sound = replace(INT8, activations=(good,), weights=(replace(WEIGHT, stretch=2.0),))
     assert certain(sound, "clipping").verdict is Verdict.PASS
     assert certain(sound, "ranges").verdict is Verdict.PASS
@@ -219,15 +205,16 @@ def test_ranges_that_are_too_narrow_or_too_wide_fail() -> None:
 @pytest.mark.parametrize(
     ("steps", "output_error", "verdict"),
     [
-        (0.5, None, Verdict.PASS),
-        (0.7, None, Verdict.FAIL),
+        (0.51, None, Verdict.PASS),
+        (0.52, None, Verdict.FAIL),
         (0.7, 0.8, Verdict.PASS),
         (0.7, 0.99, Verdict.FAIL),
         (5.0, 0.1, Verdict.FAIL),
     ],
 )
 def test_a_weight_that_moved_may_make_up_for_others(steps: float, output_error: float | None, verdict: Verdict) -> None:
-    weights = (replace(WEIGHT, tensor="v", steps=0.51), replace(WEIGHT, steps=steps, output_error=output_error))
+    weights = (replace(WEIGHT, tensor="v"), replace(WEIGHT, steps=steps, output_error=output_error))
     found = certain(replace(INT8, weights=weights), "weights")
-    assert found.verdict is verdict
+    assert (found.verdict, found.n) == (verdict, 128)
+    assert "'w'" in found.reason
     assert ("squared error" in found.reason) == (output_error is not None)

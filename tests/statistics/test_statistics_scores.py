@@ -57,7 +57,8 @@ def numbers(n: int, rng: np.random.Generator) -> Rows:
     return label, base, base + 0.35 * rng.standard_normal(n)
 
 
-WORLDS: tuple[tuple[MetricDefinition, Callable[[int, np.random.Generator], Rows]], ...] = (
+World = Callable[[int, np.random.Generator], Rows]
+WORLDS: tuple[tuple[MetricDefinition, World], ...] = (
     (F1, classes),
     (BINARY, binary),
     (AUC, ranking),
@@ -85,7 +86,7 @@ def verdict(entry: ScoreComparison, drop: float = 0.02, growth: float = 0.05) ->
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
 @pytest.mark.parametrize(("rows", "trials"), [(500, 100), pytest.param(2000, 25, marks=pytest.mark.nightly)])
 def test_a_true_change_equal_to_the_limit_seldom_passes(
-    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], rows: int, trials: int
+    definition: MetricDefinition, draw: World, rows: int, trials: int
 ) -> None:
     """As few passes as 5.5 % of trials make in all but one of two hundred tests like this one."""
     from scipy import stats
@@ -103,7 +104,7 @@ def test_a_true_change_equal_to_the_limit_seldom_passes(
 
 
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
-def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]) -> None:
+def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: World) -> None:
     """Passes where the candidate is much better than the limit asks, fails where it is much worse."""
     entry = compared(definition, draw(2000, np.random.default_rng(1)))
     assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
@@ -113,9 +114,7 @@ def test_verdicts_on_2000_rows(definition: MetricDefinition, draw: Callable[[int
 @pytest.mark.parametrize(("definition", "draw"), WORLDS, ids=ids)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
-def test_the_order_of_rows_does_not_matter(
-    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], seed: int
-) -> None:
+def test_the_order_of_rows_does_not_matter(definition: MetricDefinition, draw: World, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = draw(60, rng)
     order = rng.permutation(60)
@@ -152,9 +151,7 @@ def test_more_rows_gone_wrong_never_lead_to_a_pass(
 
 @pytest.mark.parametrize(("definition", "draw"), [*WORLDS[2:]], ids=ids[2:])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_an_answer_that_is_no_number_gives_no_figure(
-    definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows], bad: float
-) -> None:
+def test_an_answer_that_is_no_number_gives_no_figure(definition: MetricDefinition, draw: World, bad: float) -> None:
     label, base, candidate = draw(100, np.random.default_rng(0))
     spoilt = base.copy()
     spoilt[3] = bad
@@ -192,9 +189,7 @@ def test_rows_that_do_not_define_the_metric() -> None:
 
 class TestEqualAnswers:
     @pytest.mark.parametrize(("definition", "draw"), WORLDS[:3], ids=ids[:3])
-    def test_rows_not_seen_keep_an_interval_open(
-        self, definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]
-    ) -> None:
+    def test_rows_not_seen_keep_an_interval_open(self, definition: MetricDefinition, draw: World) -> None:
         label, base, _ = draw(1000, np.random.default_rng(0))
         found = compared(definition, (label, base, base)).difference
         assert found is not None
@@ -203,9 +198,7 @@ class TestEqualAnswers:
         assert found.high == -found.low
 
     @pytest.mark.parametrize(("definition", "draw"), WORLDS[3:5], ids=ids[3:5])
-    def test_a_metric_without_a_range_has_a_point(
-        self, definition: MetricDefinition, draw: Callable[[int, np.random.Generator], Rows]
-    ) -> None:
+    def test_a_metric_without_a_range_has_a_point(self, definition: MetricDefinition, draw: World) -> None:
         label, base, _ = draw(100, np.random.default_rng(0))
         found = compared(definition, (label, base, base)).ratio
         assert found is not None
@@ -289,7 +282,7 @@ class TestOwn:
 
 @pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])
 def test_the_other_model_has_the_interval_that_it_would_have_as_the_candidate(
-    definition: MetricDefinition, world: Callable[[int, np.random.Generator], Rows]
+    definition: MetricDefinition, world: World
 ) -> None:
     label, base, candidate = world(300, np.random.default_rng(3))
     _, compared = score(definition, label, {CANDIDATE: candidate, "champion": base}, seed=0, resamples=300)

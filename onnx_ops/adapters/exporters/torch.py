@@ -21,8 +21,7 @@ from onnx_ops.adapters.exporters.signature import check_section, get_free_axes, 
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_functions import load_function
-from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, write_model
-from onnx_ops.onnx_graph.rewrites import DEFAULT_DOMAINS
+from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, iterate_graphs, iterate_nodes, write_model
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 

@@ -13,11 +13,7 @@ Execute = Callable[[Stage, Digest, Mapping[str, Manifest], Ports], Manifest]
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
-    """Run a stage; promotion and deployment are release operations and not among them.
-
-    Raises:
-        OnnxOpsError: the stage failed.
-    """
+    """Run a stage; promotion and deployment are release operations and not among them."""
     # Imported by name, so that a stage loads only what it needs.
     run: Execute = importlib.import_module(f"onnx_ops.pipeline.stages.{stage.kind.value}").execute
     return run(stage, key, inputs, ports)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,10 @@ from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
-from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
+from onnx_ops.ports import Dataset, PackagingRuntime, Ports
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkContext:
-    """The files and the runtime of one benchmark; the last baseline decides."""
-
-    runtime: Runtime
-    target: Target
-    candidate: Path
-    export: Path
-    baselines: Mapping[str, Path]
-    dataset: Dataset
-    seed: int
 
 
 def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Ports) -> Manifest:
@@ -76,25 +63,16 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         baselines = {} if is_export else {EXPORT: export}
         if champion and champion.manifest != manifest.digest():
             baselines["champion"] = Path(champion.location) / MODEL_FILE
-        context = BenchmarkContext(
-            runtime=runtime,
-            target=target,
-            candidate=candidate,
-            export=export,
-            baselines=baselines,
-            dataset=data,
-            seed=int(key[-8:], 16),
-        )
         _check_compatibility(candidate, target, stage.id)
-        metrics = _measure_metrics(context, is_export, stage, ports)
         spec = ComparisonSpec(
             runtime=runtime,
             target=target,
             candidate=candidate,
             baselines=baselines,
             feed=build_feed(candidate, data.inputs, settings["batch"]),
-            seed=context.seed,
+            seed=int(key[-8:], 16),
         )
+        metrics = _measure_metrics(spec, data, None if is_export else export, stage, ports)
         hints: Mapping[str, Any] = stage.hints
         request = MeasurementRequest(
             throughput=tuple(settings.get("throughput", ())),
@@ -109,7 +87,8 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         parity = () if quantized else measure_parity(runtime, candidate, target, reference)
-        package = _make_package(context, folder / "package", ports)
+        package = _make_package(spec, folder / "package", ports)
+
         divergence = next(iter(_read_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
             pipeline=settings["pipeline"],
@@ -154,18 +133,18 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     return Manifest(files={**package, **files})
 
 
-def _make_package(context: BenchmarkContext, folder: Path, ports: Ports) -> dict[str, Digest]:
+def _make_package(spec: ComparisonSpec, folder: Path, ports: Ports) -> dict[str, Digest]:
     """Return the files of a target with its own model format."""
-    if context.target.ort_format is None:
+    if spec.target.ort_format is None:
         return {}
-    if not isinstance(context.runtime, PackagingRuntime):
+    if not isinstance(spec.runtime, PackagingRuntime):
         raise UserError(
-            f"runtime {context.target.runtime} makes no .ort files",
-            where=f"target {context.target.name}: ort_format",
+            f"runtime {spec.target.runtime} makes no .ort files",
+            where=f"target {spec.target.name}: ort_format",
             remedy="Use runtime onnxruntime, node or browser.",
         )
     folder.mkdir()
-    context.runtime.package(context.candidate, context.target, folder)
+    spec.runtime.package(spec.candidate, spec.target, folder)
     return put_folder(ports.store, folder, PACKAGE)
 
 
@@ -176,6 +155,13 @@ def _read_champion_facts(champion: Champion) -> ChampionFacts:
     return ChampionFacts(version=champion.version, manifest=champion.manifest, size_bytes=size)
 
 
+def _check_compatibility(model: Path, target: Target, where: str) -> None:
+    """Check the file's versions first: a runtime's own message is unclear or missing."""
+    if reason := explain_incompatibility(model, target):
+        remedy = f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out."
+        raise UserError(reason, where=where, remedy=remedy)
+
+
 def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
     """Return the bytes of the model, without operator libraries and descriptions of a package."""
     packaged = {name: digest for name, digest in files.items() if name.endswith(".ort")}
@@ -183,43 +169,36 @@ def _count_bytes(files: Mapping[str, Digest], ports: Ports) -> int:
     return sum(ports.store.path(digest).stat().st_size for digest in own.values())
 
 
-def _check_compatibility(model: Path, target: Target, where: str) -> None:
-    """Check the file's versions first: a runtime's own message is unclear or missing."""
-    if reason := explain_incompatibility(model, target):
-        raise UserError(
-            reason,
-            where=where,
-            remedy=f"Export what all targets accept, give the target its custom_ops, or leave {target.name} out.",
-        )
-
-
 def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _measure_metrics(context: BenchmarkContext, is_export: bool, stage: Stage, ports: Ports) -> TaskMetrics:
-    """Measure the task metrics of the variant, alone and on the same rows as its baselines."""
+def _measure_metrics(
+    spec: ComparisonSpec, dataset: Dataset, export: Path | None, stage: Stage, ports: Ports
+) -> TaskMetrics:
+    """Measure the task metrics of the variant, alone and on the same rows as its baselines.
+
+    `export` is the file that the variant was made from; None if the variant is the export itself.
+    """
     settings: Mapping[str, Any] = stage.settings
-    judged: Mapping[str, Any] = stage.hints
+    hints: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
-    definitions, default = add_default_metric(definitions, context.dataset)
+    definitions, default = add_default_metric(definitions, dataset)
     with importable(ports.root):
-        functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
         scorer = ScoringRequest(
-            runtime=context.runtime,
-            target=context.target,
-            models={CANDIDATE: context.candidate, **context.baselines},
-            dataset=context.dataset,
-            seed=context.seed,
-            functions=functions,
+            runtime=spec.runtime,
+            target=spec.target,
+            models={CANDIDATE: spec.candidate, **spec.baselines},
+            dataset=dataset,
+            seed=spec.seed,
+            functions={d.use: load_function(d.use, "gates") for d in definitions if d.use},
         )
         metrics = measure_metrics(scorer, definitions)
-        failed = explain_unscored(judged.get("judged", ()), metrics.scores)
-        if failed and not is_export:  # if only the variant answers differently, the file is right
+        failed = explain_unscored(hints.get("judged", ()), metrics.scores)
+        if failed and export is not None:  # if only the variant answers differently, the file is right
             again = [one for one in definitions if one.label in failed]
-            failed = explain_unscored(
-                failed, measure_metrics(replace(scorer, models={CANDIDATE: context.export}), again).scores
-            )
+            scores = measure_metrics(replace(scorer, models={CANDIDATE: export}), again).scores
+            failed = explain_unscored(failed, scores)
     if failed:
         raise UserError(next(iter(failed.values())), where="gates")
     if default is not None and any(counts.metric == ACCURACY.label for counts in metrics.counts):

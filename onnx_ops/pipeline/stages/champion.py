@@ -27,12 +27,7 @@ class Champion:
 
 
 def find_champion(ports: Ports, model: str, target: str) -> Champion | None:
-    """Find the champion of a target, or None.
-
-    Raises:
-        ServiceUnavailableError: the registry does not answer.
-        DigestMismatchError: the fetched files are not the registered ones.
-    """
+    """Find the champion of a target, or None."""
     if not model:
         return None
     registry = ports.registry()

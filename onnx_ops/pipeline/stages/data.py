@@ -45,17 +45,28 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
 
 
 def build_dataset(arrays: Mapping[str, Any], section: DataSection, where: str) -> Dataset:
-    """Build the data set that a section defines from the arrays of its source.
-
-    Raises:
-        UserError: the first of `find_data_problems`.
-    """
+    """Build the data set that a section defines from the arrays of its source."""
     for _, problem in find_data_problems(arrays, section, where):
         raise problem
+    from onnx_ops.statistics.grouping import find_group_columns, number_groups  # needs numpy, which planning does not
+
     label = arrays[section.label] if section.label else None
     if label is not None and label.ndim == 2 and label.shape[1] == 1:  # a column of a table is one value a row
         label = label[:, 0]
-    return Dataset(inputs=_select_inputs(arrays, section), label=label, **_read_groups(arrays, section))
+    chosen = _select_columns(arrays, section) if _uses_all_columns(section) else []
+    inputs = {name: arrays[name] for name in chosen}
+    if section.inputs:
+        if chosen:
+            import numpy as np
+
+            columns = [array.reshape(len(array), -1).astype(np.float32) for array in inputs.values()]
+            arrays = {**arrays, _MATRIX: np.concatenate(columns, axis=1)}
+        inputs = {name: arrays[array] for name, array in section.inputs.items()}
+    if (group := _get_group(section)) is not None:
+        return Dataset(inputs=inputs, label=label, group=number_groups(arrays[group]))
+    used = {*chosen, *section.inputs.values(), section.label}
+    unused = {name: array for name, array in arrays.items() if name not in used}
+    return Dataset(inputs=inputs, label=label, columns=find_group_columns(unused))
 
 
 def find_data_problems(
@@ -65,7 +76,7 @@ def find_data_problems(
 
     The arrays may be the first rows of a larger set.
     """
-    grouped = None if isinstance(section, SklearnData) else section.group
+    grouped = _get_group(section)
     columns = () if isinstance(section, SklearnData) else section.columns or ()
     required: list[tuple[tuple[str | int, ...], str]] = [
         (("inputs", name), array) for name, array in section.inputs.items() if array != _MATRIX
@@ -83,8 +94,21 @@ def find_data_problems(
     for name, array in section.inputs.items():
         if array == _MATRIX and (problem := _find_matrix_problem({n: arrays[n] for n in chosen}, where)):
             yield ("inputs", name), problem
-    if grouped is not None and (problem := _find_group_problem(arrays[grouped], grouped, where)):
-        yield ("group",), problem
+    if grouped is not None:
+        from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
+
+        array = arrays[grouped]
+        if number_groups(array) is None:
+            text = f"it is {array.dtype} {tuple(array.shape)}"
+            remedy = "Name an array such as the patient's or the customer's number."
+            yield (
+                ("group",),
+                UserError(
+                    f"the group must be one value a row, none of them missing; {text}",
+                    where=f"{where}: group {grouped!r}",
+                    remedy=remedy,
+                ),
+            )
     used = {name for _, name in required}.union(chosen if _uses_all_columns(section) else ())
     lengths = {name: len(arrays[name]) if arrays[name].ndim else 0 for name in sorted(used)}
     if len(set(lengths.values())) != 1 or not all(lengths.values()):
@@ -92,22 +116,12 @@ def find_data_problems(
         yield (), UserError(text, where=where)
 
 
+def _get_group(section: DataSection) -> str | None:
+    return None if isinstance(section, SklearnData) else section.group
+
+
 def _uses_all_columns(section: DataSection) -> bool:
     return not section.inputs or _MATRIX in section.inputs.values()
-
-
-def _select_inputs(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """Return the named inputs; without names each array; for `*` all columns of numbers side by side."""
-    if not section.inputs:
-        return {name: arrays[name] for name in _select_columns(arrays, section)}
-    inputs = {name: arrays[array] for name, array in section.inputs.items() if array != _MATRIX}
-    if _MATRIX in section.inputs.values():
-        import numpy as np
-
-        columns = [arrays[name] for name in _select_columns(arrays, section)]
-        matrix = np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in columns], axis=1)
-        inputs |= {name: matrix for name, array in section.inputs.items() if array == _MATRIX}
-    return {name: inputs[name] for name in section.inputs}
 
 
 def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str]:
@@ -115,7 +129,7 @@ def _select_columns(arrays: Mapping[str, Any], section: DataSection) -> list[str
     columns = None if isinstance(section, SklearnData) else section.columns
     if columns is not None:
         return list(columns)
-    excluded = {section.label, None if isinstance(section, SklearnData) else section.group, *section.inputs.values()}
+    excluded = {section.label, _get_group(section), *section.inputs.values()}
     return [name for name in arrays if name not in excluded]
 
 
@@ -128,27 +142,3 @@ def _find_matrix_problem(columns: Mapping[str, Any], where: str) -> UserError | 
                 remedy="Choose the columns (`columns: [age, income]`), or leave out `inputs`: one input a column.",
             )
     return None if columns else UserError("there is no column to make a matrix of", where=where)
-
-
-def _find_group_problem(array: Any, name: str, where: str) -> UserError | None:
-    from onnx_ops.statistics.grouping import number_groups  # needs numpy, which planning does not
-
-    if number_groups(array) is not None:
-        return None
-    return UserError(
-        f"the group must be one value a row, none of them missing; it is {array.dtype} {tuple(array.shape)}",
-        where=f"{where}: group {name!r}",
-        remedy="Name an array such as the patient's or the customer's number.",
-    )
-
-
-def _read_groups(arrays: Mapping[str, Any], section: DataSection) -> dict[str, Any]:
-    """Return the group of each row by number, or the unnamed arrays that may hold it."""
-    from onnx_ops.statistics.grouping import find_group_columns, number_groups
-
-    name = None if isinstance(section, SklearnData) else section.group
-    if name is not None:
-        return {"group": number_groups(arrays[name])}
-    chosen = _select_columns(arrays, section) if _uses_all_columns(section) else ()
-    used = {*chosen, *section.inputs.values(), section.label}
-    return {"columns": find_group_columns({n: array for n, array in arrays.items() if n not in used})}

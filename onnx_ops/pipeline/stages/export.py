@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
-from onnx_ops.domain.evidence import NAN_PROPERTY, SourceLimits
+from onnx_ops.domain.evidence import NAN_PROPERTY
 from onnx_ops.domain.pipeline import Export, InputValues, Stage
 from onnx_ops.domain.release import Lineage, flatten_origins
 from onnx_ops.measure.files import (
@@ -56,7 +56,14 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         reference = collect_reference_outputs(
             exporter, model, path, dataset.inputs, declared, seconds=settings["source_time"]
         )
-        write_lineage(path, _properties(lineage, reference.limits))
+        properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
+        if lineage.git_sha:
+            properties["onnx-ops.git.sha"] = lineage.git_sha
+        if reference.limits.nan:
+            properties[NAN_PROPERTY] = reference.limits.nan
+        properties |= {f"onnx-ops.origin.{key}": value for key, value in flatten_origins(lineage).items()}
+        properties |= {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}
+        write_lineage(path, properties)
         copy_libraries(path, read_operators(stage))
         return Manifest(
             files={
@@ -67,14 +74,3 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
                 "source.json": put_document(ports.store, reference.limits),
             }
         )
-
-
-def _properties(lineage: Lineage, limits: SourceLimits) -> dict[str, str]:
-    """Return the metadata of the file: where it comes from, and whether its source refuses NaN."""
-    properties = {"onnx-ops.pipeline": lineage.pipeline, "onnx-ops.release": lineage.release}
-    if lineage.git_sha:
-        properties["onnx-ops.git.sha"] = lineage.git_sha
-    if limits.nan:
-        properties[NAN_PROPERTY] = limits.nan
-    properties |= {f"onnx-ops.origin.{key}": value for key, value in flatten_origins(lineage).items()}
-    return properties | {f"onnx-ops.data.{name}": digest for name, digest in lineage.data.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from onnx_ops import codec
 from onnx_ops.attestation import sign_record
 from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.decision import Decision, DecisionRecord, Verdict, combine_verdicts
+from onnx_ops.domain.decision import DecisionRecord, Verdict, combine_verdicts
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.gate import Gate, MetricGate
@@ -39,30 +39,24 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     }
     signer = ports.signer()
     if settings["model"] and signer is not None:
-        record = _make_record(decision, evidence, settings, files["gates.json"], source, ports.clock.now())
+        invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
+        now = ports.clock.now()
+        record = DecisionRecord(
+            model=settings["model"],
+            release=evidence.release,
+            variant=evidence.variant,
+            target=evidence.target,
+            manifest=evidence.manifest,
+            target_digest=evidence.target_digest,
+            gates_digest=files["gates.json"],
+            evidence=source,
+            verdict=decision.verdict,
+            verdicts=decision.verdicts,
+            custom_ops=tuple(settings["custom_ops"]),
+            execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
+            batchable=bool(invariance) and combine_verdicts(invariance) is Verdict.PASS,
+            decided_at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds"),
+            sequence=int(now * 1000),
+        )
         files["signed.json"] = put_document(ports.store, sign_record(record, signer).envelope)
     return Manifest(files=files)
-
-
-def _make_record(
-    decision: Decision, evidence: Evidence, settings: Mapping[str, Any], gates: Digest, source: Digest, now: float
-) -> DecisionRecord:
-    invariance = [result.verdict for result in decision.results if result.metric == BATCH_INVARIANCE]
-    decided = datetime.datetime.fromtimestamp(now, tz=datetime.UTC)
-    return DecisionRecord(
-        model=settings["model"],
-        release=evidence.release,
-        variant=evidence.variant,
-        target=evidence.target,
-        manifest=evidence.manifest,
-        target_digest=evidence.target_digest,
-        gates_digest=gates,
-        evidence=source,
-        verdict=decision.verdict,
-        verdicts=decision.verdicts,
-        custom_ops=tuple(settings["custom_ops"]),
-        execution=codec.from_json(settings["execution"], Execution, where=evidence.target),
-        batchable=bool(invariance) and combine_verdicts(invariance) is Verdict.PASS,
-        decided_at=decided.isoformat(timespec="seconds"),
-        sequence=int(now * 1000),
-    )

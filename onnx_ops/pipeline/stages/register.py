@@ -97,16 +97,11 @@ def read_decisions(inputs: Mapping[str, Manifest], ports: Ports) -> tuple[Decisi
 
 def choose_variants(policies: Mapping[str, TargetObjective], decisions: tuple[Decision, ...]) -> tuple[Choice, ...]:
     """Choose the variant of each target; a target without any measurement is an ERROR."""
-    choices = []
+    choices, reason = [], "nothing could be measured"
     for target, policy in policies.items():
-        target_decisions = tuple(d for d in decisions if d.target == target)
-        if target_decisions:
-            choices.append(choose(target_decisions, policy))
-        else:
-            reason = "nothing could be measured"
-            choices.append(
-                Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
-            )
+        choice = Choice(target=target, variant=None, verdict=Verdict.ERROR, reason=reason, prefer=policy.prefer)
+        measured = [decision for decision in decisions if decision.target == target]
+        choices.append(choose(measured, policy) if measured else choice)
     return tuple(choices)
 
 

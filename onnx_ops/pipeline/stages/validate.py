@@ -85,11 +85,7 @@ class _LazySource:
             return exporter.tracer(model, request)
 
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
-        """Compare the trees of the export at `path` with the source's; empty if one has none.
-
-        Raises:
-            UserError: the export's trees are not well-formed.
-        """
+        """Compare the trees of the export at `path` with the source's; empty if one has none."""
         exporter = get_exporter(self.stage, self.ports, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
             return ()

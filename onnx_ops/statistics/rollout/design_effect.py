@@ -79,7 +79,6 @@ def compute_error_effect(events: npt.ArrayLike, events_squared: npt.ArrayLike, c
     requests, since unseen errors may be as bad.
 
     Args:
-        events: errors of both versions.
         events_squared: the sum over units of their squares.
         crowded: see `compute_request_effect`.
     """
@@ -96,9 +95,6 @@ def estimate_dispersion(table: npt.ArrayLike) -> Array:
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events and requests.
-
-    Returns:
-        (...).
     """
     rows = np.asarray(table, dtype=np.float64)
     events, canary, stable = rows[..., 0], rows[..., 1], rows[..., 3]

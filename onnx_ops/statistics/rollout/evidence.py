@@ -25,6 +25,7 @@ Stat. 49:1055-1080), valid after every request.
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Literal, TypeAlias
 
@@ -133,12 +134,9 @@ def compute_log10_evidence(summed: npt.ArrayLike) -> Array:
 
     Args:
         summed: (..., 25) log likelihoods at `make_alternatives`, added over intervals.
-
-    Returns:
-        (...).
     """
     logs = np.asarray(summed, dtype=np.float64)
-    return _log_mean(logs[..., 1:] - logs[..., :1]) / math.log(10)
+    return log_mean_exp(logs[..., 1:] - logs[..., :1]) / math.log(10)
 
 
 def average_evidence(evidences: npt.ArrayLike) -> Array:
@@ -147,7 +145,7 @@ def average_evidence(evidences: npt.ArrayLike) -> Array:
     It is the mean, as for any e-processes (Vovk and Wang 2021, Ann. Stat. 49:1736-1754). The last axis is that of the
     hypotheses.
     """
-    return _log_mean(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
+    return log_mean_exp(np.asarray(evidences, dtype=np.float64) * math.log(10)) / math.log(10)
 
 
 def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> float:
@@ -158,9 +156,8 @@ def measure_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0
 def trace_evidence(table: npt.ArrayLike, tolerated: float, effect: float = 1.0) -> Array:
     """Return log10 of the evidence after each interval; (intervals,)."""
     rows = np.asarray(table, dtype=np.int64).reshape(-1, 4)
-    return compute_log10_evidence(
-        np.cumsum(compute_log_likelihood(rows, make_alternatives(tolerated)), axis=0) / effect
-    )
+    summed = np.cumsum(compute_log_likelihood(rows, make_alternatives(tolerated)), axis=0)
+    return compute_log10_evidence(summed / effect)
 
 
 def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, float]:
@@ -170,7 +167,7 @@ def bound_odds_ratio(table: npt.ArrayLike, effect: float = 1.0) -> tuple[float, 
     grid. Bounds of 0.01 and 100 mean "and beyond".
     """
     summed = _summed(table, _CONFIDENCE_GRID) / effect
-    included = np.flatnonzero(_log_mean(summed) - summed < math.log(1 / RISK))
+    included = np.flatnonzero(log_mean_exp(summed) - summed < math.log(1 / RISK))
     low, high = max(0, int(included[0]) - 1), min(len(summed) - 1, int(included[-1]) + 1)
     return float(_CONFIDENCE_GRID[low]), float(_CONFIDENCE_GRID[high])
 
@@ -203,7 +200,7 @@ def compute_split_evidence(above: npt.ArrayLike, below: npt.ArrayLike) -> tuple[
         above: (..., 25) summed log likelihoods at `make_alternatives(1, FINE_GRID)`.
         below: (..., 24) those at `1 / FINE_GRID`.
     """
-    return compute_log10_evidence(above), _log_mean(np.asarray(below, dtype=np.float64)) / math.log(10)
+    return compute_log10_evidence(above), log_mean_exp(np.asarray(below, dtype=np.float64)) / math.log(10)
 
 
 def decide_split(higher: float, lower: float, *, higher_is_better: bool) -> SplitDecision:
@@ -218,7 +215,8 @@ def _summed(table: npt.ArrayLike, odds_ratios: Array) -> Array:
     return np.asarray(compute_log_likelihood(rows, odds_ratios).sum(axis=0))
 
 
-def _log_mean(logs: Array) -> Array:
+def log_mean_exp(logs: Array) -> Array:
+    """Return the log of the mean of exp(logs) along the last axis."""
     top = logs.max(axis=-1, keepdims=True)
     return np.asarray(top[..., 0] + np.log(np.exp(logs - top).mean(axis=-1)))
 
@@ -232,7 +230,7 @@ def compute_evidence_below(
     against = np.asarray(rate, dtype=np.float64)[..., None]
     logs = bad * np.log(_SHARES) + good * (np.log1p(-against * _SHARES) - np.log1p(-against))
     logs = logs / np.asarray(effect, dtype=np.float64)[..., None]
-    return _log_mean(logs)
+    return log_mean_exp(logs)
 
 
 def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
@@ -240,13 +238,7 @@ def compute_evidence_above(errors: int, requests: int, rate: float) -> float:
     odds = GRID * rate / (1 - rate)
     rates = odds / (1 + odds)
     logs = errors * np.log(rates / rate) + (requests - errors) * (np.log1p(-rates) - math.log1p(-rate))
-    return log_mean_exp(logs) / math.log(10)
-
-
-def log_mean_exp(logs: Array) -> float:
-    """Return the log of the mean of exp(logs)."""
-    top = float(logs.max())
-    return top + math.log(float(np.exp(logs - top).mean()))
+    return float(log_mean_exp(logs)) / math.log(10)
 
 
 def is_rate_certified(
@@ -285,7 +277,4 @@ def compute_clean_requests(rate: float) -> int:
     while not is_rate_certified(0, high, rate):
         high *= 2
     low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_rate_certified(0, middle, rate) else (middle, high)
-    return high
+    return low + bisect.bisect_left(range(low, high), True, key=lambda n: bool(is_rate_certified(0, n, rate)))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy.special import betaln
 
 from onnx_ops.domain.rollout import GuardrailResult
-from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, ObservationInterval
+from onnx_ops.domain.rollout_observations import LatencyThresholds, ObservationInterval
 from onnx_ops.domain.rollout_policy import (
     COLD_START_SAMPLES,
     DEFAULT_SLOWDOWN,
@@ -64,9 +64,6 @@ def fix_thresholds(
 
     Returns:
         The thresholds of the stable version and of the candidate; None if there were too few requests.
-
-    Raises:
-        ValueError: there is not one count more than bounds.
     """
     if len(counts) != len(bounds_s) + 1:
         raise ValueError(f"{len(counts)} counts do not fit {len(bounds_s)} bounds")
@@ -111,8 +108,6 @@ def evaluate_cold_start(
 
     Args:
         rail: compared with a fixed `max` if it has one, else with the stable version.
-        candidate_s: seconds that each load of the candidate took until it could answer.
-        stable_s: the same of the stable version, on the same machine.
         limit: log10 of the evidence at which it fires.
     """
     loads = min(len(candidate_s), len(stable_s))
@@ -161,10 +156,9 @@ def count_slower_intervals(intervals: Sequence[ObservationInterval], name: Guard
             continue
         if min(interval.canary.requests, interval.stable.requests) < MIN_SIGN_REQUESTS[name]:
             continue
-        candidate, stable = (
-            _get_percentile(interval.canary_latency, name),
-            _get_percentile(interval.stable_latency, name),
-        )
+        candidate, stable = interval.canary_latency.p99_s, interval.stable_latency.p99_s
+        if name == "latency_p50":
+            candidate, stable = interval.canary_latency.p50_s, interval.stable_latency.p50_s
         compared += 1
         slower += not candidate <= SLOWER_MARGIN * stable
     return slower, compared
@@ -173,11 +167,7 @@ def count_slower_intervals(intervals: Sequence[ObservationInterval], name: Guard
 def compute_sign_evidence(slower: int, compared: int) -> float:
     """Return log10 evidence that signs are likelier than heads."""
     logs = slower * np.log(2 * _CHANCES) + (compared - slower) * np.log(2 * (1 - _CHANCES))
-    return log_mean_exp(logs) / math.log(10)
-
-
-def _get_percentile(latency: LatencyQuantiles, name: GuardrailName) -> float:
-    return latency.p50_s if name == "latency_p50" else latency.p99_s
+    return float(log_mean_exp(logs)) / math.log(10)
 
 
 def compute_mismatch_evidence(

@@ -24,7 +24,7 @@ from onnx_ops.domain.rollout_observations import (
     RequestCounts,
     ShadowCounts,
 )
-from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, ServiceLevel, ShadowTrial, SplitTest
+from onnx_ops.domain.rollout_policy import Guardrail, PlannedStep, RolloutPolicy, SplitTest
 from onnx_ops.statistics.rollout import design_effect, guardrails
 from onnx_ops.statistics.rollout import evidence as ev
 from onnx_ops.statistics.rollout.evidence import compute_clean_requests
@@ -70,11 +70,8 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
     step = planned[min(observations.step, len(planned) - 1)]
     here = [each for each in observations.intervals if each.step == observations.step]
     canary, stable = _sum_tallies([each.canary for each in here]), _sum_tallies([each.stable for each in here])
-    guards = [
-        evaluate_guardrail(rail, observations, here, step, policy)
-        for rail in policy.guardrails
-        if rail is not policy.cold
-    ]
+    rails = [rail for rail in policy.guardrails if rail is not policy.cold]
+    guards = [evaluate_guardrail(rail, observations, here, step, policy) for rail in rails]
     requests, short, mismatch = canary.requests, "", ""
     if step.kind == "cold" and policy.cold is not None:
         guards.append(evaluate_cold_start(policy.cold, *observations.cold_s, compute_firing_limit(policy)))
@@ -84,11 +81,29 @@ def judge(observations: Observations, policy: RolloutPolicy) -> AnalysisResult:
             differing=sum(each.shadow.differing for each in here),
             failed=sum(each.shadow.failed for each in here),
         )
-        guards.append(_evaluate_answers(copies, policy.shadow, compute_firing_limit(policy)))
-        requests, short = copies.seen, _explain_differing_answers(copies, policy.shadow)
+        share = policy.shadow.max_differing
+        rule = f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, {100 * share:g} % may"
+        guards.append(
+            GuardrailResult(
+                name="shadow answers",
+                evidence=ev.compute_evidence_above(copies.wrong, copies.seen, share),
+                limit=compute_firing_limit(policy),
+                compared=copies.seen,
+                required=policy.shadow.min_requests,
+                rule=rule,
+            )
+        )
+        requests = copies.seen
+        short = _explain_uncertified(copies.wrong, copies.seen, share, "answers differ or failed", "share")
     else:
-        short = explain_missing_evidence(canary, policy.slo, _compute_error_effect(observations))
-        short = short or _explain_few_intervals(observations, here, policy)
+        if policy.slo is not None:
+            effect = _compute_error_effect(observations)
+            rate = policy.slo.error_rate
+            short = _explain_uncertified(canary.errors, canary.requests, rate, "requests failed", "rate", effect)
+        fewest = design_effect.MIN_INTERVALS
+        if not short and not observations.units and policy.guardrails and len(here) < fewest:
+            # Without counts by user, one interval's counts may be of one user.
+            short = f"{len(here)} of {fewest} intervals, which a source takes that does not count by user"
         crowded = design_effect.compute_request_effect(observations.units_of("errors"))
         mismatch = explain_traffic_mismatch(canary.requests, canary.requests + stable.requests, step, crowded)
     outcome: ev.SplitDecision = "undecided"
@@ -123,7 +138,19 @@ def evaluate_guardrail(
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}
     if not any(counted.values()) and any(one.canary_latency for one in intervals):
-        return _evaluate_by_signs(rail, intervals, here, step, limit)
+        if rail.name not in guardrails.MIN_SIGN_REQUESTS:
+            return GuardrailResult(name=rail.name, limit=limit, required=1)
+        slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
+        margin = f"{100 * (guardrails.SLOWER_MARGIN - 1):.0f} %"
+        return GuardrailResult(
+            name=rail.name,
+            evidence=guardrails.compute_sign_evidence(slower, compared),
+            limit=limit,
+            holds=rail.on_violation == "hold",
+            compared=guardrails.count_slower_intervals(here, rail.name)[1],
+            required=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
+            rule=f"the candidate was over {margin} slower in {slower} of {compared} intervals",
+        )
     needed = step.minimum if step.percent else 0
     if not all(counted.values()):
         return GuardrailResult(name=rail.name, limit=limit, required=needed, holds=rail.on_violation == "hold")
@@ -153,20 +180,13 @@ def evaluate_guardrail(
 
 
 def count_events(place: str, intervals: Sequence[ObservationInterval]) -> list[Row]:
-    """Return events and requests of both versions, interval by interval.
-
-    Args:
-        place: kind of event: the name of a guardrail, or one of its places.
-        intervals: the observations.
-    """
+    """Return events and requests of both versions by interval; `place` is a guardrail, or one of its places."""
     rows = []
     for interval in intervals:
-        (canary_events, of_mine), (stable_events, of_theirs) = (
-            _get_events(place, interval.canary),
-            _get_events(place, interval.stable),
-        )
-        if canary_events is not None and stable_events is not None:
-            rows.append((canary_events, of_mine, stable_events, of_theirs))
+        mine, of_mine = _get_events(place, interval.canary)
+        theirs, of_theirs = _get_events(place, interval.stable)
+        if mine is not None and theirs is not None:
+            rows.append((mine, of_mine, theirs, of_theirs))
     return rows
 
 
@@ -188,15 +208,12 @@ def trace_guardrails(observations: Observations, policy: RolloutPolicy) -> tuple
     return tuple(paths)
 
 
-def explain_missing_evidence(canary: RequestCounts, promised: ServiceLevel | None, effect: float = 1.0) -> str:
-    """Return what is still to be shown of the error rate; empty if nothing is."""
-    if promised is None or bool(ev.is_rate_certified(canary.errors, canary.requests, promised.error_rate, effect)):
+def _explain_uncertified(bad: int, total: int, share: float, what: str, noun: str, effect: float = 1.0) -> str:
+    """Return what is still to be shown of a share of failures; empty if nothing is."""
+    if bool(ev.is_rate_certified(bad, total, share, effect)):
         return ""
-    shown = ev.bound_error_rate(canary.errors, canary.requests, effect)
-    return (
-        f"{canary.errors} of {canary.requests} requests failed, which shows a rate below {100 * shown:.3g} %, "
-        f"not below {100 * promised.error_rate:g} %"
-    )
+    shown = ev.bound_error_rate(bad, total, effect)
+    return f"{bad} of {total} {what}, which shows a {noun} below {100 * shown:.3g} %, not below {100 * share:g} %"
 
 
 def explain_traffic_mismatch(canary: int, requests: int, step: PlannedStep, effect: float = 1.0) -> str:
@@ -234,14 +251,9 @@ def judge_split_test(
 
 def _compute_effect(observations: Observations, name: str, rows: Sequence[Row]) -> float:
     """Return the design effect of a guardrail's events: by user if the source counts users, else by interval."""
-    epochs = observations.units_of(name)
-    return (
-        design_effect.bound_design_effect(epochs)
-        if epochs
-        else float(design_effect.estimate_dispersion(rows))
-        if rows
-        else 1.0
-    )
+    if epochs := observations.units_of(name):
+        return design_effect.bound_design_effect(epochs)
+    return float(design_effect.estimate_dispersion(rows)) if rows else 1.0
 
 
 def _compute_error_effect(observations: Observations) -> float:
@@ -258,9 +270,8 @@ def _compute_error_effect(observations: Observations) -> float:
     if not epochs:
         return varied
     events, squared = sum(epoch.events for epoch in epochs), sum(epoch.events_squared**0.5 for epoch in epochs) ** 2
-    return max(
-        varied, float(design_effect.compute_error_effect(events, squared, design_effect.compute_request_effect(epochs)))
-    )
+    crowded = design_effect.compute_request_effect(epochs)
+    return max(varied, float(design_effect.compute_error_effect(events, squared, crowded)))
 
 
 def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
@@ -268,59 +279,6 @@ def _get_events(place: str, tally: RequestCounts) -> tuple[int | None, int]:
     if place == "errors":
         return tally.errors, tally.requests
     return tally.over().get(place), tally.measured
-
-
-def _evaluate_by_signs(
-    rail: Guardrail,
-    intervals: Sequence[ObservationInterval],
-    here: Sequence[ObservationInterval],
-    step: PlannedStep,
-    limit: float,
-) -> GuardrailResult:
-    if rail.name not in guardrails.MIN_SIGN_REQUESTS:
-        return GuardrailResult(name=rail.name, limit=limit, required=1)
-    slower, compared = guardrails.count_slower_intervals(intervals, rail.name)
-    return GuardrailResult(
-        name=rail.name,
-        evidence=guardrails.compute_sign_evidence(slower, compared),
-        limit=limit,
-        holds=rail.on_violation == "hold",
-        compared=guardrails.count_slower_intervals(here, rail.name)[1],
-        required=guardrails.MIN_SIGN_INTERVALS if step.percent else 0,
-        rule=f"the candidate was over {100 * (guardrails.SLOWER_MARGIN - 1):.0f} % slower "
-        f"in {slower} of {compared} intervals",
-    )
-
-
-def _evaluate_answers(copies: ShadowCounts, trial: ShadowTrial, limit: float) -> GuardrailResult:
-    return GuardrailResult(
-        name="shadow answers",
-        evidence=ev.compute_evidence_above(copies.wrong, copies.seen, trial.max_differing),
-        limit=limit,
-        compared=copies.seen,
-        required=trial.min_requests,
-        rule=f"{copies.differing} of {copies.compared} differ, {copies.failed} failed, "
-        f"{100 * trial.max_differing:g} % may",
-    )
-
-
-def _explain_differing_answers(copies: ShadowCounts, trial: ShadowTrial) -> str:
-    if bool(ev.is_rate_certified(copies.wrong, copies.seen, trial.max_differing)):
-        return ""
-    shown = ev.bound_error_rate(copies.wrong, copies.seen)
-    return (
-        f"{copies.wrong} of {copies.seen} answers differ or failed, which shows a share below {100 * shown:.3g} %, "
-        f"not below {100 * trial.max_differing:g} %"
-    )
-
-
-def _explain_few_intervals(
-    observations: Observations, here: Sequence[ObservationInterval], policy: RolloutPolicy
-) -> str:
-    """Return why a step may not end: without counts by user, one interval's counts may be of one user."""
-    if observations.units or not policy.guardrails or len(here) >= design_effect.MIN_INTERVALS:
-        return ""
-    return f"{len(here)} of {design_effect.MIN_INTERVALS} intervals, which a source takes that does not count by user"
 
 
 def _describe_failure(

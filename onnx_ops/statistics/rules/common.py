@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import EXPORT
@@ -34,11 +32,6 @@ def make_unmeasured(gate: str, metric: str, limit: str, *, advisory: bool = Fals
 def make_unlimited(gate: str, metric: str) -> GateResult:
     """Return an INCONCLUSIVE result of a gate without limits."""
     return GateResult(gate=gate, metric=metric, limit="", verdict=Verdict.INCONCLUSIVE, reason="the gate sets no limit")
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return the value if it is finite."""
-    return value if math.isfinite(value) else None
 
 
 def join_lines(text: str) -> str:

@@ -169,12 +169,8 @@ def _judge_changes(
     baseline = get_baseline(evidence)
     if baseline and not any(e.against == baseline for e in compared):
         metric = f"{name} vs {baseline}"
-        explain_unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
-        result = (
-            make_unmeasured("metric", metric, limit.text)
-            if explain_unscored is None
-            else _judge(name, limit, explain_unscored)
-        )
+        unscored = next((e for e in entries if isinstance(e, ScoreComparison) and e.candidate is None), None)
+        result = _judge(name, limit, unscored) if unscored else make_unmeasured("metric", metric, limit.text)
         yield replace(result, metric=metric)
 
 
@@ -255,7 +251,7 @@ def _find_problem(entry: _Entry) -> str:
             return "groups of rows do not add to what rows tell"
         return "its counts do not add up" if min(parts) < 0 or sum(parts) > entry.n else ""
     intervals = [i for i in (entry.candidate, entry.difference, entry.ratio) if i is not None]
-    if not all(math.isfinite(v) for i in intervals for v in (i.estimate, i.low, i.high)):
+    if not all(i.is_finite for i in intervals):
         return "a figure is not a number"
     if entry.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
         return "its figures do not fit each other"
@@ -265,26 +261,19 @@ def _find_problem(entry: _Entry) -> str:
 def _explain(name: str, limit: MetricLimit, entry: _Entry, interval: Interval, verdict: Verdict) -> str:
     verb = f"{name} changes by" if limit.of_change else f"{name} is"
     against = f" against {name_baseline(entry.against)}" if limit.of_change else ""
-    figures = (
-        f"{limit.format(interval.estimate)} [{limit.format(interval.low)}, {limit.format(interval.high)}]{against}"
+    ends = f"[{limit.format(interval.low)}, {limit.format(interval.high)}]"
+    reason = (
+        f"{verb} {limit.format(interval.estimate)} {ends}{against}, limit {limit.format(limit.bound)}, n = {entry.n}"
     )
-    reason = f"{verb} {figures}, limit {limit.format(limit.bound)}, n = {entry.n}"
     if entry.groups:
         reason += f" in {entry.groups} groups"
     if isinstance(entry, PairedCounts) and limit.of_change:
         reason += f" ({entry.only_baseline} lost, {entry.only_candidate} won)"
     if verdict is not Verdict.INCONCLUSIVE:
         return reason
-    notes = (_describe_heavy_rows(limit, entry), advise_sample_size(entry.n))
-    return "; ".join((reason, *(note for note in notes if note)))
-
-
-def _describe_heavy_rows(limit: MetricLimit, entry: _Entry) -> str:
-    """Return which rows carry the error, where few do."""
-    if isinstance(entry, PairedCounts) or entry.effective is None or not entry.heavy:
-        return ""
-    units = entry.groups or entry.n
-    if entry.effective >= _CONCENTRATED * units and not (limit.kind == "max" and _is_uneven(entry)):
-        return ""
-    rows = ", ".join(str(row) for row in sorted(entry.heavy))
-    return f"few rows carry the error ({entry.effective:.0f} of {units} count): look at rows {rows}"
+    if isinstance(entry, ScoreComparison) and entry.effective is not None and entry.heavy:
+        units, rows = entry.groups or entry.n, ", ".join(str(row) for row in sorted(entry.heavy))
+        if entry.effective < _CONCENTRATED * units or (limit.kind == "max" and _is_uneven(entry)):
+            reason += f"; few rows carry the error ({entry.effective:.0f} of {units} count): look at rows {rows}"
+    advice = advise_sample_size(entry.n)
+    return f"{reason}; {advice}" if advice else reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import (
     Divergence,
     Evidence,
-    Int8Coverage,
     ParityMeasurement,
     WeightMeasurement,
 )
@@ -67,7 +65,6 @@ def _judge_outputs(
             f"{metric} outside the domain",
             f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
             f"`groups: {{{worst.group.partition(':')[0]}: fail}}` makes the gate refuse it",
-            passes=False,
             limit=_limit(gate),
             estimate=None if worst.mismatch else worst.ratio,
             bound=gate.noise_factor,
@@ -99,7 +96,6 @@ def _verdict(
     return _make_result(
         metric,
         reason,
-        passes=good,
         limit=_limit(gate),
         estimate=None if worst.mismatch else worst.ratio,
         bound=gate.noise_factor,
@@ -133,10 +129,17 @@ def _judge_weights(gate: ParityGate, evidence: Evidence) -> GateResult:
     if not any(w.elements > 0 for w in evidence.weights):
         return make_unmeasured("parity", "weights", limit)
     worst = max(evidence.weights, key=lambda w: (not _is_rounded(w, gate), w.steps, w.tensor))
+    answers = ""
+    if worst.steps > gate.weight_steps and worst.output_error is not None:
+        answers = (
+            f", and its layer's answers on real rows have {worst.output_error:.3g}x the squared error of plain rounding"
+        )
+        if not _is_rounded(worst, gate):
+            answers += f" (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
     return _make_result(
         "weights",
         f"weight {worst.tensor!r} is {worst.steps:.3g} quantization steps from its original, "
-        f"limit {gate.weight_steps:.4g}{_describe_compensation(worst, gate)}, {len(evidence.weights)} weights",
+        f"limit {gate.weight_steps:.4g}{answers}, {len(evidence.weights)} weights",
         passes=_is_rounded(worst, gate),
         limit=limit,
         estimate=worst.steps,
@@ -155,13 +158,6 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
     return weight.steps <= gate.weight_steps or moved
 
 
-def _describe_compensation(weight: WeightMeasurement, gate: ParityGate) -> str:
-    if weight.steps <= gate.weight_steps or weight.output_error is None:
-        return ""
-    text = f", and its layer's answers on real rows have {weight.output_error:.3g}x the squared error of plain rounding"
-    return text if _is_rounded(weight, gate) else f"{text} (at most {COMPENSATED}x, and {FURTHEST:g} steps, would do)"
-
-
 def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
     """Judge the trees, if the model has any and the source shows them."""
     trees = evidence.trees
@@ -177,7 +173,6 @@ def judge_trees(evidence: Evidence) -> Iterator[GateResult]:
     yield _make_result(
         "trees",
         join_lines(reason),
-        passes=not trees.changed,
         limit="0 changed",
         estimate=float(trees.changed),
         bound=0.0,
@@ -196,21 +191,18 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
             "activations",
             f"activation {worst.tensor!r} is read back up to {worst.noise:.3g}x step/√12 from what was written, "
             f"limit {gate.activation_noise:.4g}x, {len(measured)} activations",
-            passes=worst.noise <= gate.activation_noise,
             limit=f"≤ {gate.activation_noise:.4g}x rounding",
             estimate=worst.noise,
             bound=gate.activation_noise,
             n=values,
         )
         worst = max(measured, key=lambda a: (a.saturated, a.tensor))
-        fits = worst.saturated <= gate.saturation
         note = f"; more than {as_percent(SATURATION_WARNING)} is worth a look: calibrate with more rows"
         yield _make_result(
             "saturation",
             f"{as_percent(worst.saturated)} of activation {worst.tensor!r} lie outside its quantized range, "
             f"limit {as_percent(gate.saturation)}, {len(measured)} activations"
-            + (note if fits and worst.saturated > SATURATION_WARNING else ""),
-            passes=fits,
+            + (note if SATURATION_WARNING < worst.saturated <= gate.saturation else ""),
             limit=f"≤ {as_percent(gate.saturation)}",
             estimate=worst.saturated,
             bound=gate.saturation,
@@ -220,13 +212,11 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
     # Evidence that is older than the next two measurements has none of them.
     if cut := [(a.clipping, a.tensor) for a in measured if a.clipping is not None]:
         clipping, tensor = max(cut)
-        fits = clipping <= gate.clipping
         yield _make_result(
             "clipping",
             f"the range of activation {tensor!r} cuts off {clipping:.3g}x the energy that rounding loses, "
             f"limit {gate.clipping:.4g}x, {len(cut)} activations"
-            + ("" if fits else "; too narrow: calibrate with more rows, or with another method"),
-            passes=fits,
+            + ("" if clipping <= gate.clipping else "; too narrow: calibrate with more rows, or with another method"),
             limit=f"≤ {gate.clipping:.4g}x rounding",
             estimate=clipping,
             bound=gate.clipping,
@@ -244,7 +234,6 @@ def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResu
             f"the range of {what} reaches {stretch:.3g}x as far as its values, limit {gate.stretch:.4g}x, "
             f"{len(ranges)} ranges"
             + ("" if fits else "; too wide, its steps are that much coarser: calibrate with rows like those of use"),
-            passes=fits,
             limit=f"≤ {gate.stretch:.4g}x the values",
             estimate=stretch,
             bound=gate.stretch,
@@ -259,9 +248,16 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         return
     total = len(coverage.int8) + len(coverage.floats)
     text = f"{len(coverage.int8)} of {total} MatMul/Conv/Gemm run in int8"
+    if coverage.floats:
+        ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
+        named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
+        more = f", and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
+        text += f"; {len(coverage.floats)} in float: {named}{more}"
+    if coverage.unheeded:
+        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
     yield _make_result(
         "int8 coverage",
-        join_lines(text + _describe_float_nodes(coverage)),
+        join_lines(text),
         passes=all(node.reason == "excluded" for node in coverage.floats) and not coverage.unheeded,
         limit="all but excluded ones",
         estimate=len(coverage.int8) / total,
@@ -269,19 +265,6 @@ def judge_coverage(evidence: Evidence) -> Iterator[GateResult]:
         n=total,
         advisory=True,
     )
-
-
-def _describe_float_nodes(coverage: Int8Coverage) -> str:
-    text = ""
-    if coverage.floats:
-        ranked = sorted(coverage.floats, key=lambda node: node.reason == "excluded")
-        named = ", ".join(f"{node.name} ({node.reason})" for node in ranked[:_NAMED])
-        rest = Counter(node.reason for node in ranked[_NAMED:])
-        more = f", and {rest.total()} more" if rest else ""
-        text += f"; {len(coverage.floats)} in float: {named}{more}"
-    if coverage.unheeded:
-        text += f"; excluded, and run in int8 by the runtime all the same: {', '.join(coverage.unheeded[:_NAMED])}"
-    return text
 
 
 def judge_source(evidence: Evidence) -> Iterator[GateResult]:
@@ -314,7 +297,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     non_finite = [m.output for m in measured if not all(map(math.isfinite, (m.error, m.ratio, m.changed or 0.0)))]
     if non_finite:
         reason = f"output {min(non_finite)!r}: a figure is not a number"
-        result = _make_result(METRIC, reason, passes=False, limit=_limit(gate), unit="", n=rows, advisory=True)
+        result = _make_result(METRIC, reason, limit=_limit(gate), unit="", n=rows, advisory=True)
         yield replace(result, verdict=Verdict.ERROR)
         return
     worst = max(measured, key=lambda m: (m.ratio, m.error, m.output))
@@ -323,13 +306,12 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
         f"max |Δ| {worst.error:.3g} in output {worst.output!r} is {worst.ratio:.3g}x the source's noise, "
         f"{as_percent(max(changed)) + ' of classes change, ' if changed else ''}{rows} rows in one batch and one by one"
     )
-    depends = worst.ratio > gate.noise_factor
+    reason = f"answers do not depend on the batch's composition: {figures}"
+    if worst.ratio > gate.noise_factor:
+        reason = f"answers depend on the batch's composition: {figures}; do not batch across requests"
     yield _make_result(
         METRIC,
-        f"answers depend on the batch's composition: {figures}; do not batch across requests"
-        if depends
-        else f"answers do not depend on the batch's composition: {figures}",
-        passes=not depends,
+        reason,
         limit=_limit(gate),
         estimate=worst.ratio,
         bound=gate.noise_factor,
@@ -342,7 +324,7 @@ def _make_result(
     metric: str,
     reason: str,
     *,
-    passes: bool,
+    passes: bool | None = None,
     limit: str = "",
     estimate: float | None = None,
     bound: float | None = None,
@@ -350,6 +332,9 @@ def _make_result(
     n: int = 0,
     advisory: bool = False,
 ) -> GateResult:
+    """Return a result that passes, unless told, if the estimate is at most the bound."""
+    if passes is None:
+        passes = estimate is not None and bound is not None and estimate <= bound
     return GateResult(
         gate="parity",
         metric=metric,

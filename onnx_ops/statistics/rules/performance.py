@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import Evidence, LatencyComparison, ThroughputMeasurement, throughput_metric_name
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, throughput_metric_name
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,
     Comparison,
+    QuantileComparison,
     compare,
     compare_latency_quantile,
     compare_quantile,
@@ -24,7 +25,6 @@ from onnx_ops.statistics.rules.common import (
     as_ms,
     as_percent,
     as_size,
-    finite_or_none,
     get_baseline,
     make_unlimited,
     make_unmeasured,
@@ -40,82 +40,85 @@ _SPEEDUP_TEXTS = {
 _PAIRS = "pairs of fresh processes"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatioMeasurement:
-    """A measured ratio to the baseline, and its wording.
+def _judge_ratio(
+    gate: str, metric: str, measured: LatencyComparison | PairedRatios, of: str, counted: str, max_regression: float
+) -> GateResult:
+    """Judge a ratio, unless the host is too biased for a verdict.
 
     Args:
-        gate: kind of gate.
-        metric: name in results.
         of: the quantity that the ratio multiplies.
-        log_ratios: of the candidate, by pair and block.
-        self_log_ratios: of the baseline against itself.
-        pairs: what n counts.
-        detail: further facts for the reason.
+        counted: what the pairs are, and further facts about them.
     """
-
-    gate: str
-    metric: str
-    of: str
-    log_ratios: Sequence[Sequence[float]]
-    self_log_ratios: Sequence[Sequence[float]]
-    pairs: str
-    detail: str = ""
-
-
-def judge_ratio(ratio: RatioMeasurement, max_regression: float) -> GateResult:
-    """Judge a ratio, unless the host is too biased for a verdict."""
-    comparison = compare(ratio.log_ratios, tolerance=max_regression)
-    noisy = explain_withheld_verdict(ratio.log_ratios, ratio.self_log_ratios, max_regression)
+    comparison = compare(measured.log_ratios, tolerance=max_regression)
+    noisy = explain_withheld_verdict(measured.log_ratios, measured.self_log_ratios, max_regression)
     limit = f"{1 + max_regression:.4g}x"
-    reason = describe_ratio(ratio, comparison, limit)
-    if comparison.verdict is Verdict.INCONCLUSIVE:
-        reason += f"; {_describe_remedy(ratio, comparison, max_regression)}"
-    return GateResult(
-        gate=ratio.gate,
-        metric=ratio.metric,
-        limit=f"≤ {limit}",
-        verdict=Verdict.INCONCLUSIVE if noisy else comparison.verdict,
-        reason=f"{noisy}; {reason}" if noisy else reason,
-        estimate=finite_or_none(comparison.ratio),
-        low=finite_or_none(comparison.low),
-        high=finite_or_none(comparison.high),
-        bound=1 + max_regression,
-        unit="x",
-        n=comparison.pairs,
-    )
+    reason = _describe_ratio(measured, comparison, of, counted, limit)
+    if comparison.verdict is Verdict.INCONCLUSIVE:  # how many pairs, or which other limit, would decide
+        needed = estimate_pairs_needed(measured.log_ratios, max_regression)
+        if needed is None:
+            reason += "; the ratio is too near to the limit for any number of pairs"
+        elif needed > LOOKS[-1]:
+            remedy = f"a run has {LOOKS[-1]}: measure on a quieter machine"
+            reason += f"; about {needed} pairs on end would decide, and {remedy}"
+        else:
+            reason += f"; the {needed} pairs of a whole run would decide"
+        if comparison.low > 0 and math.isfinite(comparison.high):
+            low = comparison.low / comparison.rest - 1
+            high = math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000
+            below = f", one of {as_percent(low)} broken" if low > 0 else ""
+            reason += f"; a limit of {as_percent(high)} would be kept{below}"
+    reason = f"{noisy}; {reason}" if noisy else reason
+    result = _make_result(gate, metric, f"≤ {limit}", reason, comparison, bound=1 + max_regression, unit="x")
+    return replace(result, verdict=Verdict.INCONCLUSIVE) if noisy else result
 
 
-def describe_ratio(ratio: RatioMeasurement, comparison: Comparison, limit: str) -> str:
+def _describe_ratio(
+    measured: LatencyComparison | PairedRatios, comparison: Comparison, of: str, counted: str, limit: str
+) -> str:
     """Return the ratio with its interval, limit and trend as a text."""
-    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {ratio.of}"
-    change = find_trend(ratio.log_ratios)
-    trend = (
-        "" if change is None else f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
-    )
-    return f"{figures}, limit {limit}, {comparison.pairs} {ratio.pairs}{ratio.detail}{trend}"
+    figures = f"{comparison.ratio:.4g}x [{comparison.low:.4g}, {comparison.high:.4g}] {of}"
+    trend = ""
+    if (change := find_trend(measured.log_ratios)) is not None:
+        trend = f"; it {'grew' if change > 0 else 'fell'} by {as_percent(abs(change))} over the run"
+    return f"{figures}, limit {limit}, {comparison.pairs} {counted}{trend}"
 
 
-def _describe_remedy(ratio: RatioMeasurement, comparison: Comparison, max_regression: float) -> str:
-    """Return how many pairs, or which other limit, would decide."""
-    needed = estimate_pairs_needed(ratio.log_ratios, max_regression)
-    if needed is None:
-        more = "the ratio is too near to the limit for any number of pairs"
-    elif needed > LOOKS[-1]:
-        more = f"about {needed} pairs on end would decide, and a run has {LOOKS[-1]}: measure on a quieter machine"
+def _make_result(
+    gate: str,
+    metric: str,
+    limit: str,
+    reason: str,
+    measured: Comparison | QuantileComparison,
+    *,
+    bound: float,
+    unit: str,
+    advisory: bool = False,
+) -> GateResult:
+    if isinstance(measured, Comparison):
+        estimate, n = measured.ratio, measured.pairs
     else:
-        more = f"the {needed} pairs of a whole run would decide"
-    if not (comparison.low > 0 and math.isfinite(comparison.high)):
-        return more
-    low, high = (
-        comparison.low / comparison.rest - 1,
-        math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000,
+        estimate, n = measured.quantile, measured.runs
+    return GateResult(
+        gate=gate,
+        metric=metric,
+        limit=limit,
+        verdict=measured.verdict,
+        reason=reason,
+        estimate=_finite_or_none(estimate),
+        low=_finite_or_none(measured.low),
+        high=_finite_or_none(measured.high),
+        bound=bound,
+        unit=unit,
+        n=n,
+        advisory=advisory,
     )
-    below = f", one of {as_percent(low)} broken" if low > 0 else ""
-    return f"{more}; a limit of {as_percent(high)} would be kept{below}"
 
 
-def judge_figure(
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _judge_figure(
     gate: str, figure: str, of: str, pairs: str, max_regression: float | None, evidence: Evidence
 ) -> Iterator[GateResult]:
     """Judge a figure of `Evidence.ratios` against the baseline.
@@ -132,15 +135,7 @@ def judge_figure(
         if (paired.figure, paired.against) == (figure, baseline) and any(paired.log_ratios)
     ]
     for paired in measured:
-        ratio = RatioMeasurement(
-            gate=gate,
-            metric=metric,
-            of=f"{of} of {name_baseline(baseline)}",
-            log_ratios=paired.log_ratios,
-            self_log_ratios=paired.self_log_ratios,
-            pairs=pairs,
-        )
-        yield judge_ratio(ratio, max_regression)
+        yield _judge_ratio(gate, metric, paired, f"{of} of {name_baseline(baseline)}", pairs, max_regression)
     if not measured:
         yield make_unmeasured(gate, metric, f"≤ {1 + max_regression:.4g}x")
 
@@ -151,126 +146,75 @@ def judge_latency(gate: LatencyGate, evidence: Evidence) -> Iterator[GateResult]
     if gate.max_regression is not None and baseline:
         against = [c for c in evidence.comparisons if c.against == baseline and any(c.log_ratios)]
         for comparison in against:
-            yield judge_ratio(_make_latency_ratio(comparison), gate.max_regression)
+            of, counted = _describe_pairs(comparison)
+            yield _judge_ratio("latency", f"ratio vs {baseline}", comparison, of, counted, gate.max_regression)
         if not against:
             yield make_unmeasured("latency", f"ratio vs {baseline}", f"≤ {1 + gate.max_regression:.4g}x")
     if gate.faster_than is not None and evidence.variant != gate.faster_than:
-        yield from _judge_faster(gate.faster_than, gate.min_speedup or 0.0, evidence)
+        # The interval alone decides: on a noisy host it is wide, and shows nothing.
+        speedup = gate.min_speedup or 0.0
+        bound = 1 / (1 + speedup)
+        metric, limit = f"faster than {gate.faster_than}", f"< {bound:.4g}x"
+        enough = f" by {as_percent(speedup)}" if speedup else ""
+        against = [c for c in evidence.comparisons if c.against == gate.faster_than and any(c.log_ratios)]
+        for comparison in against:
+            compared = compare(comparison.log_ratios, tolerance=bound - 1)
+            ratio = _describe_ratio(comparison, compared, *_describe_pairs(comparison), f"{bound:.4g}x")
+            reason = f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {ratio}"
+            yield _make_result("latency", metric, limit, reason, compared, bound=bound, unit="x")
+        if not against:
+            yield make_unmeasured("latency", metric, limit)
     limits = {name: (share, limit) for name, (share, limit) in gate.quantiles().items() if limit is not None}
-    for name, (share, limit) in limits.items():
-        yield _judge_quantile(name, share, limit, evidence)
+    for name, (share, limit_s) in limits.items():
+        samples, limit, advisory = evidence.latency, f"≤ {as_ms(limit_s)}", not evidence.dedicated
+        if samples is None or not samples.sorted_ns:
+            yield make_unmeasured("latency", name, limit, advisory=advisory)
+            continue
+        quantile = compare_latency_quantile(samples.sorted_ns, share, limit_s)
+        reason = (
+            f"{name} is {as_ms(quantile.quantile)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
+            f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.runs} runs above it"
+        )
+        if quantile.verdict is Verdict.INCONCLUSIVE and quantile.runs < quantile.needed:
+            reason += f"; to pass, {quantile.needed} runs are needed"
+        yield _make_result("latency", name, limit, reason, quantile, bound=limit_s, unit="s", advisory=advisory)
     if not limits and gate.max_regression is None and gate.faster_than is None:
         yield make_unlimited("latency", "")
 
 
-def _make_latency_ratio(comparison: LatencyComparison) -> RatioMeasurement:
+def _describe_pairs(comparison: LatencyComparison) -> tuple[str, str]:
+    """Return what the ratio multiplies, and what its pairs are."""
     preempted = comparison.preempted / comparison.runs if comparison.runs > 0 else 0.0
     means = f", each the mean of {comparison.calls}" if comparison.calls > 1 else ""
-    return RatioMeasurement(
-        gate="latency",
-        metric=f"ratio vs {comparison.against}",
-        of=f"the latency of {name_baseline(comparison.against)}",
-        log_ratios=comparison.log_ratios,
-        self_log_ratios=comparison.self_log_ratios,
-        pairs="session pairs",
-        detail=f" ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)",
-    )
-
-
-def _judge_faster(name: str, min_speedup: float, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge whether the other model takes at least `1 + min_speedup` times as long.
-
-    The interval alone decides: on a noisy host it is wide, and shows nothing.
-    """
-    bound = 1 / (1 + min_speedup)
-    metric, limit = f"faster than {name}", f"< {bound:.4g}x"
-    enough = f" by {as_percent(min_speedup)}" if min_speedup else ""
-    against = [c for c in evidence.comparisons if c.against == name and any(c.log_ratios)]
-    for comparison in against:
-        ratio = _make_latency_ratio(comparison)
-        compared = compare(ratio.log_ratios, tolerance=bound - 1)
-        yield GateResult(
-            gate="latency",
-            metric=metric,
-            limit=limit,
-            verdict=compared.verdict,
-            reason=f"{_SPEEDUP_TEXTS[compared.verdict]}{enough}: {describe_ratio(ratio, compared, f'{bound:.4g}x')}",
-            estimate=finite_or_none(compared.ratio),
-            low=finite_or_none(compared.low),
-            high=finite_or_none(compared.high),
-            bound=bound,
-            unit="x",
-            n=compared.pairs,
-        )
-    if not against:
-        yield make_unmeasured("latency", metric, limit)
-
-
-def _judge_quantile(name: str, q: float, limit_s: float, evidence: Evidence) -> GateResult:
-    limit, advisory = f"≤ {as_ms(limit_s)}", not evidence.dedicated
-    samples = evidence.latency
-    if samples is None or not samples.sorted_ns:
-        return make_unmeasured("latency", name, limit, advisory=advisory)
-    quantile = compare_latency_quantile(samples.sorted_ns, q, limit_s)
-    reason = (
-        f"{name} is {as_ms(quantile.quantile)} [{as_ms(quantile.low)}, {as_ms(quantile.high)}], "
-        f"limit {as_ms(limit_s)}, {quantile.exceeding} of {quantile.runs} runs above it"
-    )
-    if quantile.verdict is Verdict.INCONCLUSIVE and quantile.runs < quantile.needed:
-        reason += f"; to pass, {quantile.needed} runs are needed"
-    return GateResult(
-        gate="latency",
-        metric=name,
-        limit=limit,
-        verdict=quantile.verdict,
-        reason=reason,
-        estimate=finite_or_none(quantile.quantile),
-        low=finite_or_none(quantile.low),
-        high=finite_or_none(quantile.high),
-        bound=limit_s,
-        unit="s",
-        n=quantile.runs,
-        advisory=advisory,
-    )
+    counted = f"session pairs ({comparison.runs} runs{means}, {as_percent(preempted)} preempted)"
+    return f"the latency of {name_baseline(comparison.against)}", counted
 
 
 def judge_throughput(gate: ThroughputGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge throughput as time per request, so that more is worse."""
     figure = throughput_metric_name(gate.concurrency)
     of = f"the time per request at {figure}"
-    yield from judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
+    yield from _judge_figure("throughput", figure, of, "session pairs", gate.max_regression, evidence)
     if gate.min is not None:
         measured = [t for t in evidence.throughput if t.concurrency == gate.concurrency and t.per_second]
+        limit, advisory = f"≥ {_rate(gate.min)}", not evidence.dedicated
         for session in measured:
-            yield _judge_minimum(gate.min, figure, session, advisory=not evidence.dedicated)
+            per_request = compare_quantile([1 / rate for rate in session.per_second], 0.5, 1 / gate.min)
+            low = 1 / per_request.high if per_request.high > 0 else 0.0
+            high = 1 / per_request.low if per_request.low > 0 else math.inf
+            middle = median(session.per_second)
+            reason = (
+                f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(gate.min)}, "
+                f"{per_request.runs} sessions ({session.requests} requests)"
+            )
+            result = _make_result(
+                "throughput", figure, limit, reason, per_request, bound=gate.min, unit="req/s", advisory=advisory
+            )
+            yield replace(result, estimate=middle, low=low, high=_finite_or_none(high))
         if not measured:
-            yield make_unmeasured("throughput", figure, f"≥ {_rate(gate.min)}", advisory=not evidence.dedicated)
+            yield make_unmeasured("throughput", figure, limit, advisory=advisory)
     if gate.max_regression is None and gate.min is None:
         yield make_unlimited("throughput", figure)
-
-
-def _judge_minimum(minimum: float, figure: str, measured: ThroughputMeasurement, *, advisory: bool) -> GateResult:
-    per_request = compare_quantile([1 / rate for rate in measured.per_second], 0.5, 1 / minimum)
-    low = 1 / per_request.high if per_request.high > 0 else 0.0
-    high = 1 / per_request.low if per_request.low > 0 else math.inf
-    middle = median(measured.per_second)
-    return GateResult(
-        gate="throughput",
-        metric=figure,
-        limit=f"≥ {_rate(minimum)}",
-        verdict=per_request.verdict,
-        reason=(
-            f"median {_rate(middle)} [{_rate(low)}, {_rate(high)}] at {figure}, limit {_rate(minimum)}, "
-            f"{per_request.runs} sessions ({measured.requests} requests)"
-        ),
-        estimate=middle,
-        low=low,
-        high=finite_or_none(high),
-        bound=minimum,
-        unit="req/s",
-        n=per_request.runs,
-        advisory=advisory,
-    )
 
 
 def _rate(per_second: float) -> str:
@@ -281,7 +225,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
     """Judge load time and time to the first inference of fresh processes."""
     samples = {} if evidence.starts is None else {"load": evidence.starts.load_s, "first": evidence.starts.first_s}
     for figure, of in (("load", "the load time"), ("first", "the first inference")):
-        yield from judge_figure("cold_start", figure, of, _PAIRS, gate.max_regression, evidence)
+        yield from _judge_figure("cold_start", figure, of, _PAIRS, gate.max_regression, evidence)
     for figure, limit in (("load", gate.load), ("first", gate.first)):
         if limit is not None:
             yield _judge_median(
@@ -293,7 +237,7 @@ def judge_cold_start(gate: ColdStartGate, evidence: Evidence) -> Iterator[GateRe
 
 def judge_memory(gate: MemoryGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge peak memory, which other load of the machine does not change."""
-    yield from judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
+    yield from _judge_figure("memory", "peak", "the peak memory", _PAIRS, gate.max_regression, evidence)
     if gate.max is not None:
         samples = () if evidence.starts is None else evidence.starts.peak_bytes
         yield _judge_median("memory", "peak", samples, gate.max, "B", advisory=False)
@@ -310,23 +254,12 @@ def _judge_median(
     if not samples:
         return make_unmeasured(gate, figure, f"≤ {text(limit)}", advisory=advisory)
     center = compare_quantile(samples, 0.5, limit)
-    return GateResult(
-        gate=gate,
-        metric=figure,
-        limit=f"≤ {text(limit)}",
-        verdict=center.verdict,
-        reason=(
-            f"median {figure} {text(center.quantile)} [{text(center.low)}, {text(center.high)}], "
-            f"limit {text(limit)}, "
-            f"{center.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
-        ),
-        estimate=finite_or_none(center.quantile),
-        low=finite_or_none(center.low),
-        high=finite_or_none(center.high),
-        bound=float(limit),
-        unit=unit,
-        n=center.runs,
-        advisory=advisory,
+    reason = (
+        f"median {figure} {text(center.quantile)} [{text(center.low)}, {text(center.high)}], limit {text(limit)}, "
+        f"{center.runs} fresh processes, from {text(min(samples))} to {text(max(samples))}"
+    )
+    return _make_result(
+        gate, figure, f"≤ {text(limit)}", reason, center, bound=float(limit), unit=unit, advisory=advisory
     )
 
 
@@ -352,20 +285,18 @@ def judge_size(gate: SizeGate, evidence: Evidence) -> Iterator[GateResult]:
 def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     """Yield why another provider than the requested one was measured."""
     facts = evidence.runtime
-    if facts is None or not facts.asked:
-        yield _make_provider_result(Verdict.INCONCLUSIVE, "which provider ran was not recorded")
-        return
-    first = facts.asked[0]
-    others = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
-    if first not in facts.used:
-        used = ", ".join(facts.used) or "nothing"
-        yield _make_provider_result(Verdict.ERROR, f"{first} was asked for, {used} ran instead")
-    elif first != "CPUExecutionProvider" and others:
-        fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
-        yield _make_provider_result(Verdict.ERROR, f"{first} was asked for, {fallbacks}")
-    elif first != "CPUExecutionProvider" and not facts.nodes.get(first):
-        yield _make_provider_result(Verdict.INCONCLUSIVE, f"which nodes {first} took was not recorded")
-
-
-def _make_provider_result(verdict: Verdict, reason: str) -> GateResult:
-    return GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)
+    first = facts.asked[0] if facts and facts.asked else ""
+    verdict, reason = Verdict.INCONCLUSIVE, ""
+    if facts is None or not first:
+        reason = "which provider ran was not recorded"
+    elif first not in facts.used:
+        verdict, reason = Verdict.ERROR, f"{first} was asked for, {', '.join(facts.used) or 'nothing'} ran instead"
+    elif first != "CPUExecutionProvider":
+        others = {name: nodes for name, nodes in sorted(facts.nodes.items()) if name != first and nodes > 0}
+        if others:
+            fallbacks = ", ".join(f"{nodes} nodes fell back on {name}" for name, nodes in others.items())
+            verdict, reason = Verdict.ERROR, f"{first} was asked for, {fallbacks}"
+        elif not facts.nodes.get(first):
+            reason = f"which nodes {first} took was not recorded"
+    if reason:
+        yield GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)
