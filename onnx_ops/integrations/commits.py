@@ -29,7 +29,7 @@ from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.domain.release import BaseRelease, Provenance
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.paired_rows import compare_rows
-from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_lines
+from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
@@ -125,7 +125,7 @@ def judged(
             *champion_comparisons(summary.choices, tuple(evidence.values())),
             *(() if base is None else base_comparisons(summary.choices, tuple(evidence.values()), base, pairs)),
         ),
-        variants=variant_lines(summary.decisions, tuple(evidence.values())),
+        variants=variant_rows(summary.decisions, tuple(evidence.values())),
         made_by=made_by(made),
         error="\n".join(errors),
         withheld=withheld,

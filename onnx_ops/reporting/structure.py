@@ -1,11 +1,10 @@
-"""What is known of a variant beside its answers, in words: its recipe, trees, activations, int8 coverage, advice, the
-source's limits."""
+"""What is known of a variant beside its answers: recipe, trees, activations, int8 coverage, advice, limits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage, TreeStructure
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
@@ -19,7 +18,11 @@ _NAMED = 5
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
     """Names and texts of what was found; nothing of what was not looked at."""
-    activations = "; ".join(map(_activation, evidence.activations))
+    activations, source = [], evidence.source
+    for one in evidence.activations:
+        away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
+        saturated = format_figure(one.saturated, "1")
+        activations.append(f"{one.tensor}: noise {_times(one.noise)}{away}, {saturated} saturated")
     entries = {
         "trees": "; ".join(tree_lines(evidence.trees)),
         "recipe": "; ".join(evidence.recipe),
@@ -27,9 +30,12 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
         "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
         "advice": "; ".join(advice_lines(evidence.advice)),
-        "activations": activations,
-        **_limits(evidence.source),
+        "activations": "; ".join(activations),
     }
+    if source is not None:
+        entries["NaN inputs"] = _NAN.get(source.nan, "")
+        refused = (f"{name} ({why})" for name, why in sorted(source.refused.items()))
+        entries["inputs that the source refuses"] = ", ".join(refused)
     return {name: text for name, text in entries.items() if text}
 
 
@@ -53,25 +59,13 @@ def coverage_lines(found: Int8Coverage | None) -> list[str]:
 
 def advice_lines(found: Sequence[Advice]) -> list[str]:
     """Each finding, the first of its nodes, and what to set."""
-    return [f"{one.finding}{_some(one.nodes)}; set: {one.setting}" for one in found]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" ({', '.join(names[:_NAMED])}{more})" if names else ""
-
-
-def _activation(one: ActivationMeasurement) -> str:
-    away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
-    return f"{one.tensor}: noise {_times(one.noise)}{away}, {format_figure(one.saturated, '1')} saturated"
+    lines = []
+    for one in found:
+        more = f" and {len(one.nodes) - _NAMED} more" if len(one.nodes) > _NAMED else ""
+        nodes = f" ({', '.join(one.nodes[:_NAMED])}{more})" if one.nodes else ""
+        lines.append(f"{one.finding}{nodes}; set: {one.setting}")
+    return lines
 
 
 def _times(value: float) -> str:
     return f"{number(value)}×" if value < _CLIPPED else ">1e6×"
-
-
-def _limits(source: SourceLimits | None) -> dict[str, str]:
-    if source is None:
-        return {}
-    refused = ", ".join(f"{name} ({why})" for name, why in sorted(source.refused.items()))
-    return {"NaN inputs": _NAN.get(source.nan, ""), "inputs that the source refuses": refused}

@@ -6,6 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+
+STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+"""The style sheet of the reports and their plots: light and dark, wide and narrow."""
 
 WIDTH = 480.0
 """Width of every plot in its own units; the page scales it."""
@@ -56,20 +60,23 @@ def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
     """Ticks with as many digits as tell them apart: `even` gives all of them the same number of decimals."""
     texts: tuple[str, ...] = ()
     for digits in range(17):
-        texts = tuple(_even(tick, digits) if even else _plain(tick, digits + 1) for tick in ticks)
+        texts = tuple(
+            f"{tick:.{digits}f}" if even and (tick == 0 or _is_plain(tick)) else _plain(tick, digits + 1)
+            for tick in ticks
+        )
         if all(math.isclose(float(text), tick, rel_tol=1e-6) for text, tick in zip(texts, ticks, strict=True)):
             break
     return texts
 
 
-def _even(value: float, places: int) -> str:
-    return f"{value:.{places}f}" if value == 0 or 1e-4 <= abs(value) < 1e6 else _plain(value, places + 1)
+def _is_plain(value: float) -> bool:
+    return 1e-4 <= abs(value) < 1e6
 
 
 def _plain(value: float, digits: int) -> str:
     if value == 0:
         return "0"
-    if not 1e-4 <= abs(value) < 1e6:
+    if not _is_plain(value):
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa}e{int(power)}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -163,10 +170,6 @@ class Chart:
             room = left + 4 + len(text) * _CHARACTER < WIDTH
             self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
 
-    def bar(self, start: tuple[float, float], end: tuple[float, float], style: str) -> None:
-        """Draw an interval as a line from one point to another."""
-        self.path([start, end], style)
-
     def band(self, low: float, high: float, style: str) -> None:
         """Draw the range between two values of y over the whole width."""
         top, bottom = self._top_of(high), self._top_of(low)
@@ -195,31 +198,26 @@ class Chart:
 
     def render(self, title: str) -> str:
         """Return the plot as SVG; `title` is its text alternative."""
-        frame = "".join((*self._grid(), *self._marks))
-        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
-        return f"<svg {box}>{frame}</svg>"
-
-    def _grid(self) -> list[str]:
-        low, bottom = self.y.low, self.height - self.bottom
-        parts = []
+        low, bottom = self._top_of(self.y.low), self.height - self.bottom
+        grid = []
         ticks = self.x.ticks()
         for tick, text in zip(ticks, tick_texts(ticks, even=not self.x.log), strict=True):
             left = self._left_of(tick)
-            parts.append(_line(left, self.top, left, bottom, "grid"))
-            parts.append(_label(left, bottom + 15, text, "middle"))
+            grid += [_line(left, self.top, left, bottom, "grid"), _label(left, bottom + 15, text, "middle")]
         if self.y_ticks:
             ticks = self.y.ticks()
             for tick, text in zip(ticks, tick_texts(ticks, even=not self.y.log), strict=True):
                 top = self._top_of(tick)
-                parts.append(_line(self.left, top, WIDTH - self.right, top, "grid"))
-                parts.append(_label(self.left - 6, top + 4, text, "end"))
+                grid.append(_line(self.left, top, WIDTH - self.right, top, "grid"))
+                grid.append(_label(self.left - 6, top + 4, text, "end"))
             middle = (self.top + bottom) / 2
             turned = f' transform="rotate(-90 12 {_px(middle)})"'
-            parts.append(_label(12, middle, self.y.label, "middle", more=turned))
-        parts.append(_line(self.left, self._top_of(low), WIDTH - self.right, self._top_of(low), "axis"))
-        parts.append(_line(self.left, self.top, self.left, bottom, "axis"))
-        parts.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
-        return parts
+            grid.append(_label(12, middle, self.y.label, "middle", more=turned))
+        grid.append(_line(self.left, low, WIDTH - self.right, low, "axis"))
+        grid.append(_line(self.left, self.top, self.left, bottom, "axis"))
+        grid.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
+        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
+        return f"<svg {box}>{''.join((*grid, *self._marks))}</svg>"
 
     def _left_of(self, x: float) -> float:
         return self.left + self.x.place(x) * (WIDTH - self.left - self.right)
@@ -227,8 +225,8 @@ class Chart:
     def _top_of(self, y: float) -> float:
         return self.height - self.bottom - self.y.place(y) * (self.height - self.bottom - self.top)
 
-    def _text(self, left: float, top: float, text: str, anchor: str, title: str = "") -> None:
-        self._marks.append(_label(left, top, text, anchor, title=title))
+    def _text(self, left: float, top: float, text: str, anchor: str) -> None:
+        self._marks.append(_label(left, top, text, anchor))
 
 
 def room_for(names: Sequence[str]) -> tuple[float, float]:
@@ -248,14 +246,18 @@ def wrapped(text: str) -> tuple[str, ...]:
     return tuple(text[start : start + most] for start in range(0, len(text), most))
 
 
+def make_standalone(svg: str, style: str = "") -> str:
+    """Return the plot as a file, with the style sheet and more of it."""
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return svg.replace(">", f"><style>\n{STYLE}{style}</style>", 1)
+
+
 def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line class="{style}" x1="{_px(x1)}" y1="{_px(y1)}" x2="{_px(x2)}" y2="{_px(y2)}"/>'
 
 
-def _label(left: float, top: float, text: str, anchor: str, *, title: str = "", more: str = "") -> str:
-    hint = f"<title>{escape(title)}</title>" if title and title != text else ""
-    at = f'x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}'
-    return f"<text {at}>{escape(text)}{hint}</text>"
+def _label(left: float, top: float, text: str, anchor: str, *, more: str = "") -> str:
+    return f'<text x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 
 def _px(value: float) -> str:
