@@ -20,9 +20,8 @@ class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
     Args:
-        values: with `columns` 0, the same as the label's; else the number of the best column, the scores in all columns
-            or,
-            with 1 column, one score a row.
+        values: with `columns` 0, the same as the label's; else the number of the best column, the scores in all
+            columns or, with 1 column, one score a row.
         columns: number of score columns.
         broken: rows with a score of NaN.
     """
@@ -102,13 +101,10 @@ def _is_scores(array: Array) -> bool:
 
 
 def _read_scores(array: Array) -> Prediction:
-    scores = array.astype(np.float64)
-    return Prediction(values=scores, columns=scores.shape[1], broken=_count_nan(scores))
-
-
-def _read_column(array: Array) -> Prediction:
+    """Read one score a row, or one a class."""
     scores = flatten_column(array).astype(np.float64)
-    return Prediction(values=scores, columns=1, broken=_count_nan(scores[:, None]))
+    columns = 1 if scores.ndim == 1 else scores.shape[1]
+    return Prediction(values=scores, columns=columns, broken=_count_nan(scores.reshape(len(scores), columns)))
 
 
 def _read_numbers(array: Array) -> Prediction:
@@ -122,7 +118,7 @@ def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Predicti
     )
 
 
-_COLUMN_FORM = _make_column_form("one score a row", "f", _read_column)
+_COLUMN_FORM = _make_column_form("one score a row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
     _Form(
@@ -179,8 +175,8 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
     """
     match definition.name:
         case "cosine" | "token_agreement":
-            fits = label is not None and label.ndim == 2 and label.dtype.kind in _KINDS[definition.name]
-            return label if fits else None
+            kinds = "f" if definition.name == "cosine" else "iu"
+            return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
         case "mae" | "rmse" | "r2":
             if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
                 is_number = label is None or label.dtype.kind in "fiub"
@@ -193,9 +189,6 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
             return as_text(label)
         case _:
             return _prepare_classes(definition, label)
-
-
-_KINDS: Mapping[str, str] = {"cosine": "f", "token_agreement": "iu"}
 
 
 def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array:

@@ -67,6 +67,9 @@ PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
 """Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final measurement."""
 
+_END = {"end": True}
+"""Last line of a complete journal."""
+
 _ALPHA = 0.05
 _RUNS = (3, 10)
 _RUNS_P99 = 300
@@ -81,10 +84,9 @@ class SearchResult:
 
 
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
-    """Try recipes until nothing is left or the budget is spent.
+    """Try recipes until nothing is left or the budget is spent, and resume from the journal of an interrupted search.
 
-    It resumes from the journal if there is one. A complete journal belongs to a result that is being recomputed, and is
-    cleared.
+    A complete journal belongs to a result that is being recomputed, and is cleared.
 
     Raises:
         StageError: a library gives another file for the same recipe.
@@ -135,9 +137,6 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     return SearchResult(record=record, models=models)
 
 
-_END = {"end": True}
-
-
 def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:
     if entry.trial is not None:
         return replace(state, trials=(*state.trials, entry.trial))
@@ -169,15 +168,11 @@ def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -
 
 def describe_trial(trial: Trial, metric: str) -> str:
     """Describe a trial in a line."""
-    count = len(trial.excluded)
-    exclusions = f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
     if trial.failure:
-        return f"{trial.recipe}{exclusions}: {trial.failure}"
+        return f"{trial.label}: {trial.failure}"
     times = ", ".join(f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items()))
     drop = trial.drop or 0.0
-    return (
-        f"{trial.recipe}{exclusions}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
-    )
+    return f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
 
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
@@ -297,11 +292,21 @@ class TrialRunner:
         }
         drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
-        ratios = {target.name: self._compare_time(path, target) for target in context.targets}
-        trial = replace(trial, ratios=ratios)
-        if context.budget.p99 is None or drop > context.budget.metric_drop:
-            return trial
-        return replace(trial, p99={target.name: self._measure_p99(path, target) for target in context.targets})
+        feed = build_feed(context.source, context.tune.inputs, context.batch)
+        ratios, p99 = {}, {}
+        for target in context.targets:
+            runtime, name = context.ports.runtime(target.runtime), target.name
+            if name not in self._schedules:
+                self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
+            pairs = runtime.race((context.source, path), target, feed, self._schedules[name])
+            estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
+            ratios[name] = Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
+        if context.budget.p99 is not None and drop <= context.budget.metric_drop:
+            for target in context.targets:
+                runtime = context.ports.runtime(target.runtime)
+                samples = runtime.sample(path, target, feed, runs=_RUNS_P99, warmup=_RUNS[1])
+                p99[target.name] = float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
+        return replace(trial, ratios=ratios, p99=p99)
 
     def _measure_drop(self, path: Path, target: Target) -> float:
         """Return what a model loses of the metric against fp32 on the same rows."""
@@ -375,25 +380,6 @@ class TrialRunner:
             copy.unlink()
         self._ranges = ranges
         return ranges
-
-    def _compare_time(self, path: Path, target: Target) -> Interval:
-        context = self._context
-        runtime, feed = (
-            context.ports.runtime(target.runtime),
-            build_feed(context.source, context.tune.inputs, context.batch),
-        )
-        if target.name not in self._schedules:
-            self._schedules[target.name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
-        samples = runtime.race((context.source, path), target, feed, self._schedules[target.name])
-        estimate, low, high = session_interval(compute_log_ratios(samples), _ALPHA)
-        return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
-
-    def _measure_p99(self, path: Path, target: Target) -> float:
-        context = self._context
-        feed = build_feed(context.source, context.tune.inputs, context.batch)
-        runs, warmup = _RUNS_P99, _RUNS[1]
-        samples = context.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
-        return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
 
 
 def _use_all_cores(target: Target) -> Target:

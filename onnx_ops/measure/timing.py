@@ -52,18 +52,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmark:
-    """Two models on one target, with the same inputs.
+    """Two models on one target, with the same request.
 
-    Args:
-        runtime: runs both.
-        target: where.
-        baseline: the baseline's file.
-        candidate: the candidate's file.
-        against: name of the baseline in results.
-        feed: one request.
-        seed: of the order of runs.
-        tolerances: the limits to decide, by kind of gate.
-        report: receives progress messages.
+    `against` names the baseline in results; `seed` is of the order of runs; `tolerances` are the limits to decide, by
+    kind of gate.
     """
 
     runtime: Runtime

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, PairedCounts, ScoreComparison
+from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, PairedCounts, PairedRatios, ScoreComparison
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
 from onnx_ops.reporting.formatting import NOTHING, format_figure, format_interval, number, scale_for
@@ -153,12 +153,14 @@ def _beside_champion(mine: Evidence) -> ModelComparison:
 
 def _compare_with_champion(mine: Evidence) -> list[ComparedMetric]:
     ours, theirs = task_values(mine), champion_values(mine)
+    entries: list[PairedCounts | ScoreComparison] = [*mine.metrics, *mine.scores]
     rows = [
         _make_row(entry.metric, ours.get(entry.metric), theirs.get(entry.metric), change)
-        for entry in (*mine.metrics, *mine.scores)
+        for entry in entries
         if entry.against == CHAMPION and (change := _change(entry))
     ]
-    for comparison in (*mine.comparisons, *mine.ratios):
+    comparisons: list[LatencyComparison | PairedRatios] = [*mine.comparisons, *mine.ratios]
+    for comparison in comparisons:
         if comparison.against == CHAMPION and (ratio := measured_ratio(comparison)) is not None:
             is_latency = isinstance(comparison, LatencyComparison)
             middle = median_latency(mine.latency) if is_latency else None

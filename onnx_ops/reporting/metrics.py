@@ -120,29 +120,29 @@ def unit_of(name: str) -> str:
     return "1" if traits is not None and traits.higher_is_better else ""
 
 
-def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
-    """Figures by `<target>/<name>`; the unit ends the name where there is one."""
-    figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
+def plain_figures(evidence: Evidence) -> dict[str, float]:
+    """Figures by name, which ends in the unit where there is one."""
+    figures = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
-        figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+        figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
     for throughput in evidence.throughput:
         if throughput.per_second:
-            figures[f"{target}/requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+            figures[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
     if (starts := evidence.starts) is not None:
         samples = {
             "load_ms": [1e3 * seconds for seconds in starts.load_s],
             "first_ms": [1e3 * seconds for seconds in starts.first_s],
             "peak_bytes": [float(size) for size in starts.peak_bytes],
         }
-        figures |= {f"{target}/{name}": median(values) for name, values in samples.items() if values}
+        figures |= {name: median(values) for name, values in samples.items() if values}
     for counts in evidence.metrics:
         if not counts.against and counts.n:
-            figures[f"{target}/{_name(counts.metric)}"] = (counts.both + counts.only_candidate) / counts.n
+            figures[_name(counts.metric)] = (counts.both + counts.only_candidate) / counts.n
     alone = {score.metric for score in evidence.scores if not score.against}
     for score in evidence.scores:
         if score.candidate is not None and not (score.against and score.metric in alone):
             against = f" vs {score.against}" if score.against else ""
-            figures[f"{target}/{_name(score.metric)}{against}"] = score.candidate.estimate
+            figures[f"{_name(score.metric)}{against}"] = score.candidate.estimate
     return figures
 
 
@@ -159,10 +159,7 @@ def dvc_metrics(judged: Judged) -> Json:
     """Return metrics by variant and target, as `dvc metrics show` flattens them."""
     return {
         variant: {
-            target: {
-                "verdict": verdict.value,
-                **{n.removeprefix(f"{target}/"): value for n, value in sorted(plain_figures(target, evidence).items())},
-            }
+            target: {"verdict": verdict.value, **dict(sorted(plain_figures(evidence).items()))}
             for target, (verdict, evidence) in sorted(targets.items())
         }
         for variant, targets in judged.items()

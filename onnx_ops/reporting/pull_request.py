@@ -15,6 +15,7 @@ LIMIT = 60_000
 """Characters; GitHub takes 65,536 in a comment, and as many in a check."""
 
 SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
+_VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
 _RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
 
 
@@ -97,7 +98,6 @@ def _describe_pipeline(one: Checked) -> str:
         notes += dict.fromkeys(c.note for c in here if c.note)
         parts.append(f"<sub>{markdown(' '.join(notes))}</sub>")
     if one.variants:
-        heads = ("variant", "target", "verdict", "task metrics", "median latency", "size")
         variants = [
             (
                 f"{v.variant} (version {v.version})" if v.version else v.variant,
@@ -109,7 +109,7 @@ def _describe_pipeline(one: Checked) -> str:
             )
             for v in one.variants
         ]
-        parts.append("\n".join(["**Variants**\n", *markdown_table(heads, variants)]))
+        parts.append("\n".join(["**Variants**\n", *markdown_table(_VARIANT_HEADS, variants)]))
     if one.decisions:
         results = [(r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(one.decisions))]
         table = "\n".join(markdown_table(_RESULT_HEADS, results))

@@ -32,7 +32,7 @@ from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance
 from onnx_ops.measure.predictions import flatten_column
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
-from onnx_ops.measure.speed import ComparisonSpec, measure_speed
+from onnx_ops.measure.speed import measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.onnx_graph.compatibility import explain_incompatibility
@@ -87,21 +87,14 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         )
         _check_compatibility(candidate, target, stage.id)
         metrics = _measure_metrics(context, is_export, stage, ports)
-        spec = ComparisonSpec(
-            runtime=runtime,
-            target=target,
-            candidate=candidate,
-            baselines=baselines,
-            feed=build_feed(candidate, data.inputs, settings["batch"]),
-            seed=context.seed,
-        )
         hints: Mapping[str, Any] = stage.hints
         request = MeasurementRequest(
             throughput=tuple(settings.get("throughput", ())),
             starts=bool(settings.get("starts", False)),
             tolerances=hints.get("tolerances", {}),
         )
-        speed = measure_speed(spec, request)
+        feed = build_feed(candidate, data.inputs, settings["batch"])
+        speed = measure_speed(runtime, target, candidate, baselines, feed, request, seed=context.seed)
         quantized = bool(settings["quantized"])
         execution = ExecutionReport()
         if not is_export:
