@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -110,7 +111,9 @@ def test_each_version_holds_the_report_of_the_whole_release(tmp_path: Path) -> N
             "variants": [{"name": "fp32", "stage": "export"}, {"name": "int8-static", "stage": "quantize/int8-static"}],
         },
     )
-    result = execute(stage, digest_bytes(b"key"), inputs, ports)
+    with patch.object(world.registry, "publish", wraps=world.registry.publish) as publish:
+        result = execute(stage, digest_bytes(b"key"), inputs, ports)
+    assert "cpu-1t/size_bytes" in publish.call_args.args[0].variants[0].metrics
     registration = codec.loads(store.read(result["registration.json"]), Registration)
     assert [(c.target, c.variant) for c in registration.choices] == [("cpu-1t", "fp32")]
     records = [world.registry.version("m", registration.versions[variant]) for variant in VARIANTS]
