@@ -1,4 +1,7 @@
-"""Speed of a variant: latency, throughput under load, cold start and memory."""
+"""Speed of a variant: latency, throughput under load, cold start and memory.
+
+What measures a model raises MeasurementError where it does not run there, or its process crashes.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,7 @@ FASTER = 0.0
 def measure_throughput(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int, seed: int
 ) -> tuple[ThroughputMeasurement, RawSamples]:
-    """Measure requests per second of fresh sessions of one model.
-
-    Raises:
-        MeasurementError: the model does not run there.
-    """
+    """Measure requests per second of fresh sessions of one model."""
     schedule = replace(_plan_windows(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
     per_second = samples.requests * 1e9 / np.median(_check_positive([samples]), axis=1)
@@ -81,11 +80,7 @@ def measure_throughput(
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Compare windows of baseline and candidate in turns, look by look.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare windows of baseline and candidate in turns, look by look."""
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(rounds: int, seed: int) -> LoadSamples:
@@ -132,11 +127,7 @@ def _check_positive(samples: Sequence[LoadSamples]) -> Floats:
 def measure_starts(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int
 ) -> tuple[ColdStartMeasurement, RawSamples]:
-    """Measure fresh processes of one model.
-
-    Raises:
-        MeasurementError: a process crashed, or could not run the model.
-    """
+    """Measure fresh processes of one model."""
     schedule = StartSchedule(rounds=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_join_starts([samples], figure).ravel() for figure in FIGURES)
@@ -154,9 +145,6 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     """Compare fresh processes of baseline and candidate, look by look.
 
     Memory has no entry where the system does not report it.
-
-    Raises:
-        MeasurementError: a process crashed, or could not run its model.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:
@@ -274,11 +262,7 @@ def measure_speed(
 def compare_resources(
     pair: PairedBenchmark, request: MeasurementRequest
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare what was requested besides latency, of candidate and baseline in turns.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare what was requested besides latency, of candidate and baseline in turns."""
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
     for level in request.throughput:

@@ -1,4 +1,7 @@
-"""Timing of one model, and of two side by side until limits are decided."""
+"""Timing of one model, and of two side by side until limits are decided.
+
+What measures a model raises MeasurementError where it does not run there, or its process crashes.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +91,7 @@ def count_rows(feed: Tensors) -> int:
 def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
 ) -> tuple[LatencySamples, RawSamples]:
-    """Measure single runs of one session.
-
-    Raises:
-        MeasurementError: the model does not run there.
-    """
+    """Measure single runs of one session."""
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     preempted = samples.preempted.astype(bool)
     usable = np.sort(samples.nanoseconds[~preempted]) if (~preempted).any() else np.sort(samples.nanoseconds)
@@ -107,11 +106,7 @@ def measure_latency(
 
 
 def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
-    """Compare fresh sessions of baseline and candidate, look by look.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare fresh sessions of baseline and candidate, look by look."""
     alone = pair.runtime.sample(pair.baseline, pair.target, pair.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
