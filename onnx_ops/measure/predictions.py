@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ class Prediction:
     broken: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
+class _Form(NamedTuple):
     """A kind of output that a metric can read."""
 
     noun: str
@@ -113,22 +113,30 @@ def _read_numbers(array: Array) -> Prediction:
 
 def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
     """Make a form of one value a row, of these kinds of NumPy types."""
+    return _Form(noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert)
+
+
+def _make_matrix_form(noun: str, kinds: str) -> _Form:
     return _Form(
-        noun=noun, fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert=convert
+        noun, lambda array: array.ndim == 2 and array.dtype.kind in kinds, lambda array: Prediction(values=array)
     )
+
+
+def _read_best_class(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_count_nan(array))
+
+
+def _read_best_token(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum()))
 
 
 _COLUMN_FORM = _make_column_form("one score a row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
-    _Form(
-        noun="scores per class",
-        fits=_is_scores,
-        convert=lambda a: Prediction(values=a.argmax(axis=1), columns=a.shape[1], broken=_count_nan(a)),
-    ),
+    _Form("scores per class", _is_scores, _read_best_class),
     _COLUMN_FORM,
 )
-_SCORE_FORMS = (_Form(noun="scores per class", fits=_is_scores, convert=_read_scores), _COLUMN_FORM)
+_SCORE_FORMS = (_Form("scores per class", _is_scores, _read_scores), _COLUMN_FORM)
 _NUMBER_FORMS = (
     _make_column_form("one number a row", "f", _read_numbers),
     _make_column_form("one whole number a row", "iu", _read_numbers),
@@ -141,28 +149,16 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
     "mae": _NUMBER_FORMS,
     "rmse": _NUMBER_FORMS,
     "r2": _NUMBER_FORMS,
-    "cosine": (
-        _Form(
-            noun="embeddings (rows, dimensions)",
-            fits=lambda array: array.ndim == 2 and array.dtype.kind == "f",
-            convert=lambda array: Prediction(values=array),
-        ),
-    ),
+    "cosine": (_make_matrix_form("embeddings (rows, dimensions)", "f"),),
     "token_agreement": (
+        _make_matrix_form("tokens (rows, length)", "iu"),
         _Form(
-            noun="tokens (rows, length)",
-            fits=lambda array: array.ndim == 2 and array.dtype.kind in "iu",
-            convert=lambda array: Prediction(values=array),
-        ),
-        _Form(
-            noun="scores of tokens (rows, length, vocabulary)",
-            fits=lambda array: array.ndim == 3 and array.dtype.kind == "f",
-            convert=lambda array: Prediction(
-                values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())
-            ),
+            "scores of tokens (rows, length, vocabulary)",
+            lambda array: array.ndim == 3 and array.dtype.kind == "f",
+            _read_best_token,
         ),
     ),
-    None: (_Form(noun="an array", fits=lambda _: True, convert=lambda array: Prediction(values=as_text(array))),),
+    None: (_Form("an array", lambda _: True, lambda array: Prediction(values=as_text(array))),),
 }
 """The forms that each metric can read, the best one first."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,6 @@ _SET_BYTES = 1 << 26
 
 _ROW_BYTES = 1 << 30
 
-_TENSORS = "Inputs may be tensors of floats, integers, booleans or texts."
 _REMEDIES = {
     "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, and a Cast to bfloat16 behind them.",
     "map": "Export the model with a tensor that has a column for each key.",
@@ -358,17 +358,12 @@ def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> 
 def _dtype(spec: TensorSpec) -> np.dtype[Any]:
     if spec.dtype == "string":
         return np.dtype(np.str_)
-    try:
+    with contextlib.suppress(TypeError):
         dtype = np.dtype(spec.dtype)
-    except TypeError as error:
-        raise _make_type_error(spec) from error
-    if dtype.kind not in "biuf":
-        raise _make_type_error(spec)
-    return dtype
-
-
-def _make_type_error(spec: TensorSpec) -> UserError:
-    return UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=_REMEDIES.get(spec.dtype, _TENSORS))
+        if dtype.kind in "biuf":
+            return dtype
+    remedy = _REMEDIES.get(spec.dtype, "Inputs may be tensors of floats, integers, booleans or texts.")
+    raise UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=remedy)
 
 
 def _draw_values(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
