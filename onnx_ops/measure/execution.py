@@ -70,11 +70,7 @@ def inspect_execution(
             runtime.rewritten(variant, target, copy)
         except MeasurementError:
             return ExecutionReport()
-        coverage = measure_int8_coverage(source, copy, excluded) if is_quantized_model(variant) else None
+        is_quantized = any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(variant)))
+        coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
-
-
-def is_quantized_model(model: Path) -> bool:
-    """Return whether the file contains operators on integers."""
-    return any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(model)))

@@ -48,12 +48,6 @@ _COUNTED = {
 """What n counts in results that are no ratio."""
 
 _MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Verdict.FAIL: "✗"}
-_MEANING = {
-    Verdict.PASS: "surely within the limit",
-    Verdict.INCONCLUSIVE: "the measurements do not decide it; nothing is promoted on it",
-    Verdict.ERROR: "it could not be measured; that is not the model's fault",
-    Verdict.FAIL: "surely beyond the limit",
-}
 
 
 @functools.cache
@@ -127,7 +121,6 @@ def release_report(
             () if base is None else base_comparisons(choices, evidence, base, pairs),
         ),
         gates=list_gates(decisions, known, stored),
-        meanings=_MEANING,
         prospects=list(_list_prospects(decisions)),
         plots_by_target={
             target: _plot_target(target, decisions, evidence, chosen.get(target))

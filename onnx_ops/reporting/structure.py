@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage, TreeStructure
+from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
@@ -18,13 +18,17 @@ _NAMED = 5
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
     """Names and texts of what was found; nothing of what was not looked at."""
-    activations, source = [], evidence.source
+    entries: dict[str, str] = {}
+    if (trees := evidence.trees) is not None:
+        changed = f"{trees.changed} differ" if trees.changed else "all the same"
+        counted = f"{trees.trees} trees, {trees.splits} splits, {trees.leaves} leaves: {changed}"
+        entries["trees"] = "; ".join([counted, *trees.differences])
+    activations = []
     for one in evidence.activations:
         away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
         saturated = format_figure(one.saturated, "1")
         activations.append(f"{one.tensor}: noise {_times(one.noise)}{away}, {saturated} saturated")
-    entries = {
-        "trees": "; ".join(tree_lines(evidence.trees)),
+    entries |= {
         "recipe": "; ".join(evidence.recipe),
         "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()),
         "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
@@ -32,19 +36,11 @@ def structure_entries(evidence: Evidence) -> dict[str, str]:
         "advice": "; ".join(advice_lines(evidence.advice)),
         "activations": "; ".join(activations),
     }
-    if source is not None:
+    if (source := evidence.source) is not None:
         entries["NaN inputs"] = _NAN.get(source.nan, "")
         refused = (f"{name} ({why})" for name, why in sorted(source.refused.items()))
         entries["inputs that the source refuses"] = ", ".join(refused)
     return {name: text for name, text in entries.items() if text}
-
-
-def tree_lines(found: TreeStructure | None) -> list[str]:
-    """Return the number of trees, and each difference."""
-    if found is None:
-        return []
-    counted = f"{found.trees} trees, {found.splits} splits, {found.leaves} leaves: "
-    return [counted + (f"{found.changed} differ" if found.changed else "all the same"), *found.differences]
 
 
 def coverage_lines(found: Int8Coverage | None) -> list[str]:

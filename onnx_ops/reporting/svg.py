@@ -15,29 +15,27 @@ WIDTH = 480.0
 """Width of every plot in its own units; the page scales it."""
 
 _NEAR = 1e-9
-_MANTISSAS: tuple[tuple[int, ...], ...] = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9))
-_FEWEST = 3
 LINE = 15.0
 """Height of a line of text."""
 _CHARACTER = 7.2
 """Mean width of a character at the plots' font size."""
 
 
-def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Between 2 and `count` + 1 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
+def linear_ticks(low: float, high: float) -> tuple[float, ...]:
+    """Between 2 and 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
 
     Raises:
         ValueError: `low` is not below `high`, or one is not finite.
     """
     _check(low, high)
-    raw = (high - low) / count
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((m * power for m in (1.0, 2.0, 2.5, 5.0) if m * power >= raw * (1 - _NEAR)), 10 * power)
     first, last = math.ceil(low / step - _NEAR), math.floor(high / step + _NEAR)
     return tuple(min(max(k * step, low), high) for k in range(first, last + 1))
 
 
-def log_ticks(low: float, high: float, count: int = 6) -> tuple[float, ...]:
+def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Round values from `low` to `high` for a logarithmic axis: powers of ten, and what is between if those are few.
 
     Raises:
@@ -47,11 +45,11 @@ def log_ticks(low: float, high: float, count: int = 6) -> tuple[float, ...]:
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, math.ceil((last - first) / count))
-    for mantissas in _MANTISSAS:
+    stride = max(1, math.ceil((last - first) / 6))
+    for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         values = (m * 10.0**power for power in range(first, last + 1, stride) for m in mantissas)
         ticks = tuple(v for v in values if low <= v <= high)
-        if len(ticks) >= _FEWEST:
+        if len(ticks) >= 3:
             return ticks
     return linear_ticks(low, high)
 

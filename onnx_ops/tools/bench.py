@@ -38,8 +38,6 @@ LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
 """Of each quantity; the others are throughputs."""
 
-PER_SECOND = "req/s"
-
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
 
@@ -107,7 +105,7 @@ def benchmark(
         report(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         median = compare_quantile(throughput.per_second, 0.5, math.inf)
-        figures[throughput_metric_name(level)] = _make_figure(median, PER_SECOND)
+        figures[throughput_metric_name(level)] = _make_figure(median, "req/s")
     if request.starts:
         report(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)

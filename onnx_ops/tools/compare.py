@@ -45,8 +45,6 @@ REFERENCE = Target(
     session=SessionSettings(graph_level="disabled"),
 )
 
-RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
-
 _ENOUGH = 8
 """Rows from which on the same answer to all of them is no coincidence."""
 
