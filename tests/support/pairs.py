@@ -45,9 +45,9 @@ def write_changed(model: Path, tensor: str, change: Callable[[Any], Any], name: 
     return model.with_name(name)
 
 
-def write_graph(path: Path, text: str, opset: int = 18, **constants: Any) -> Path:
+def write_graph(path: Path, text: str, /, **constants: Any) -> Path:
     """Write the graph of a text such as `(float[N,2] x) => (float[N,2] y) { y = Relu(x) }`, with its constants."""
-    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]> g {text}')
+    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
     model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in constants.items())
     onnx.save(model, path)
     return path

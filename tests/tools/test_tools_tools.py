@@ -17,7 +17,7 @@ from onnx_ops.config.targets import load_profile
 from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import ParityMeasurement
-from onnx_ops.domain.gate import LatencyGate, MeasurementRequest, ParityGate, derive_measurement_request
+from onnx_ops.domain.gate import Gate, LatencyGate, MeasurementRequest, ParityGate, derive_measurement_request
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
@@ -34,6 +34,7 @@ from tests.support.pairs import write_changed, write_graph
 
 CPU = load_profile("cpu-1t")
 RUNTIME = OnnxRuntime()
+FIVE = (LatencyGate(max_regression=0.05),)
 EVERYTHING = MeasurementRequest(throughput=(2,), starts=True)
 RELU = "(float[n,2] x) => (float[n,2] y) { y = Relu(x) }"
 
@@ -248,9 +249,8 @@ class TestCompare:
             compared(own, own)
 
 
-def raced(runtime: Scripted, a: Path, b: Path, **changes: Any) -> ComparisonResult:
-    gates = (LatencyGate(max_regression=0.05),)
-    return benchmark_pair(runtime, CPU, a, b, rows(1), **{"gates": gates, "conditions": dict, **changes})
+def raced(runtime: Scripted, a: Path, b: Path, gates: Sequence[Gate] = FIVE, **more: Any) -> ComparisonResult:
+    return benchmark_pair(runtime, CPU, a, b, rows(1), gates=gates, conditions=dict, **more)
 
 
 class TestBench:
