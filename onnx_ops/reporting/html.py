@@ -105,6 +105,12 @@ def release_report(
     name = lineage.pipeline if lineage is not None else next((e.pipeline for e in evidence), "release")
     release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
     chosen = {choice.target: choice.variant for choice in choices}
+    origin: dict[str, str] = {}
+    if lineage is not None:
+        origin = {"pipeline": lineage.pipeline, "release": lineage.release}
+        origin["commit"] = lineage.git_sha or "not recorded"
+        origin |= {f"{data} data": digest for data, digest in sorted(lineage.data.items())}
+        origin |= {**flatten_origins(lineage), **dict(sorted(lineage.parameters.items()))}
     return render(
         "release.html",
         title=f"{name}, release {short_digest(release)}" if release is not None else name,
@@ -136,16 +142,7 @@ def release_report(
             for record in searches
         ],
         measured=[(e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target])) for e in evidence],
-        origin={}
-        if lineage is None
-        else {
-            "pipeline": lineage.pipeline,
-            "release": lineage.release,
-            "commit": lineage.git_sha or "not recorded",
-            **{f"{name} data": digest for name, digest in sorted(lineage.data.items())},
-            **flatten_origins(lineage),
-            **dict(sorted(lineage.parameters.items())),
-        },
+        origin=origin,
     )
 
 
