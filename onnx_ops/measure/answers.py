@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,8 +11,10 @@ import numpy as np
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import slice_rows
+from onnx_ops.onnx_graph.instrumentation import write_with_outputs
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import REAL
 
 T = TypeVar("T")
@@ -69,6 +71,22 @@ def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> I
             yield {name: array[chosen] for name, array in inputs.items()}, count
         else:
             yield slice_rows(inputs, start, start + count), count
+
+
+def read_values(
+    runtime: Runtime, model: Path, target: Target, names: Sequence[str], feeds: tuple[Tensors, ...]
+) -> list[dict[str, Array]]:
+    """Return the named values inside a model for each feed, but no sequences and maps.
+
+    A copy that exposes them is written beside the model for the time being.
+    """
+    copy = model.with_name(f"{model.stem}-inside.onnx")
+    write_with_outputs(model, names, copy)
+    try:
+        answers = runtime.run(copy, target, feeds)
+    finally:
+        copy.unlink()
+    return [{name: value for name, value in answer.items() if hasattr(value, "dtype")} for answer in answers]
 
 
 def run_groups(

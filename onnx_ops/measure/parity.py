@@ -11,10 +11,10 @@ from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurem
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError
-from onnx_ops.measure.answers import explain_rejection, run_groups
+from onnx_ops.measure.answers import explain_rejection, read_values, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
-from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
 from onnx_ops.statistics.parity import (
@@ -184,14 +184,11 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
     all_names = [value.name for value in values]
     if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
-    copy = failed.model.with_name(f"{failed.model.stem}-inside.onnx")
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
         single, double = tracer(inputs, frozenset(chosen))
         exposed = [name for name in chosen if name in single]
-        write_with_outputs(failed.model, exposed, copy)
-        (answers,) = failed.runtime.run(copy, plain, (inputs,))
-        arrays = {name: value for name, value in answers.items() if hasattr(value, "dtype")}  # no sequences, no maps
+        (arrays,) = read_values(failed.runtime, failed.model, plain, exposed, (inputs,))
         divergent = find_first_divergence(exposed, arrays, single, double)
         if divergent is None:
             return Divergence(note="no value that source and export share diverges")
@@ -234,12 +231,10 @@ def find_hardware_divergence(
         return None
     proven = replace(REFERENCE_TARGET, custom_ops=target.custom_ops)
     plain = replace(proven, session=replace(proven.session, graph_level="disabled"))
-    copy = model.with_name(f"{model.stem}-here.onnx")
 
     def tracer(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, None]:
-        write_with_outputs(model, sorted(names), copy)
-        (answers,) = ports.runtime(proven.runtime).run(copy, plain, (inputs,))
-        return {name: value for name, value in answers.items() if hasattr(value, "dtype")}, None
+        (values,) = read_values(ports.runtime(proven.runtime), model, plain, sorted(names), (inputs,))
+        return values, None
 
     failed = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)
     return locate_divergence(failed, lambda _: tracer)

@@ -13,11 +13,11 @@ from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
-from onnx_ops.measure.answers import split_batches
+from onnx_ops.measure.answers import read_values, split_batches
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.timing import count_rows
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.quantized_activations import (
     QuantizedActivation,
     expand_integer_operators,
@@ -140,13 +140,9 @@ def _measure_batch(
 def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
     """Return the named values of each run, inputs included; values that the model does not compute are left out."""
     computed = {value.name for value in list_computed_values(model)}
-    chosen = [name for name in dict.fromkeys(names) if name in computed]
-    copy = model.with_name(f"{model.stem}-inside.onnx")
-    write_with_outputs(model, chosen, copy)
-    try:
-        answers = runtime.run(copy, AS_WRITTEN, feeds)
-    finally:
-        copy.unlink()
+    answers = read_values(
+        runtime, model, AS_WRITTEN, [name for name in dict.fromkeys(names) if name in computed], feeds
+    )
     return [{**feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
 
 

@@ -27,7 +27,7 @@ from onnx_ops.domain.quantization import (
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
-from onnx_ops.measure.answers import read_answers, split_batches
+from onnx_ops.measure.answers import read_answers, read_values, split_batches
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
@@ -39,7 +39,6 @@ from onnx_ops.onnx_graph.instrumentation import (
     list_activations,
     list_computed_values,
     list_quantizable_nodes,
-    write_with_outputs,
     write_with_quantized_node,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
@@ -366,18 +365,15 @@ class TrialRunner:
         read = {name for names in list_activations(context.source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
         inner = [value.name for value in list_computed_values(context.source) if value.name in read]
-        copy = context.source.with_name("ranges.onnx")
-        target = context.targets[0]
+        runtime, target = context.ports.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
+        feeds = tuple(feed for feed, _ in split_batches(context.source, probed))
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
-            write_with_outputs(context.source, names, copy)
-            feeds = tuple(feed for feed, _ in split_batches(copy, probed))
-            for outputs in context.ports.runtime(target.runtime).run(copy, _use_all_cores(target), feeds):
-                for name in set(names) & set(outputs):
-                    low, high = _find_range(outputs[name])
+            for values in read_values(runtime, context.source, target, names, feeds):
+                for name in set(names) & set(values):
+                    low, high = _find_range(values[name])
                     previous = ranges.get(name, (low, high))
                     ranges[name] = min(low, previous[0]), max(high, previous[1])
-            copy.unlink()
         self._ranges = ranges
         return ranges
 
