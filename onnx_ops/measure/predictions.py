@@ -20,11 +20,8 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    Args:
-        values: with `columns` 0, the same as the label's; else the number of the best column, the scores in all
-            columns or, with 1 column, one score a row.
-        columns: number of score columns.
-        broken: rows with a score of NaN.
+    With `columns` 0, `values` are the same as the label's; else the number of the best column, the scores in all
+    columns or, with 1 column, one score a row. `broken` counts rows with a score of NaN.
     """
 
     values: Array

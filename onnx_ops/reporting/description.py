@@ -18,15 +18,6 @@ DESCRIPTION_LIMIT = 5000
 KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
 """What the description of a registered model ends with as long as no person has changed it."""
 
-_VERSIONS = (
-    "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
-    "report of the release."
-)
-_ALIASES = (
-    "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback returns "
-    "to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is moved back, "
-    "and the version gets the tag `onnxops.rejected.<alias>` with the reason."
-)
 _REASON_LIMIT = 240
 _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
@@ -122,14 +113,7 @@ def version_description(
     The verdicts are plain text, because MLflow lists the first line of a description as it is.
 
     Never longer than `DESCRIPTION_LIMIT`: the worst results come first, and a line says how many were left out.
-
-    Args:
-        variant: its name.
-        decisions: by target.
-        lineage: where the release comes from.
-        evidence_run_url: page that shows the evidence.
-        figures: what was measured, in one sentence a target.
-        provenance: who made the release when.
+    `decisions` are by target; `figures` say what was measured, in one sentence a target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
     parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
@@ -162,20 +146,16 @@ def version_description(
 
 
 def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
-    """Return Markdown for a registered model: what it is, and how to read its versions and aliases.
-
-    Args:
-        about: what the pipeline file says of itself; may be empty.
-        pipeline: its name.
-        variants: names of the variants, in the order of the file.
-        targets: names of the targets.
-    """
+    """Return Markdown for a registered model: what the pipeline file says about it, and how to read its versions."""
     named = ", ".join(targets)
     parts = [
         markdown(about),
         f"Pipeline {markdown(pipeline)}. Variants: {markdown(', '.join(variants))}. Targets: {markdown(named)}.",
-        _VERSIONS,
-        _ALIASES,
+        "Each version is one variant of one release. Its description begins with the verdict on each target, and links "
+        "the report of the release.",
+        "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback "
+        "returns to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is "
+        "moved back, and the version gets the tag `onnxops.rejected.<alias>` with the reason.",
         KEPT,
     ]
     return "\n\n".join(part for part in parts if part)

@@ -27,11 +27,9 @@ class Scale:
 
 
 def scale_for(value: float, unit: str) -> Scale:
-    """Return the scale that fits `value`.
+    """Return the scale that fits a value of a unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio).
 
-    Args:
-        value: in `unit`.
-        unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio), or any other, written as it is.
+    Any other unit is written as it is.
     """
     if unit == "1":
         return Scale(divisor=0.01, suffix="%")

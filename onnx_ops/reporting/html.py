@@ -151,12 +151,9 @@ def list_gates(
     evidence: Mapping[tuple[str, str], Evidence],
     digests: Mapping[tuple[str, str], Digest],
 ) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
-    """Return each decision with its place, the digest of its evidence, and its results for `gate_table`.
+    """Return each decision with its place, the digest of its evidence, and its results, as `gate_table` shows them.
 
-    Args:
-        decisions: what to show.
-        evidence: by variant and target.
-        digests: of the stored evidence, by variant and target.
+    Evidence and its digests are by variant and target.
     """
     groups = []
     for decision in decisions:

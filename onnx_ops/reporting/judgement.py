@@ -139,13 +139,7 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
 
 
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
-    """One page that needs nothing but itself.
-
-    Args:
-        heading: what is judged.
-        decisions: of each target.
-        timings: the evidence of each latency comparison with the decision made of it.
-    """
+    """One page that needs nothing but itself; `timings` are the latency comparisons, each with its decision."""
     evidence = {  # the first timing of each target, which names its machine
         (decision.variant, decision.target): next(found for _, found in timings if found.target == decision.target)
         for decision in decisions

@@ -60,12 +60,9 @@ def title(checked: Sequence[Checked]) -> str:
 
 
 def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
-    """Markdown, the worst pipeline first, never longer than `LIMIT`.
+    """Markdown about what a commit touches, the worst pipeline first, never longer than `LIMIT`.
 
-    Args:
-        checked: the pipelines that the change touches.
-        commit: what was judged.
-        reports: address of the whole reports; empty if there is none.
+    `reports` is the address of the whole reports; empty if there is none.
     """
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"

@@ -114,13 +114,9 @@ class Axis:
 
 
 def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
-    """Return an axis that holds all values with some room at both ends.
+    """Return an axis that holds all values, and at both ends a share of its extent as `room`.
 
-    Args:
-        values: finite, at least one; above 0 for a logarithmic axis.
-        label: name and unit.
-        log: whether it is logarithmic.
-        room: share of the extent to add at each end.
+    The values are finite, and above 0 for a logarithmic axis.
     """
     low, high = min(values), max(values)
     if log:
