@@ -151,11 +151,15 @@ def model_description(about: str, pipeline: str, variants: Iterable[str], target
     parts = [
         markdown(about),
         f"Pipeline {markdown(pipeline)}. Variants: {markdown(', '.join(variants))}. Targets: {markdown(named)}.",
-        "Each version is one variant of one release. Its description begins with the verdict on each target, and links "
-        "the report of the release.",
-        "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback "
-        "returns to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is "
-        "moved back, and the version gets the tag `onnxops.rejected.<alias>` with the reason.",
+        (
+            "Each version is one variant of one release. Its description begins with the verdict on each target, and links "
+            "the report of the release."
+        ),
+        (
+            "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback "
+            "returns to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is "
+            "moved back, and the version gets the tag `onnxops.rejected.<alias>` with the reason."
+        ),
         KEPT,
     ]
     return "\n\n".join(part for part in parts if part)
