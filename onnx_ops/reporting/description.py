@@ -18,6 +18,13 @@ DESCRIPTION_LIMIT = 5000
 KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-ops leaves it alone.*"
 """What the description of a registered model ends with as long as no person has changed it."""
 
+_VERSIONS = (
+    "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
+    "report of the release.\n\n"
+    "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback returns "
+    "to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is moved back, "
+    "and the version gets the tag `onnxops.rejected.<alias>` with the reason."
+)
 _REASON_LIMIT = 240
 _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
@@ -147,22 +154,9 @@ def version_description(
 
 def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
     """Return Markdown for a registered model: what the pipeline file says about it, and how to read its versions."""
-    named = ", ".join(targets)
-    parts = [
-        markdown(about),
-        f"Pipeline {markdown(pipeline)}. Variants: {markdown(', '.join(variants))}. Targets: {markdown(named)}.",
-        (
-            "Each version is one variant of one release. Its description begins with the verdict on each target, and links "
-            "the report of the release."
-        ),
-        (
-            "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback "
-            "returns to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is "
-            "moved back, and the version gets the tag `onnxops.rejected.<alias>` with the reason."
-        ),
-        KEPT,
-    ]
-    return "\n\n".join(part for part in parts if part)
+    variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
+    made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
+    return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
 
 
 def told_reason(description: str, target: str) -> str:
