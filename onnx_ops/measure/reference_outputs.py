@@ -186,13 +186,8 @@ def collect_reference_outputs(
 ) -> ReferenceOutputs:
     """Collect the source's answers, and note the groups that it rejects.
 
-    Args:
-        exporter: of the model's framework.
-        model: the source.
-        path: its export, which defines the possible inputs.
-        samples: real inputs by ONNX name.
-        declared: what callers send, if the pipeline declares it.
-        seconds: approximate time limit of the source; a slow one runs fewer rows of each group.
+    The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers fewer rows of each
+    group. `declared` is what callers send, if the pipeline declares it.
 
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.

@@ -185,22 +185,9 @@ def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
 class SearchContext:
     """The inputs of a search.
 
-    Args:
-        ports: runtimes, optimizers and the clock.
-        section: the entry of the pipeline file.
-        source: the export in its own folder.
-        folder: of the models that are built.
-        targets: where variants are timed.
-        machines: kinds of machine that recipes depend on.
-        tune: rows that the metric is measured on.
-        calibration: rows for ranges, or None.
-        metric: the task metric.
-        lower: whether less of the metric is better.
-        batch: rows of one timed request.
-        budget: limits of the search.
-        seed: of orders and resamples.
-        recipes: the recipes by name.
-        functions: custom metrics by reference.
+    The export is in a folder of its own; `folder` receives the models that are built. Recipes depend on the kinds of
+    machine. The metric is measured on the rows of `tune`, and `lower` says whether less of it is better; ranges come
+    from `calibration`. `batch` are the rows of one timed request.
     """
 
     ports: Ports

@@ -163,12 +163,9 @@ def measure_until_decided(
 ) -> list[S]:
     """Measure up to each look, until all is decided or time runs out.
 
-    Args:
-        pair: the two models.
-        noun: what is measured in pairs, for progress messages.
-        measure: measures that many rounds with that seed.
-        figures: computes the ratios of all samples so far; empty for unknown ones, which are not waited for.
-        tolerances: the limits of each quantity, in the order of `figures`.
+    `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so far, empty for
+    unknown ones, which are not waited for; `tolerances` are the limits of each, in that order. `noun` says what is
+    measured in pairs, for progress messages.
     """
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
@@ -191,10 +188,8 @@ def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Return log ratios of candidate and repeated baseline to the baseline.
 
     One session of the baseline is compared with one of each, not the mean of both with the candidate: skewed noise,
-    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise.
-
-    Args:
-        logs: shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
+    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise. `logs` has the
+    shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
     return _as_tuples(candidate - first), _as_tuples(again - first)

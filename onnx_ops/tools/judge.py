@@ -81,25 +81,9 @@ class SweepPoint:
 class JudgeRequest:
     """Two files, how they are compared, and how much the candidate may lose.
 
-    Args:
-        baseline: the baseline's file.
-        candidate: the candidate's file.
-        kind: precision of both files.
-        targets: where they run.
-        settings: the sweep.
-        runtime: returns a runtime by its name.
-        inside: runtime for models that expose their intermediate values.
-        conditions: returns the state of the machine.
-        metric: limit on the task metric.
-        dataset: the user's rows, with labels if there are any; None if rows are generated.
-        functions: custom metrics by reference.
-        max_regression: limit of all performance gates; None for the defaults.
-        concurrency: requests in flight for throughput; None to skip it.
-        cold: whether to measure cold starts.
-        only: one part of the comparison.
-        sizes: dimensions at which one size is enough.
-        seed: of the order of runs.
-        report: receives progress messages.
+    `settings` is the sweep. `runtime` returns a runtime by its name; `inside` runs models that expose their intermediate
+    values. Without a dataset, rows are generated. Custom metrics are in `functions` by reference. `max_regression` None
+    takes the defaults; `concurrency` None measures no throughput. At dimensions named in `sizes`, one size is enough.
     """
 
     baseline: Path
