@@ -334,11 +334,11 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     function = _judge_function(request)  # in its own process, so that a crash is reported
     with Scratch() as folder:
         try:
-            for place in (folder / "baseline", folder / "candidate"):
-                place.mkdir()
-            a, b = folder / "baseline" / a.name, folder / "candidate" / b.name
-            copy_model(request.baseline, a)
-            copy_model(request.candidate, b)
+            copies = folder / "baseline" / a.name, folder / "candidate" / b.name
+            for path, copy in zip((a, b), copies, strict=True):
+                copy.parent.mkdir()
+                copy_model(path, copy)
+            a, b = copies
             weights = measure_weights(a, b, request.inside, rows)
         except (MeasurementError, UserError) as error:
             weights_error = str(error)
