@@ -17,14 +17,13 @@ from onnx_ops import codec
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import GateResult, Verdict
 from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import Calibrate, Export, Quantize, SklearnData, Stage, StageKind
+from onnx_ops.domain.pipeline import Export, SklearnData, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
 from onnx_ops.measure import parity
@@ -39,13 +38,13 @@ from onnx_ops.measure.parity import (
 )
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
 from onnx_ops.pipeline.stages import validate
-from onnx_ops.ports import Dataset, Exporter, ExportRequest, OptimizeRequest, Ports, Tensors, Tracer
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Ports, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.rules.parity import METRIC, judge_parity
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.golden import Golden
-from tests.support.pairs import write_changed
+from tests.support.pairs import derive, write_changed
 
 TARGET = Target(name="reference")
 SECTION = Export(framework="torch", dynamic={"image": {0: "batch"}})
@@ -236,53 +235,28 @@ class Project(NamedTuple):
     reference: list[ReferenceGroup]
 
 
-def digits(split: str, name: str, array: str) -> Dataset:
-    arrays = SklearnSource().load(SklearnData(sklearn="digits", split=split), Path())  # type: ignore[arg-type]
-    return Dataset(inputs={name: arrays[array]}, label=arrays["target"])
+@pytest.fixture(scope="module", params=["perceptron", "convolution"])
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    from examples import digits_cnn, digits_mlp
 
-
-def build(folder: Path, exporter: Exporter, model: object, framework: str, train: Dataset, test: Dataset) -> Project:
-    paths = {name: folder / f"{name}.onnx" for name in ("fp32", "dynamic", "static")}
-    samples = test.head(256).inputs
-    exporter.export(
-        model, ExportRequest(section=Export(framework=framework, opset=18), samples=samples, path=paths["fp32"])
+    is_perceptron = request.param == "perceptron"
+    exporter: Exporter = SklearnExporter() if is_perceptron else TorchExporter()
+    name, array = ("x", "data") if is_perceptron else ("image", "images")
+    data = {}
+    for split in ("train", "test"):
+        arrays = SklearnSource().load(SklearnData(sklearn="digits", split=split), Path())
+        data[split] = Dataset(inputs={name: arrays[array]}, label=arrays["target"])
+    model: object = digits_mlp.train(data) if is_perceptron else digits_cnn.train(data, epochs=4)
+    samples, path = data["test"].head(256).inputs, tmp_path_factory.mktemp("project") / "fp32.onnx"
+    section = Export(framework="sklearn" if is_perceptron else "torch", opset=18)
+    exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+    rows_of_training = data["train"].head(256).inputs
+    single, double = (exporter.reference(model, samples, precision) for precision in ("float32", "float64"))
+    return Project(
+        models={"fp32": path, **{m: derive(path, m, calibration=rows_of_training) for m in ("dynamic", "static")}},
+        samples=samples,
+        reference=[ReferenceGroup(name="real", inputs=samples, single=single, double=double)],
     )
-    for name, optimizer in (("dynamic", DynamicQuantizer()), ("static", StaticQuantizer())):
-        section = Quantize(name=name, method=name, calibrate=Calibrate(samples=256) if name == "static" else None)
-        optimizer.optimize(
-            OptimizeRequest(section=section, source=paths["fp32"], path=paths[name], calibration=train.head(256).inputs)
-        )
-    group = ReferenceGroup(
-        name="real",
-        inputs=samples,
-        single=exporter.reference(model, samples, "float32"),
-        double=exporter.reference(model, samples, "float64"),
-    )
-    return Project(models=paths, samples=samples, reference=[group])
-
-
-@pytest.fixture(scope="module")
-def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    from examples import digits_mlp
-
-    train, test = digits("train", "x", "data"), digits("test", "x", "data")
-    model = digits_mlp.train({"train": train})
-    return build(tmp_path_factory.mktemp("mlp"), SklearnExporter(), model, "sklearn", train, test)
-
-
-@pytest.fixture(scope="module")
-def convolution(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    from examples import digits_cnn
-
-    train, test = digits("train", "image", "images"), digits("test", "image", "images")
-    model = digits_cnn.train({"train": train}, epochs=4)
-    return build(tmp_path_factory.mktemp("cnn"), TorchExporter(), model, "torch", train, test)
-
-
-@pytest.fixture(params=["perceptron", "convolution"])
-def project(request: pytest.FixtureRequest) -> Project:
-    found: Project = request.getfixturevalue(request.param)
-    return found
 
 
 def measured(project: Project, variant: str, first: int = 0) -> tuple[BatchInvariance, ...]:

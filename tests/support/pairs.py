@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.ports import OptimizeRequest
+from onnx_ops.ports import OptimizeRequest, Tensors
 from onnx_ops.testing.models import rows
 
 _OPTIMIZERS: Mapping[str, Any] = {
@@ -24,13 +24,15 @@ _OPTIMIZERS: Mapping[str, Any] = {
 }
 
 
-def derive(source: Path, method: str, options: Mapping[str, Any] | None = None) -> Path:
-    """A variant of the perceptron of `onnx_ops.testing.models`, beside it."""
+def derive(
+    source: Path, method: str, options: Mapping[str, Any] | None = None, calibration: Tensors | None = None
+) -> Path:
+    """A variant beside its source; without `calibration`, of the perceptron of `onnx_ops.testing.models`."""
     path = source.with_name(f"{method}.onnx")
     calibrate = Calibrate() if method == "static" else None
     section = Quantize(name="variant", method=method, calibrate=calibrate, options=dict(options or {}))
-    calibration = rows(256) if calibrate else None
-    _OPTIMIZERS[method]().optimize(OptimizeRequest(section=section, source=source, path=path, calibration=calibration))
+    taken = (calibration or rows(256)) if calibrate else None
+    _OPTIMIZERS[method]().optimize(OptimizeRequest(section=section, source=source, path=path, calibration=taken))
     return path
 
 
