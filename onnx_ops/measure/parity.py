@@ -94,9 +94,8 @@ def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasure
                 group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds
             )
         reference = double if double is not None else single
-        count = len(next(iter(group.inputs.values())))
-        is_by_row = reference is not None and onnx.shape == reference.shape and onnx.ndim and len(onnx) == count
-        if reference is not None and is_by_row and count and is_divergent(measurement, LIMIT):
+        is_by_row = onnx.ndim and len(onnx) == len(next(iter(group.inputs.values()))) > 0
+        if reference is not None and onnx.shape == reference.shape and is_by_row and is_divergent(measurement, LIMIT):
             measurement = replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
         measurements.append(measurement)
     return measurements
