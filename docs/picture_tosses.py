@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onnx_ops.reporting.style import STYLE
-from onnx_ops.reporting.svg import Axis, Chart
+from onnx_ops.reporting.svg import Axis, Chart, make_standalone
 
 PICTURE = Path(__file__).resolve().parent / "images" / "tosses.svg"
 SPLITS = 100
@@ -34,8 +33,7 @@ def main() -> None:
         for split in found:
             chart.dot(float(split), middle + random.uniform(-0.3, 0.3), f"s{place}", str(split), radius=2.5)
     svg = chart.render("A hundred splits each: a coin for each request, and a coin for each of 20 users")
-    style = f"<style>{STYLE}svg{{background:var(--bg)}}circle{{fill:var(--c)}}</style>"
-    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
+    svg = make_standalone(svg, "svg{background:var(--bg)}circle{fill:var(--c)}")
     PICTURE.write_text(svg, encoding="utf-8")
 
 

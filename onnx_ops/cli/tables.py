@@ -56,11 +56,11 @@ def gate_report(out: Console, rows: Sequence[ResultRow]) -> None:
             last = (row.variant, row.target)
             cells.append(f"[bold]{escape(row.variant)} on {escape(row.target)}[/bold]")
         figure = _figure(row.figure, row.interval)
-        cells.append([escape(_gate_name(row)), _verdict(row), escape(row.limit), figure, escape(row.counted)])
+        cells.append([escape(row.describe_gate()), _verdict(row), escape(row.limit), figure, escape(row.counted)])
     print_table(out, ("gate", "verdict", "limit", "measured", "n"), cells)
     for row in rows:
         if row.verdict is not Verdict.PASS:
-            text = f"{row.variant} on {row.target}, {_gate_name(row)}: {row.reason}"
+            text = f"{row.variant} on {row.target}, {row.describe_gate()}: {row.reason}"
             print_text(out, f"{_verdict(row)} {escape(text)}", indent=1)
 
 
@@ -71,10 +71,6 @@ def _verdict(row: ResultRow) -> str:
 def _figure(figure: str, interval: str) -> str:
     """Return a metric with its interval; a line may break between the two only."""
     return escape(f"{figure.replace(' ', KEEP)} {interval.replace(' ', KEEP)}".strip())
-
-
-def _gate_name(row: ResultRow) -> str:
-    return f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate
 
 
 def summary_report(
@@ -132,7 +128,7 @@ def _target_report(
     is_explained = _failure_lines(out, decisions)
     for row in result_table([decision for decision in decisions if decision.variant == choice.variant]):
         if row.advisory and row.verdict is not Verdict.PASS:
-            text = f"{row.variant}: {_gate_name(row)}: {_plain(row)}"
+            text = f"{row.variant}: {row.describe_gate()}: {_plain(row)}"
             print_text(out, f"[dim]note[/dim] {escape(text)}", indent=2)
             is_explained = True
     if is_explained:
@@ -218,7 +214,7 @@ def _failures(decisions: Sequence[Decision]) -> list[tuple[Verdict, str, list[st
             continue
         rows = [row for row in result_table([decision]) if not row.advisory and row.verdict is not Verdict.PASS]
         rows.sort(key=lambda row: -row.verdict.rank)
-        reasons = [row.reason if row.gate == "measurement" else f"{_gate_name(row)}: {_plain(row)}" for row in rows]
+        reasons = [row.reason if row.gate == "measurement" else f"{row.describe_gate()}: {_plain(row)}" for row in rows]
         if (more := len(reasons) - _REASONS) > 0:
             reasons[_REASONS:] = [f"{more} more gate{'s do' if more > 1 else ' does'} not pass"]
         shared.setdefault((decision.verdict, tuple(reasons or [decision.reason])), []).append(decision.variant)

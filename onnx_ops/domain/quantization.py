@@ -81,6 +81,12 @@ class Trial:
     seconds: float = 0.0
     failure: str = ""
 
+    @property
+    def label(self) -> str:
+        """Return the recipe, with the number of nodes left in float."""
+        count = len(self.excluded)
+        return self.recipe + (f" with {count} node{'s' if count > 1 else ''} in float" if count else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:

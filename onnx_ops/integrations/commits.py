@@ -25,7 +25,7 @@ from onnx_ops.domain.decision import Verdict, combine_verdicts
 from onnx_ops.domain.pipeline import Pipeline, StageKind
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.measure.paired_rows import compare_rows
-from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_lines
+from onnx_ops.reporting.comparison import base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
 from onnx_ops.reporting.html import release_report
 from onnx_ops.reporting.pull_request import Checked, title
@@ -129,7 +129,7 @@ def judged(
             *champion_comparisons(summary.choices, measured),
             *(() if base is None else base_comparisons(summary.choices, measured, base, pairs)),
         ),
-        variants=variant_lines(summary.decisions, measured),
+        variants=variant_rows(summary.decisions, measured),
         made_by=made_by(made),
         error="\n".join(errors),
         withheld=withheld,

@@ -24,7 +24,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError
 from onnx_ops.integrations.commits import judge_change, results
-from onnx_ops.reporting.description import markdown
+from onnx_ops.reporting.formatting import markdown
 from onnx_ops.reporting.pull_request import overall, page, title
 
 MARK = "<!-- onnx-ops: what this commit does to its models -->"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,8 +11,10 @@ import numpy as np
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.files import slice_rows
+from onnx_ops.onnx_graph.instrumentation import write_with_outputs
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
+from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import REAL
 
 T = TypeVar("T")
@@ -34,13 +36,6 @@ def read_answers(
 
     A model with a fixed batch gets its last one filled up with the first rows, and answers to those are cut off.
 
-    Args:
-        runtime: runs the model.
-        model: an ONNX file.
-        target: where it runs.
-        inputs: at least one row.
-        read: maps the outputs of some rows to what is needed of them.
-
     Raises:
         MeasurementError: the model does not run there.
         UserError: no output has one entry a row.
@@ -51,20 +46,24 @@ def read_answers(
     while batches:
         current, batches = batches[:at_once], batches[at_once:]
         answers = runtime.run(model, target, tuple(feed for feed, _ in current))
-        results += [
-            read(_cut_outputs(outputs, feed, count)) for outputs, (feed, count) in zip(answers, current, strict=True)
-        ]
+        for outputs, (feed, count) in zip(answers, current, strict=True):
+            fed = len(next(iter(feed.values())))
+            by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
+            if not by_row:
+                shapes = {name: tuple(array.shape) for name, array in outputs.items()}
+                raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
+            results.append(read(by_row))
         largest = max(sum(array.nbytes for array in outputs.values()) for outputs in answers)
         at_once = max(1, _OUTPUT_BYTES // max(1, largest))
     return results
 
 
-def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]:
-    """Yield feeds that the model accepts, and how many rows of each count."""
+def split_batches(model: Path, inputs: Tensors, at_once: int | None = None) -> Iterator[tuple[Tensors, int]]:
+    """Yield feeds that the model accepts, of at most `at_once` rows where it may, and how many rows of each count."""
     fixed = read_model_info(model).fixed_batch
     total = len(next(iter(inputs.values())))
-    row_bytes = sum(array.nbytes for array in inputs.values()) // total
-    size = fixed or max(1, _INPUT_BYTES // max(1, row_bytes))
+    row_bytes = sum(array.nbytes for array in inputs.values()) // max(1, total)
+    size = fixed or min(at_once or total, max(1, _INPUT_BYTES // max(1, row_bytes)))
     for start in range(0, total, size):
         count = min(size, total - start)
         if fixed and count < size:
@@ -74,26 +73,26 @@ def split_batches(model: Path, inputs: Tensors) -> Iterator[tuple[Tensors, int]]
             yield slice_rows(inputs, start, start + count), count
 
 
-def _cut_outputs(outputs: Tensors, feed: Tensors, count: int) -> Tensors:
-    """Return the outputs that have one entry a row, for the rows that count."""
-    fed = len(next(iter(feed.values())))
-    by_row = {name: array[:count] for name, array in outputs.items() if array.ndim and len(array) == fed}
-    if not by_row:
-        shapes = {name: tuple(array.shape) for name, array in outputs.items()}
-        raise UserError(f"no output has one entry for each of {fed} rows: {shapes}")
-    return by_row
+def read_values(
+    runtime: Runtime, model: Path, target: Target, names: Sequence[str], feeds: tuple[Tensors, ...]
+) -> list[dict[str, Array]]:
+    """Return the named values inside a model for each feed, but no sequences and maps.
+
+    A copy that exposes them is written beside the model for the time being.
+    """
+    copy = model.with_name(f"{model.stem}-inside.onnx")
+    write_with_outputs(model, names, copy)
+    try:
+        answers = runtime.run(copy, target, feeds)
+    finally:
+        copy.unlink()
+    return [{name: value for name, value in answer.items() if hasattr(value, "dtype")} for answer in answers]
 
 
 def run_groups(
     runtime: Runtime, target: Target, model: Path, groups: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
     """Run the model on groups of inputs, in one session if it accepts them all.
-
-    Args:
-        runtime: runs the model.
-        target: where it runs.
-        model: an ONNX file.
-        groups: runs by group.
 
     Raises:
         MeasurementError: it does not run on plain rows.

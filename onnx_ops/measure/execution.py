@@ -9,9 +9,11 @@ from pathlib import Path
 from onnx_ops.domain.evidence import Advice, Int8Coverage
 from onnx_ops.domain.quantization import detect_arithmetic
 from onnx_ops.domain.target import HardwareFingerprint, Target
-from onnx_ops.errors import MeasurementError
+from onnx_ops.errors import MeasurementError, UserError
+from onnx_ops.onnx_graph.compatibility import explain_version_limits
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
+from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.ports import RewritingRuntime, Runtime
 from onnx_ops.scratch import Scratch
@@ -38,6 +40,13 @@ def require_hardware(runtime: Runtime, target: Target) -> HardwareFingerprint:
     return fingerprint
 
 
+def require_versions(model: Path, target: Target) -> None:
+    """Raise UserError if a model is too new for the target."""
+    if reason := explain_version_limits(read_model_info(model), target):
+        remedy = "Export the model for this target's opset and IR version."
+        raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionReport:
     """What the rewritten graph shows; empty where it is not shown."""
@@ -51,12 +60,7 @@ def inspect_execution(
 ) -> ExecutionReport:
     """Report which operators run in integers, and what slows a variant down.
 
-    Args:
-        runtime: runs the variant.
-        source: the float export, whose node names are reported.
-        variant: the derived file.
-        target: where it runs.
-        excluded: names of nodes that should stay in float.
+    `source` is the float export, whose node names are reported; `excluded` names nodes that should stay in float.
     """
     if not isinstance(runtime, RewritingRuntime) or is_ort_format(variant):
         return ExecutionReport()
@@ -66,11 +70,7 @@ def inspect_execution(
             runtime.rewritten(variant, target, copy)
         except MeasurementError:
             return ExecutionReport()
-        coverage = measure_int8_coverage(source, copy, excluded) if is_quantized_model(variant) else None
+        is_quantized = any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(variant)))
+        coverage = measure_int8_coverage(source, copy, excluded) if is_quantized else None
         machine = detect_arithmetic(runtime.fingerprint(target), target)
         return ExecutionReport(coverage=coverage, advice=advise(variant, copy, target, machine, coverage))
-
-
-def is_quantized_model(model: Path) -> bool:
-    """Return whether the file contains operators on integers."""
-    return any(node.op_type in _INTEGERS for node in iterate_nodes(read_structure(model)))

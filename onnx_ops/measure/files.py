@@ -112,14 +112,7 @@ def is_float_column(array: Any) -> bool:
 
 
 def widen_columns(inputs: Tensors, names: Collection[str]) -> dict[str, Any]:
-    """Convert columns of whole numbers or booleans to float32.
-
-    A file stores them so where one cell is missing.
-
-    Args:
-        inputs: of a data set.
-        names: of the columns that are float32 elsewhere.
-    """
+    """Convert columns of whole numbers or booleans to float32, as a file stores them where one cell is missing."""
     return {
         name: array.astype("float32")
         if name in names and array.dtype.kind in "iub" and array.shape[1:] == (1,)

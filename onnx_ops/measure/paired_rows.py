@@ -46,13 +46,7 @@ def digest_rows(dataset: Dataset) -> dict[str, Array]:
 
 
 def compare_rows(store: Store, mine: Evidence, theirs: Evidence) -> tuple[PairedCounts | ScoreComparison, ...]:
-    """Compare each metric of two runs, if they scored the same rows.
-
-    Args:
-        store: holds the stored answers.
-        mine: evidence of the candidate.
-        theirs: evidence of what it is compared with, called `base` in the result.
-    """
+    """Compare each metric of two runs, if they scored the same rows; `theirs` is called `base` in the result."""
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):
         return ()

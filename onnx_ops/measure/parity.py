@@ -11,13 +11,12 @@ from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurem
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, OnnxOpsError
-from onnx_ops.measure.answers import explain_rejection, run_groups
+from onnx_ops.measure.answers import explain_rejection, read_values, run_groups
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.reference_outputs import ReferenceGroup
-from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
+from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Ports, Runtime, Tensors, Tracer
-from onnx_ops.ports.data import Array
 from onnx_ops.statistics.parity import (
     find_first_divergence,
     find_worst_row,
@@ -32,7 +31,6 @@ from onnx_ops.statistics.parity import (
 from onnx_ops.statistics.probes import REAL
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
-_NO_ANSWER = "every answer to the rows of the data is NaN"
 _SHOWN = 6
 """Number of values of a row that are shown."""
 
@@ -71,44 +69,41 @@ def measure_parity(
             measured += measure_group(group, outputs)
             if group.name == REAL:
                 measured += [
-                    make_mismatch(name, group.name, _NO_ANSWER) for name in outputs if _is_all_nan(outputs[name])
+                    make_mismatch(name, group.name, "every answer to the rows of the data is NaN")
+                    for name, array in outputs.items()
+                    if array.dtype.kind == "f" and array.size and (array != array).all()  # noqa: PLR0124 (NaN)
                 ]
         measurements += [replace(m, inside=group.inside) for m in measured]
     return pool_noise(measurements)
 
 
-def _is_all_nan(array: Array) -> bool:
-    return bool(array.dtype.kind == "f" and array.size and (array != array).all())  # noqa: PLR0124 (NaN)
-
-
 def measure_group(group: ReferenceGroup, outputs: Tensors) -> list[ParityMeasurement]:
     """Measure each of the source's outputs that the model also has."""
-    return [_measure(group, name, outputs) for name in group.outputs if name in outputs]
+    measurements = []
+    for name in group.outputs:
+        if name not in outputs:
+            continue
+        onnx = outputs[name]
+        single, double, bounds = (
+            None if answers is None else answers.get(name) for answers in (group.single, group.double, group.bounds)
+        )
+        if bounds is None:
+            measurement = measure_output(group=group.name, output=name, onnx=onnx, single=single, double=double)
+        else:
+            measurement = measure_within_envelope(
+                group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds
+            )
+        reference = double if double is not None else single
+        is_by_row = onnx.ndim and len(onnx) == len(next(iter(group.inputs.values()))) > 0
+        if reference is not None and onnx.shape == reference.shape and is_by_row and is_divergent(measurement, LIMIT):
+            measurement = replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
+        measurements.append(measurement)
+    return measurements
 
 
 def make_mismatch(output: str, group: str, text: str) -> ParityMeasurement:
     """Return a measurement of a difference without a number."""
     return ParityMeasurement(output=output, group=group, rows=0, error=0.0, noise=0.0, ratio=0.0, mismatch=text)
-
-
-def _measure(group: ReferenceGroup, name: str, outputs: Tensors) -> ParityMeasurement:
-    onnx = outputs[name]
-    single = group.single[name] if group.single is not None else None
-    double = group.double[name] if group.double is not None else None
-    bounds = group.bounds[name] if group.bounds is not None and name in group.bounds else None
-    if bounds is None:
-        measurement = measure_output(group=group.name, output=name, onnx=onnx, single=single, double=double)
-    else:
-        measurement = measure_within_envelope(
-            group=group.name, output=name, onnx=onnx, single=single, double=double, bounds=bounds
-        )
-    reference = double if double is not None else single
-    count = len(next(iter(group.inputs.values())))
-    if reference is None or onnx.shape != reference.shape or not onnx.ndim or len(onnx) != count or not count:
-        return measurement
-    if not is_divergent(measurement, ParityGate().noise_factor):
-        return measurement
-    return replace(measurement, example=_describe_row(group, find_worst_row(onnx, reference)))
 
 
 def _describe_row(group: ReferenceGroup, row: int) -> str:
@@ -169,23 +164,18 @@ def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Diver
     The graph runs as it is written, without the runtime's optimizations, on the inputs where parity failed. Errors on
     the way end up in the note: the parity gate has failed already, and this only explains it.
     """
-    try:
-        return _locate(failed, make_tracer)
-    except (OnnxOpsError, ValueError) as error:
-        return Divergence(note=str(error))
-
-
-def _locate(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
     group = next(g for g in failed.reference if g.name == failed.worst.group)
-    (outputs,) = failed.runtime.run(failed.model, plain, (group.inputs,))
-    if not any(is_divergent(m, LIMIT) for m in measure_group(group, outputs)):
-        return Divergence(note="without the runtime's optimizations the graph agrees with its source")
-    samples = next((g.inputs for g in failed.reference if g.name == REAL), group.inputs)
-    tracer = make_tracer(samples)
-    if tracer is None:
-        return Divergence(note="the source exposes no intermediate values")
-    return _search_graph(failed, plain, tracer, _select_inputs(failed, group, outputs))
+    try:
+        (outputs,) = failed.runtime.run(failed.model, plain, (group.inputs,))
+        if not any(is_divergent(m, LIMIT) for m in measure_group(group, outputs)):
+            return Divergence(note="without the runtime's optimizations the graph agrees with its source")
+        tracer = make_tracer(next((g.inputs for g in failed.reference if g.name == REAL), group.inputs))
+        if tracer is None:
+            return Divergence(note="the source exposes no intermediate values")
+        return _search_graph(failed, plain, tracer, _select_inputs(failed, group, outputs))
+    except (OnnxOpsError, ValueError) as error:
+        return Divergence(note=str(error))
 
 
 def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
@@ -193,14 +183,11 @@ def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: T
     all_names = [value.name for value in values]
     if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
-    copy = failed.model.with_name(f"{failed.model.stem}-inside.onnx")
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)
         single, double = tracer(inputs, frozenset(chosen))
         exposed = [name for name in chosen if name in single]
-        write_with_outputs(failed.model, exposed, copy)
-        (answers,) = failed.runtime.run(copy, plain, (inputs,))
-        arrays = {name: value for name, value in answers.items() if hasattr(value, "dtype")}  # no sequences, no maps
+        (arrays,) = read_values(failed.runtime, failed.model, plain, exposed, (inputs,))
         divergent = find_first_divergence(exposed, arrays, single, double)
         if divergent is None:
             return Divergence(note="no value that source and export share diverges")
@@ -236,27 +223,17 @@ def find_hardware_divergence(
 ) -> Divergence | None:
     """Return where a target first differs from the reference CPU, or None.
 
-    Both run the same file on the same inputs, with intermediate values exposed.
-
-    Args:
-        ports: provide the reference's runtime.
-        runtime: of the target.
-        target: where parity failed, if it did.
-        model: a file in a folder that may be written to.
-        reference: the source's answers by group of inputs.
-        measured: parity on the target.
+    Both run the same file on the same inputs, with intermediate values exposed; copies are written beside the model.
     """
     worst = find_worst(measured)
     if worst is None:
         return None
     proven = replace(REFERENCE_TARGET, custom_ops=target.custom_ops)
     plain = replace(proven, session=replace(proven.session, graph_level="disabled"))
-    copy = model.with_name(f"{model.stem}-here.onnx")
 
     def tracer(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, None]:
-        write_with_outputs(model, sorted(names), copy)
-        (answers,) = ports.runtime(proven.runtime).run(copy, plain, (inputs,))
-        return {name: value for name, value in answers.items() if hasattr(value, "dtype")}, None
+        (values,) = read_values(ports.runtime(proven.runtime), model, plain, sorted(names), (inputs,))
+        return values, None
 
     failed = FailedExport(runtime=runtime, target=target, model=model, reference=reference, worst=worst)
     return locate_divergence(failed, lambda _: tracer)

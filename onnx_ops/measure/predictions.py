@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +20,8 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    Args:
-        values: with `columns` 0, the same as the label's; else the number of the best column, the scores in all columns
-            or,
-            with 1 column, one score a row.
-        columns: number of score columns.
-        broken: rows with a score of NaN.
+    With `columns` 0, `values` are the same as the label's; else the number of the best column, the scores in all
+    columns or, with 1 column, one score a row. `broken` counts rows with a score of NaN.
     """
 
     values: Array
@@ -32,8 +29,7 @@ class Prediction:
     broken: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
+class _Form(NamedTuple):
     """A kind of output that a metric can read."""
 
     noun: str
@@ -102,13 +98,10 @@ def _is_scores(array: Array) -> bool:
 
 
 def _read_scores(array: Array) -> Prediction:
-    scores = array.astype(np.float64)
-    return Prediction(values=scores, columns=scores.shape[1], broken=_count_nan(scores))
-
-
-def _read_column(array: Array) -> Prediction:
+    """Read one score a row, or one a class."""
     scores = flatten_column(array).astype(np.float64)
-    return Prediction(values=scores, columns=1, broken=_count_nan(scores[:, None]))
+    columns = 1 if scores.ndim == 1 else scores.shape[1]
+    return Prediction(values=scores, columns=columns, broken=_count_nan(scores.reshape(len(scores), columns)))
 
 
 def _read_numbers(array: Array) -> Prediction:
@@ -117,22 +110,30 @@ def _read_numbers(array: Array) -> Prediction:
 
 def _make_column_form(noun: str, kinds: str, convert: Callable[[Array], Prediction]) -> _Form:
     """Make a form of one value a row, of these kinds of NumPy types."""
+    return _Form(noun, lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert)
+
+
+def _make_matrix_form(noun: str, kinds: str) -> _Form:
     return _Form(
-        noun=noun, fits=lambda array: flatten_column(array).ndim == 1 and array.dtype.kind in kinds, convert=convert
+        noun, lambda array: array.ndim == 2 and array.dtype.kind in kinds, lambda array: Prediction(values=array)
     )
 
 
-_COLUMN_FORM = _make_column_form("one score a row", "f", _read_column)
+def _read_best_class(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=1), columns=array.shape[1], broken=_count_nan(array))
+
+
+def _read_best_token(array: Array) -> Prediction:
+    return Prediction(values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum()))
+
+
+_COLUMN_FORM = _make_column_form("one score a row", "f", _read_scores)
 _CLASS_FORMS = (
     _make_column_form("labels", "iub" + _TEXTS, lambda array: Prediction(values=as_text(flatten_column(array)))),
-    _Form(
-        noun="scores per class",
-        fits=_is_scores,
-        convert=lambda a: Prediction(values=a.argmax(axis=1), columns=a.shape[1], broken=_count_nan(a)),
-    ),
+    _Form("scores per class", _is_scores, _read_best_class),
     _COLUMN_FORM,
 )
-_SCORE_FORMS = (_Form(noun="scores per class", fits=_is_scores, convert=_read_scores), _COLUMN_FORM)
+_SCORE_FORMS = (_Form("scores per class", _is_scores, _read_scores), _COLUMN_FORM)
 _NUMBER_FORMS = (
     _make_column_form("one number a row", "f", _read_numbers),
     _make_column_form("one whole number a row", "iu", _read_numbers),
@@ -145,28 +146,16 @@ _FORMS: Mapping[str | None, Sequence[_Form]] = {
     "mae": _NUMBER_FORMS,
     "rmse": _NUMBER_FORMS,
     "r2": _NUMBER_FORMS,
-    "cosine": (
-        _Form(
-            noun="embeddings (rows, dimensions)",
-            fits=lambda array: array.ndim == 2 and array.dtype.kind == "f",
-            convert=lambda array: Prediction(values=array),
-        ),
-    ),
+    "cosine": (_make_matrix_form("embeddings (rows, dimensions)", "f"),),
     "token_agreement": (
+        _make_matrix_form("tokens (rows, length)", "iu"),
         _Form(
-            noun="tokens (rows, length)",
-            fits=lambda array: array.ndim == 2 and array.dtype.kind in "iu",
-            convert=lambda array: Prediction(values=array),
-        ),
-        _Form(
-            noun="scores of tokens (rows, length, vocabulary)",
-            fits=lambda array: array.ndim == 3 and array.dtype.kind == "f",
-            convert=lambda array: Prediction(
-                values=array.argmax(axis=2), broken=int(np.isnan(array).any(axis=(1, 2)).sum())
-            ),
+            "scores of tokens (rows, length, vocabulary)",
+            lambda array: array.ndim == 3 and array.dtype.kind == "f",
+            _read_best_token,
         ),
     ),
-    None: (_Form(noun="an array", fits=lambda _: True, convert=lambda array: Prediction(values=as_text(array))),),
+    None: (_Form("an array", lambda _: True, lambda array: Prediction(values=as_text(array))),),
 }
 """The forms that each metric can read, the best one first."""
 
@@ -179,8 +168,8 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
     """
     match definition.name:
         case "cosine" | "token_agreement":
-            fits = label is not None and label.ndim == 2 and label.dtype.kind in _KINDS[definition.name]
-            return label if fits else None
+            kinds = "f" if definition.name == "cosine" else "iu"
+            return label if label is not None and label.ndim == 2 and label.dtype.kind in kinds else None
         case "mae" | "rmse" | "r2":
             if label is None or flatten_column(label).ndim != 1 or label.dtype.kind not in "fiub":
                 is_number = label is None or label.dtype.kind in "fiub"
@@ -193,9 +182,6 @@ def prepare_label(definition: MetricDefinition, label: Array | None) -> Array | 
             return as_text(label)
         case _:
             return _prepare_classes(definition, label)
-
-
-_KINDS: Mapping[str, str] = {"cosine": "f", "token_agreement": "iu"}
 
 
 def _prepare_classes(definition: MetricDefinition, label: Array | None) -> Array:

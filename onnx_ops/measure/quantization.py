@@ -13,10 +13,11 @@ from onnx_ops.domain.evidence import ActivationMeasurement, WeightMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
+from onnx_ops.measure.answers import read_values, split_batches
 from onnx_ops.measure.files import slice_rows
+from onnx_ops.measure.timing import count_rows
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.onnx_graph.instrumentation import list_computed_values, write_with_outputs
-from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.instrumentation import list_computed_values
 from onnx_ops.onnx_graph.quantized_activations import (
     QuantizedActivation,
     expand_integer_operators,
@@ -47,9 +48,6 @@ PAIRS_AT_ONCE = 16
 _BOUND = 1.01
 """Tolerated range of a function that ends at 1."""
 
-_BYTES = 1 << 25
-"""Inputs of one run; the intermediate values of a model may take a hundred times as much."""
-
 ROUNDING = 0.51
 """Steps that rounding moves a weight by, with a margin."""
 
@@ -66,12 +64,6 @@ def measure_activations(
     DequantizeLinear that they stand for. A temporary copy of each, which exposes its intermediate values, is written
     beside it.
 
-    Args:
-        runtime: runs them.
-        source: the float export.
-        derived: the quantized variant.
-        samples: real rows by ONNX name.
-
     Raises:
         MeasurementError: one of them does not run on the rows.
     """
@@ -83,7 +75,18 @@ def measure_activations(
     with _without_integer_operators(derived) as readable:
         for start in range(0, len(activations), PAIRS_AT_ONCE):
             measurements += _measure_batch(runtime, source, readable, activations[start : start + PAIRS_AT_ONCE], feeds)
-    return _share_stretch(activations, measurements)
+    # Activations with the same range, as of MaxPool or Reshape, share the stretch: a range fits if it fits one of
+    # them, and is not judged where one of them has none.
+    stretches: dict[tuple[float, float], list[float | None]] = {}
+    for activation, measurement in zip(activations, measurements, strict=True):
+        stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
+    fitting = {
+        ends: None if None in values else min(s for s in values if s is not None) for ends, values in stretches.items()
+    }
+    return tuple(
+        replace(measurement, stretch=fitting[activation.low, activation.high])
+        for activation, measurement in zip(activations, measurements, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -101,25 +104,6 @@ def _without_integer_operators(derived: Path) -> Iterator[Path]:
     finally:
         path.unlink()
         path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-
-
-def _share_stretch(
-    activations: Sequence[QuantizedActivation], measurements: Sequence[ActivationMeasurement]
-) -> tuple[ActivationMeasurement, ...]:
-    """Share the stretch among activations with the same range, as of MaxPool, Slice or Reshape.
-
-    A range fits if it fits one of them, and is not judged where one of them has none.
-    """
-    stretches: dict[tuple[float, float], list[float | None]] = {}
-    for activation, measurement in zip(activations, measurements, strict=True):
-        stretches.setdefault((activation.low, activation.high), []).append(measurement.stretch)
-    fitting = {
-        ends: None if None in values else min(s for s in values if s is not None) for ends, values in stretches.items()
-    }
-    return tuple(
-        replace(measurement, stretch=fitting[activation.low, activation.high])
-        for activation, measurement in zip(activations, measurements, strict=True)
-    )
 
 
 def _measure_batch(
@@ -156,25 +140,16 @@ def _measure_batch(
 def _read_values(runtime: Runtime, model: Path, names: list[str], feeds: tuple[Tensors, ...]) -> list[Tensors]:
     """Return the named values of each run, inputs included; values that the model does not compute are left out."""
     computed = {value.name for value in list_computed_values(model)}
-    chosen = [name for name in dict.fromkeys(names) if name in computed]
-    copy = model.with_name(f"{model.stem}-inside.onnx")
-    write_with_outputs(model, chosen, copy)
-    try:
-        answers = runtime.run(copy, AS_WRITTEN, feeds)
-    finally:
-        copy.unlink()
+    answers = read_values(
+        runtime, model, AS_WRITTEN, [name for name in dict.fromkeys(names) if name in computed], feeds
+    )
     return [{**feed, **answer} for feed, answer in zip(feeds, answers, strict=True)]
 
 
 def split_feeds(model: Path, samples: Tensors) -> Iterator[Tensors]:
     """Yield a few rows at a time; whole batches only where the batch is fixed."""
-    fixed = {spec.shape[0] for spec in read_model_info(model).inputs if spec.shape and isinstance(spec.shape[0], int)}
-    count = min(ACTIVATION_ROWS, *(len(array) for array in samples.values()))
-    row_bytes = max(1, sum(array.nbytes for array in samples.values()) // max(1, count))
-    size = min(fixed) if fixed else max(1, min(ROWS_AT_ONCE, _BYTES // row_bytes))
-    last = count // size * size if fixed else count
-    for start in range(0, last, size):
-        yield slice_rows(samples, start, min(start + size, count))
+    first = slice_rows(samples, 0, ACTIVATION_ROWS)
+    return (feed for feed, count in split_batches(model, first, ROWS_AT_ONCE) if count == count_rows(feed))
 
 
 def measure_weights(
@@ -182,11 +157,7 @@ def measure_weights(
 ) -> tuple[WeightMeasurement, ...]:
     """Measure the distance of every constant of a quantized variant from its original.
 
-    Args:
-        source: the float export.
-        derived: the variant.
-        runtime: runs the layers of weights that moved by more than rounding does; None leaves that out.
-        samples: real rows by ONNX name, for these layers.
+    With a runtime and rows, the layers of weights that moved by more than rounding does are run too.
 
     Raises:
         MeasurementError: a quantized weight cannot be compared, or the export does not run.

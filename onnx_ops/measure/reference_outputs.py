@@ -21,10 +21,8 @@ from onnx_ops.onnx_graph.input_bounds import read_index_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees
 from onnx_ops.ports import Exporter, Store, Tensors
-from onnx_ops.ports.data import Array
 from onnx_ops.statistics.probes import (
     REAL,
-    Axes,
     ProbeGroup,
     learn_domains,
     make_batch_inputs,
@@ -59,13 +57,8 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs on them, by ONNX names.
 
-    Args:
-        name: of the group.
-        inputs: tensors by name.
-        single: outputs in float32; None if the source has none.
-        double: outputs in float64; None if the source has none.
-        bounds: envelope of a tree model's outputs (`statistics.tree_parity.compute_envelope`); None for other models.
-        inside: whether callers can send such inputs.
+    `single` are outputs in float32, `double` in float64, None where the source has none; `bounds` is the envelope of a
+    tree model's outputs (`statistics.tree_parity.compute_envelope`); `inside`: whether callers can send such inputs.
     """
 
     name: str
@@ -87,8 +80,6 @@ _INSIDE = "inside"
 
 def put_reference(store: Store, groups: list[ReferenceGroup]) -> Digest:
     """Store groups as one archive."""
-    import numpy as np
-
     arrays: dict[str, Any] = {}
     for group in groups:
         for part, tensors in zip(_PARTS, (group.inputs, group.single, group.double, group.bounds), strict=True):
@@ -150,8 +141,22 @@ class _Source:
         precision: Literal["float32", "float64"] = "float64" if group.double else "float32"
         first = group.double or group.single or {}
         again = self.exporter.reference(self.model, group.inputs, precision) or {}
-        differ = (_describe_difference(name, first[name], again[name], _AGAIN[precision]) for name in first)
-        return next(filter(None, differ), "")
+        for name, one in first.items():
+            other = again[name]
+            if one.shape != other.shape:
+                return f"output {name!r} has the shape {one.shape}, then {other.shape}"
+            if one.dtype.kind != "f":
+                share = np.mean(one != other) if one.size else 0.0
+                if share > _OTHERWISE:
+                    return f"{share:.3g} of output {name!r} differ"
+                continue
+            if not np.array_equal(np.isfinite(one), np.isfinite(other)):
+                return f"output {name!r} is finite once and not the other time"
+            both = np.nan_to_num(np.stack([one, other]).astype(np.float64), posinf=0, neginf=0)
+            apart = np.ptp(both, axis=0).max(initial=0)
+            if apart > _AGAIN[precision] * np.abs(both).max(initial=0):
+                return f"output {name!r} differs by up to {apart:.3g}"
+        return ""
 
     def _bounds(self, tensors: Tensors, known: list[Tensors]) -> Tensors | None:
         """Return the envelope of the answers to the rows and to jittered copies, a range of rows at a time."""
@@ -181,13 +186,8 @@ def collect_reference_outputs(
 ) -> ReferenceOutputs:
     """Collect the source's answers, and note the groups that it rejects.
 
-    Args:
-        exporter: of the model's framework.
-        model: the source.
-        path: its export, which defines the possible inputs.
-        samples: real inputs by ONNX name.
-        declared: what callers send, if the pipeline declares it.
-        seconds: approximate time limit of the source; a slow one runs fewer rows of each group.
+    The export at `path` defines the possible inputs. Within about `seconds`, a slow source answers fewer rows of each
+    group. `declared` is what callers send, if the pipeline declares it.
 
     Raises:
         UserError: it rejects the real samples, or answers them differently each time.
@@ -277,19 +277,6 @@ def _make_samples_error(error: ValueError) -> UserError:
     )
 
 
-def _describe_difference(name: str, first: Array, again: Array, tolerance: float) -> str:
-    if first.shape != again.shape:
-        return f"output {name!r} has the shape {first.shape}, then {again.shape}"
-    if first.dtype.kind != "f":
-        share = np.mean(first != again) if first.size else 0.0
-        return f"{share:.3g} of output {name!r} differ" if share > _OTHERWISE else ""
-    if not np.array_equal(np.isfinite(first), np.isfinite(again)):
-        return f"output {name!r} is finite once and not the other time"
-    both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
-    apart = np.ptp(both, axis=0).max(initial=0)
-    return f"output {name!r} differs by up to {apart:.3g}" if apart > tolerance * np.abs(both).max(initial=0) else ""
-
-
 def build_probes(
     path: Path, samples: Tensors, declared: Mapping[str, InputValues] | None = None
 ) -> dict[str, ProbeGroup]:
@@ -302,25 +289,17 @@ def build_probes(
     groups = make_probe_groups(samples, domains, empty=not fixed and not is_unsafe_without_rows(path))
     if (splits := build_split_probes(path, samples)) is not None:
         groups[SPLITS] = ProbeGroup(inputs=splits)
-    groups |= {
-        name: ProbeGroup(inputs=inputs)
-        for name, inputs in make_sized_inputs(samples, _find_free_axes(path, samples)).items()
-    }
-    if fixed:
-        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
-    return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
-
-
-def _find_free_axes(path: Path, samples: Tensors) -> Axes:
-    """Return the places of the export's named dimensions, without the batch."""
     specs = [spec for spec in read_model_info(path).inputs if spec.name in samples]
     batch = {spec.shape[0] for spec in specs if spec.shape}
-    places: dict[str, list[tuple[str, int]]] = {}
+    named: dict[str, list[tuple[str, int]]] = {}  # the places of the other named dimensions
     for spec in specs:
         for axis, symbol in enumerate(spec.shape[1 : samples[spec.name].ndim], start=1):
             if isinstance(symbol, str) and symbol != "?" and symbol not in batch:
-                places.setdefault(symbol, []).append((spec.name, axis))
-    return places
+                named.setdefault(symbol, []).append((spec.name, axis))
+    groups |= {name: ProbeGroup(inputs=inputs) for name, inputs in make_sized_inputs(samples, named).items()}
+    if fixed:
+        return {name: replace(probe, inputs=take_rows(probe.inputs, fixed)) for name, probe in groups.items()}
+    return groups | {name: ProbeGroup(inputs=inputs) for name, inputs in make_batch_inputs(samples).items()}
 
 
 def _find_nan_policy(groups: list[ReferenceGroup], refused: Mapping[str, str]) -> NanPolicy:

@@ -38,14 +38,8 @@ ModelPredictions = Mapping[str, Prediction | OnnxOpsError]
 class ScoringRequest:
     """What metrics are measured with.
 
-    Args:
-        runtime: runs the models.
-        target: where.
-        models: named as in the evidence, the candidate by `CANDIDATE`.
-        dataset: the scored rows.
-        seed: of resamples and permutations.
-        functions: custom metrics by reference.
-        known: predictions that were read before.
+    `models` are named as in the evidence, the candidate by `CANDIDATE`; `seed` is of resamples and permutations,
+    `functions` are custom metrics by reference, and `known` holds predictions that were read before.
     """
 
     runtime: Runtime
@@ -65,22 +59,6 @@ class TaskMetrics:
     scores: tuple[ScoreComparison, ...] = ()
     grouped: tuple[str, ...] = ()
     rows: Mapping[str, Array] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """The label as a metric needs it, and which one is positive, where one is."""
-
-    label: Array | None
-    positive: str | int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answers:
-    """The label and each model's answers, comparable row by row."""
-
-    label: Array | None
-    by_model: Mapping[str, Array]
 
 
 def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinition]) -> TaskMetrics:
@@ -103,20 +81,18 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
     group = request.dataset.group
     for definition in measurable:
         predictions = {name: read_of[definition.label] for name, read_of in readings.items()}
-        answers, problems = _make_comparable(definition, request.dataset.label, predictions)
+        label, answers, problems = _make_comparable(definition, request.dataset.label, predictions)
         scores += problems
-        if CANDIDATE not in answers.by_model:
+        if CANDIDATE not in answers:
             continue
         if definition.name in ("accuracy", "top_k"):
-            right = answers.by_model
-            counts += [count_pairs(definition.label, name, right[name], right[CANDIDATE], group) for name in right]
+            mine = answers[CANDIDATE]
+            counts += [count_pairs(definition.label, name, right, mine, group) for name, right in answers.items()]
         else:
             function = request.functions.get(definition.use)
-            scores += score(
-                definition, answers.label, answers.by_model, seed=request.seed, function=function, group=group
-            )
-        signals += _extract_signals(definition, answers)
-        rows |= extract_rows(definition, answers.label, answers.by_model[CANDIDATE])
+            scores += score(definition, label, answers, seed=request.seed, function=function, group=group)
+        signals += _extract_signals(definition, label, answers)
+        rows |= extract_rows(definition, label, answers[CANDIDATE])
     grouped: tuple[str, ...] = ()
     if group is None and signals:
         data = request.dataset
@@ -127,29 +103,26 @@ def measure_metrics(request: ScoringRequest, definitions: Sequence[MetricDefinit
 def find_label_problem(definition: MetricDefinition, label: Array | None, outputs: Tensors | None) -> str:
     """Return why a metric cannot be computed; empty if it can.
 
-    Args:
-        definition: of the metric.
-        label: of the data set.
-        outputs: as many rows, of the shapes and types of the model's answers; None if these are unknown.
+    `outputs` are as many rows as labels, of the shapes and types of the model's answers; None if these are unknown.
     """
     try:
-        terms = _read_terms(definition, label)
+        label, positive = _read_label(definition, label)
         if outputs is not None:
-            _in_terms(definition, terms, read_prediction(definition, outputs), None)
+            _in_terms(definition, label, positive, read_prediction(definition, outputs), None)
     except UserError as error:
         return str(error)
     return ""
 
 
-def _extract_signals(definition: MetricDefinition, answers: _Answers) -> list[Array]:
+def _extract_signals(definition: MetricDefinition, label: Array | None, answers: Mapping[str, Array]) -> list[Array]:
     """Return what rows that belong together share: right or wrong, the rank of the error, and its change."""
-    mine = answers.by_model[CANDIDATE]
-    others = [array for name, array in answers.by_model.items() if name != CANDIDATE]
+    mine = answers[CANDIDATE]
+    others = [array for name, array in answers.items() if name != CANDIDATE]
     if definition.name in ("accuracy", "top_k"):
         return [mine.astype(np.float64), *(mine.astype(np.float64) - other for other in others)]
-    if definition.name in ("mae", "rmse", "r2") and answers.label is not None:
-        error = np.abs(mine - answers.label)
-        changes = [error, *(error - np.abs(other - answers.label) for other in others)]
+    if definition.name in ("mae", "rmse", "r2") and label is not None:
+        error = np.abs(mine - label)
+        changes = [error, *(error - np.abs(other - label) for other in others)]
         return [np.argsort(np.argsort(change, kind="stable")).astype(np.float64) for change in changes]
     return []
 
@@ -177,25 +150,26 @@ def read_predictions(request: ScoringRequest, name: str, definitions: Sequence[M
             raise
         return {definition.label: error for definition in definitions}
     joined: dict[str, Prediction | OnnxOpsError] = {}
-    for label in (definition.label for definition in definitions):
-        predictions = [part[label] for part in parts]
+    for definition in definitions:
+        predictions = [part[definition.label] for part in parts]
+        errors = [one for one in predictions if isinstance(one, OnnxOpsError)]
         try:
-            joined[label] = next((one for one in predictions if isinstance(one, OnnxOpsError)), None) or (
-                join_predictions([one for one in predictions if isinstance(one, Prediction)])
+            joined[definition.label] = (
+                errors[0] if errors else join_predictions([one for one in predictions if isinstance(one, Prediction)])
             )
         except UserError as error:
-            joined[label] = error
+            joined[definition.label] = error
     return joined
 
 
 def _make_comparable(
     definition: MetricDefinition, label: Array | None, predictions: Mapping[str, Prediction | OnnxOpsError]
-) -> tuple[_Answers, list[ScoreComparison]]:
-    """Return the answers that can be scored, and entries for the others."""
+) -> tuple[Array | None, Mapping[str, Array], list[ScoreComparison]]:
+    """Return the label and the answers that can be scored, by model, and entries for the others."""
     try:
-        terms = _read_terms(definition, label)
+        label, positive = _read_label(definition, label)
     except UserError as error:
-        return _Answers(label=None, by_model={}), [make_unscored(definition, failed=str(error))]
+        return None, {}, [make_unscored(definition, failed=str(error))]
     answers: dict[str, Array] = {}
     problems = []
     for name, prediction in predictions.items():
@@ -208,7 +182,7 @@ def _make_comparable(
                 continue
         elif isinstance(prediction, Prediction):
             try:
-                answers[name] = _in_terms(definition, terms, prediction, answers.get(CANDIDATE))
+                answers[name] = _in_terms(definition, label, positive, prediction, answers.get(CANDIDATE))
                 continue
             except UserError as error:
                 why = str(error)
@@ -216,19 +190,34 @@ def _make_comparable(
             problems.append(make_unscored(definition, failed=why))
         else:
             problems.append(make_unscored(definition, against=name, undefined=f"{name} cannot be scored: {why}"))
-    return _encode(definition, terms, answers), problems
+    if label is not None and definition.name == "f1" and positive is not None:
+        answers = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
+        label = (label == positive).astype(np.intp)
+    elif label is not None and definition.name == "f1":
+        known = np.unique(np.concatenate([label, *answers.values()]))
+        answers = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
+        label = np.searchsorted(known, label)
+    elif label is not None and definition.name == "auc":
+        label = label == positive
+    return label, answers, problems
 
 
-def _read_terms(definition: MetricDefinition, label: Array | None) -> _Terms:
-    own_label = prepare_label(definition, label)
-    binary = definition.name == "auc" or definition.average == "binary"
-    positive = find_positive_label(definition, own_label) if binary and own_label is not None else None
-    return _Terms(label=own_label, positive=positive)
+def _read_label(definition: MetricDefinition, label: Array | None) -> tuple[Array | None, str | int | None]:
+    """Return the label as a metric needs it, and which one is positive, where one is."""
+    label = prepare_label(definition, label)
+    is_binary = definition.name == "auc" or definition.average == "binary"
+    return label, find_positive_label(definition, label) if is_binary and label is not None else None
 
 
-def _in_terms(definition: MetricDefinition, terms: _Terms, prediction: Prediction, candidate: Array | None) -> Array:
+def _in_terms(
+    definition: MetricDefinition,
+    label: Array | None,
+    positive: str | int | None,
+    prediction: Prediction,
+    candidate: Array | None,
+) -> Array:
     """Return one model's answers: right or wrong, class labels, scores, or unchanged."""
-    where, label = definition.label, terms.label
+    where = definition.label
     if label is not None and definition.name == "accuracy":
         return np.asarray(read_classes(label, prediction, definition) == label)
     if label is not None and definition.k is not None:
@@ -236,25 +225,10 @@ def _in_terms(definition: MetricDefinition, terms: _Terms, prediction: Predictio
         return top_k_rows(np.searchsorted(names, label), prediction.values, definition.k)
     if label is not None and definition.name == "f1":
         return read_classes(label, prediction, definition)
-    if label is not None and terms.positive is not None:
-        return read_positive_scores(label, terms.positive, prediction, where)
+    if label is not None and positive is not None:
+        return read_positive_scores(label, positive, prediction, where)
     other = candidate if label is None else label
     if definition.label_free and other is not None and other.shape != prediction.values.shape:
         shapes = f"{tuple(prediction.values.shape)} and {tuple(other.shape)}"
         raise UserError(f"answers of shapes {shapes} cannot be compared row by row", where=where)
     return prediction.values
-
-
-def _encode(definition: MetricDefinition, terms: _Terms, answers: Mapping[str, Array]) -> _Answers:
-    """Encode labels and answers for `score`: classes by number, or by whether they are the positive one."""
-    label, positive = terms.label, terms.positive
-    if label is None or definition.name not in ("f1", "auc"):
-        return _Answers(label=label, by_model=answers)
-    if definition.name == "auc":
-        return _Answers(label=label == positive, by_model=answers)
-    if positive is not None:
-        by_model = {name: (predicted == positive).astype(np.intp) for name, predicted in answers.items()}
-        return _Answers(label=(label == positive).astype(np.intp), by_model=by_model)
-    known = np.unique(np.concatenate([label, *answers.values()]))
-    by_model = {name: np.searchsorted(known, predicted) for name, predicted in answers.items()}
-    return _Answers(label=np.searchsorted(known, label), by_model=by_model)

@@ -27,7 +27,7 @@ from onnx_ops.domain.quantization import (
 )
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import OnnxOpsError, StageError, UserError
-from onnx_ops.measure.answers import read_answers, split_batches
+from onnx_ops.measure.answers import read_answers, read_values, split_batches
 from onnx_ops.measure.files import slice_rows
 from onnx_ops.measure.quantization import PAIRS_AT_ONCE
 from onnx_ops.measure.scoring import ModelPredictions, ScoringRequest, measure_metrics, read_predictions
@@ -39,7 +39,6 @@ from onnx_ops.onnx_graph.instrumentation import (
     list_activations,
     list_computed_values,
     list_quantizable_nodes,
-    write_with_outputs,
     write_with_quantized_node,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
@@ -67,6 +66,9 @@ PAIRS, BLOCKS = 5, 2
 TIMED_S = 1.5
 """Seconds that timing one model against fp32 may take if a few runs fit in; gates make the final measurement."""
 
+_END = {"end": True}
+"""Last line of a complete journal."""
+
 _ALPHA = 0.05
 _RUNS = (3, 10)
 _RUNS_P99 = 300
@@ -81,10 +83,9 @@ class SearchResult:
 
 
 def search(context: SearchContext, journal: StageJournal, report: Reporter) -> SearchResult:
-    """Try recipes until nothing is left or the budget is spent.
+    """Try recipes until nothing is left or the budget is spent, and resume from the journal of an interrupted search.
 
-    It resumes from the journal if there is one. A complete journal belongs to a result that is being recomputed, and is
-    cleared.
+    A complete journal belongs to a result that is being recomputed, and is cleared.
 
     Raises:
         StageError: a library gives another file for the same recipe.
@@ -135,9 +136,6 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
     return SearchResult(record=record, models=models)
 
 
-_END = {"end": True}
-
-
 def _add_entry(state: SearchState, entry: SearchLogEntry) -> SearchState:
     if entry.trial is not None:
         return replace(state, trials=(*state.trials, entry.trial))
@@ -169,15 +167,11 @@ def _make_record(context: SearchContext, state: SearchState, stop: StopSearch) -
 
 def describe_trial(trial: Trial, metric: str) -> str:
     """Describe a trial in a line."""
-    count = len(trial.excluded)
-    exclusions = f" with {count} node{'s' if count > 1 else ''} in float" if count else ""
     if trial.failure:
-        return f"{trial.recipe}{exclusions}: {trial.failure}"
+        return f"{trial.label}: {trial.failure}"
     times = ", ".join(f"{one.estimate:.3g}x the time on {name}" for name, one in sorted(trial.ratios.items()))
     drop = trial.drop or 0.0
-    return (
-        f"{trial.recipe}{exclusions}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
-    )
+    return f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
 
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
@@ -191,22 +185,9 @@ def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
 class SearchContext:
     """The inputs of a search.
 
-    Args:
-        ports: runtimes, optimizers and the clock.
-        section: the entry of the pipeline file.
-        source: the export in its own folder.
-        folder: of the models that are built.
-        targets: where variants are timed.
-        machines: kinds of machine that recipes depend on.
-        tune: rows that the metric is measured on.
-        calibration: rows for ranges, or None.
-        metric: the task metric.
-        lower: whether less of the metric is better.
-        batch: rows of one timed request.
-        budget: limits of the search.
-        seed: of orders and resamples.
-        recipes: the recipes by name.
-        functions: custom metrics by reference.
+    The export is in a folder of its own; `folder` receives the models that are built. Recipes depend on the kinds of
+    machine. The metric is measured on the rows of `tune`, and `lower` says whether less of it is better; ranges come
+    from `calibration`. `batch` are the rows of one timed request.
     """
 
     ports: Ports
@@ -297,11 +278,21 @@ class TrialRunner:
         }
         drop = max(self._measure_drop(path, target) for target in kinds.values())
         trial = replace(trial, drop=drop, error=self._measure_error(path))
-        ratios = {target.name: self._compare_time(path, target) for target in context.targets}
-        trial = replace(trial, ratios=ratios)
-        if context.budget.p99 is None or drop > context.budget.metric_drop:
-            return trial
-        return replace(trial, p99={target.name: self._measure_p99(path, target) for target in context.targets})
+        feed = build_feed(context.source, context.tune.inputs, context.batch)
+        ratios, p99 = {}, {}
+        for target in context.targets:
+            runtime, name = context.ports.runtime(target.runtime), target.name
+            if name not in self._schedules:
+                self._schedules[name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
+            pairs = runtime.race((context.source, path), target, feed, self._schedules[name])
+            estimate, low, high = session_interval(compute_log_ratios(pairs), _ALPHA)
+            ratios[name] = Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
+        if context.budget.p99 is not None and drop <= context.budget.metric_drop:
+            for target in context.targets:
+                runtime = context.ports.runtime(target.runtime)
+                samples = runtime.sample(path, target, feed, runs=_RUNS_P99, warmup=_RUNS[1])
+                p99[target.name] = float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
+        return replace(trial, ratios=ratios, p99=p99)
 
     def _measure_drop(self, path: Path, target: Target) -> float:
         """Return what a model loses of the metric against fp32 on the same rows."""
@@ -361,39 +352,17 @@ class TrialRunner:
         read = {name for names in list_activations(context.source).values() for name in names}
         ranges = {name: _find_range(probed[name]) for name in read & set(probed)}
         inner = [value.name for value in list_computed_values(context.source) if value.name in read]
-        copy = context.source.with_name("ranges.onnx")
-        target = context.targets[0]
+        runtime, target = context.ports.runtime(context.targets[0].runtime), _use_all_cores(context.targets[0])
+        feeds = tuple(feed for feed, _ in split_batches(context.source, probed))
         for start in range(0, len(inner), PAIRS_AT_ONCE):
             names = inner[start : start + PAIRS_AT_ONCE]
-            write_with_outputs(context.source, names, copy)
-            feeds = tuple(feed for feed, _ in split_batches(copy, probed))
-            for outputs in context.ports.runtime(target.runtime).run(copy, _use_all_cores(target), feeds):
-                for name in set(names) & set(outputs):
-                    low, high = _find_range(outputs[name])
+            for values in read_values(runtime, context.source, target, names, feeds):
+                for name in set(names) & set(values):
+                    low, high = _find_range(values[name])
                     previous = ranges.get(name, (low, high))
                     ranges[name] = min(low, previous[0]), max(high, previous[1])
-            copy.unlink()
         self._ranges = ranges
         return ranges
-
-    def _compare_time(self, path: Path, target: Target) -> Interval:
-        context = self._context
-        runtime, feed = (
-            context.ports.runtime(target.runtime),
-            build_feed(context.source, context.tune.inputs, context.batch),
-        )
-        if target.name not in self._schedules:
-            self._schedules[target.name] = _plan_rounds(runtime, context.source, target, feed, context.seed)
-        samples = runtime.race((context.source, path), target, feed, self._schedules[target.name])
-        estimate, low, high = session_interval(compute_log_ratios(samples), _ALPHA)
-        return Interval(estimate=math.exp(estimate), low=math.exp(low), high=math.exp(high))
-
-    def _measure_p99(self, path: Path, target: Target) -> float:
-        context = self._context
-        feed = build_feed(context.source, context.tune.inputs, context.batch)
-        runs, warmup = _RUNS_P99, _RUNS[1]
-        samples = context.ports.runtime(target.runtime).sample(path, target, feed, runs=runs, warmup=warmup)
-        return float(np.quantile(samples.nanoseconds.astype(np.float64), 0.99)) / 1e9
 
 
 def _use_all_cores(target: Target) -> Target:

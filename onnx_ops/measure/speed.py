@@ -1,4 +1,7 @@
-"""Speed of a variant: latency, throughput under load, cold start and memory."""
+"""Speed of a variant: latency, throughput under load, cold start and memory.
+
+What measures a model raises MeasurementError where it does not run there, or its process crashes.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,7 @@ FASTER = 0.0
 def measure_throughput(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, concurrency: int, seed: int
 ) -> tuple[ThroughputMeasurement, RawSamples]:
-    """Measure requests per second of fresh sessions of one model.
-
-    Raises:
-        MeasurementError: the model does not run there.
-    """
+    """Measure requests per second of fresh sessions of one model."""
     schedule = replace(_plan_windows(runtime, model, target, feed, concurrency), seed=seed)
     samples = runtime.under_load((model, model), target, feed, schedule)
     per_second = samples.requests * 1e9 / np.median(_check_positive([samples]), axis=1)
@@ -81,11 +80,7 @@ def measure_throughput(
 
 
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
-    """Compare windows of baseline and candidate in turns, look by look.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare windows of baseline and candidate in turns, look by look."""
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 
     def measure(rounds: int, seed: int) -> LoadSamples:
@@ -132,11 +127,7 @@ def _check_positive(samples: Sequence[LoadSamples]) -> Floats:
 def measure_starts(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, seed: int
 ) -> tuple[ColdStartMeasurement, RawSamples]:
-    """Measure fresh processes of one model.
-
-    Raises:
-        MeasurementError: a process crashed, or could not run the model.
-    """
+    """Measure fresh processes of one model."""
     schedule = StartSchedule(rounds=ROUNDS_ALONE, requests=REQUESTS, seed=seed)
     samples = runtime.starts((model, model), target, feed, schedule)
     load, first, peak = (_join_starts([samples], figure).ravel() for figure in FIGURES)
@@ -154,9 +145,6 @@ def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], Raw
     """Compare fresh processes of baseline and candidate, look by look.
 
     Memory has no entry where the system does not report it.
-
-    Raises:
-        MeasurementError: a process crashed, or could not run its model.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:
@@ -198,31 +186,6 @@ def _name_samples(where: str, samples: Sequence[StartSamples]) -> RawSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonSpec:
-    """A variant on one target, and its baselines; the last one decides."""
-
-    runtime: Runtime
-    target: Target
-    candidate: Path
-    baselines: Mapping[str, Path]
-    feed: Tensors
-    seed: int
-
-    def pair_with(self, against: str, tolerances: Mapping[str, Sequence[float]]) -> PairedBenchmark:
-        """Return the comparison of the variant with one of the models."""
-        return PairedBenchmark(
-            runtime=self.runtime,
-            target=self.target,
-            baseline=self.baselines[against],
-            candidate=self.candidate,
-            against=against,
-            feed=self.feed,
-            seed=self.seed,
-            tolerances=tolerances,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasurements:
     """Measurements for the evidence, and the raw samples behind them by array name."""
 
@@ -234,8 +197,17 @@ class SpeedMeasurements:
     raw: RawSamples
 
 
-def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMeasurements:
-    """Measure the variant alone, and against its baselines.
+def measure_speed(
+    runtime: Runtime,
+    target: Target,
+    candidate: Path,
+    baselines: Mapping[str, Path],
+    feed: Tensors,
+    request: MeasurementRequest,
+    *,
+    seed: int,
+) -> SpeedMeasurements:
+    """Measure the variant alone, and against its baselines by name, the last of which decides.
 
     A champion may have other inputs, which these rows do not fit: what cannot be measured against it is left out, and
     its gate reports it.
@@ -243,39 +215,46 @@ def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMea
     Raises:
         MeasurementError: the variant does not run there.
     """
-    feed, seed, place = spec.feed, spec.seed, (spec.runtime, spec.candidate, spec.target)
-    latency, raw = measure_latency(*place, feed)
+    latency, raw = measure_latency(runtime, candidate, target, feed)
     samples: dict[str, Array] = dict(raw)
     throughput = []
     for level in request.throughput:
-        level_throughput, raw = measure_throughput(*place, feed, level, seed)
+        level_throughput, raw = measure_throughput(runtime, candidate, target, feed, level, seed)
         throughput.append(level_throughput)
         samples |= raw
     starts = None
     if request.starts:
-        starts, raw = measure_starts(*place, feed, seed)
+        starts, raw = measure_starts(runtime, candidate, target, feed, seed)
         samples |= raw
     comparisons: list[LatencyComparison] = []
-    ratios: list[PairedRatios] = []
-    for against in spec.baselines:
+    ratios: tuple[PairedRatios, ...] = ()
+    for against, baseline in baselines.items():
+        pair = PairedBenchmark(
+            runtime=runtime,
+            target=target,
+            baseline=baseline,
+            candidate=candidate,
+            against=against,
+            feed=feed,
+            seed=seed,
+            tolerances=request.tolerances,
+        )
         with contextlib.nullcontext() if against == EXPORT else contextlib.suppress(MeasurementError):
-            tolerances = request.tolerances
+            limits = request.tolerances.get("latency", ())
             if against == EXPORT:  # the choice also needs whether the variant is faster
-                latencies = (FASTER, *tolerances.get("latency", ()), *tolerances.get("speedup", ()))
-                tolerances = {**tolerances, "latency": latencies}
-            comparison, raw = compare_latency(spec.pair_with(against, tolerances))
+                limits = (FASTER, *limits, *request.tolerances.get("speedup", ()))
+            comparison, raw = compare_latency(replace(pair, tolerances={"latency": limits}))
             comparisons.append(comparison)
             samples |= raw
-            if against == list(spec.baselines)[-1]:
-                found_ratios, raw = compare_resources(spec.pair_with(against, request.tolerances), request)
-                ratios += found_ratios
+            if against == list(baselines)[-1]:
+                ratios, raw = compare_resources(pair, request)
                 samples |= raw
     return SpeedMeasurements(
         latency=latency,
         comparisons=tuple(comparisons),
         throughput=tuple(throughput),
         starts=starts,
-        ratios=tuple(ratios),
+        ratios=ratios,
         raw=samples,
     )
 
@@ -283,11 +262,7 @@ def measure_speed(spec: ComparisonSpec, request: MeasurementRequest) -> SpeedMea
 def compare_resources(
     pair: PairedBenchmark, request: MeasurementRequest
 ) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare what was requested besides latency, of candidate and baseline in turns.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare what was requested besides latency, of candidate and baseline in turns."""
     ratios: list[PairedRatios] = []
     samples: dict[str, Array] = {}
     for level in request.throughput:

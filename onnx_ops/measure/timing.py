@@ -1,4 +1,7 @@
-"""Timing of one model, and of two side by side until limits are decided."""
+"""Timing of one model, and of two side by side until limits are decided.
+
+What measures a model raises MeasurementError where it does not run there, or its process crashes.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +55,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedBenchmark:
-    """Two models on one target, with the same inputs.
+    """Two models on one target, with the same request.
 
-    Args:
-        runtime: runs both.
-        target: where.
-        baseline: the baseline's file.
-        candidate: the candidate's file.
-        against: name of the baseline in results.
-        feed: one request.
-        seed: of the order of runs.
-        tolerances: the limits to decide, by kind of gate.
-        report: receives progress messages.
+    `against` names the baseline in results; `seed` is of the order of runs; `tolerances` are the limits to decide, by
+    kind of gate.
     """
 
     runtime: Runtime
@@ -96,11 +91,7 @@ def count_rows(feed: Tensors) -> int:
 def measure_latency(
     runtime: Runtime, model: Path, target: Target, feed: Tensors, *, runs: int = RUNS_ALONE
 ) -> tuple[LatencySamples, RawSamples]:
-    """Measure single runs of one session.
-
-    Raises:
-        MeasurementError: the model does not run there.
-    """
+    """Measure single runs of one session."""
     samples = runtime.sample(model, target, feed, runs=runs, warmup=WARMUP_ALONE)
     preempted = samples.preempted.astype(bool)
     usable = np.sort(samples.nanoseconds[~preempted]) if (~preempted).any() else np.sort(samples.nanoseconds)
@@ -115,11 +106,7 @@ def measure_latency(
 
 
 def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
-    """Compare fresh sessions of baseline and candidate, look by look.
-
-    Raises:
-        MeasurementError: one of the models does not run there.
-    """
+    """Compare fresh sessions of baseline and candidate, look by look."""
     alone = pair.runtime.sample(pair.baseline, pair.target, pair.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
@@ -176,12 +163,9 @@ def measure_until_decided(
 ) -> list[S]:
     """Measure up to each look, until all is decided or time runs out.
 
-    Args:
-        pair: the two models.
-        noun: what is measured in pairs, for progress messages.
-        measure: measures that many rounds with that seed.
-        figures: computes the ratios of all samples so far; empty for unknown ones, which are not waited for.
-        tolerances: the limits of each quantity, in the order of `figures`.
+    `measure` takes the number of rounds and a seed. `figures` computes the ratios of all samples so far, empty for
+    unknown ones, which are not waited for; `tolerances` are the limits of each, in that order. `noun` says what is
+    measured in pairs, for progress messages.
     """
     samples: list[S] = []
     measured, begun = 0, time.monotonic()
@@ -204,10 +188,8 @@ def split_log_ratios(logs: npt.NDArray[np.float64]) -> RatioSamples:
     """Return log ratios of candidate and repeated baseline to the baseline.
 
     One session of the baseline is compared with one of each, not the mean of both with the candidate: skewed noise,
-    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise.
-
-    Args:
-        logs: shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
+    like that of run times, cancels in a difference of two similar sessions, and leaves a bias otherwise. `logs` has the
+    shape (rounds, blocks, models), in the order of `PairedBenchmark.models`.
     """
     first, again, candidate = np.moveaxis(logs, -1, 0)
     return _as_tuples(candidate - first), _as_tuples(again - first)

@@ -87,19 +87,18 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{_shown_path(error.filename)}:{error.lineno}"
     else:
-        own = [frame for frame in frames if _is_project_file(frame.filename)] or frames[-1:]
+        libraries = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]  # of Python, and onnx-ops
+        own = [
+            frame
+            for frame in frames
+            if not frame.filename.startswith("<")
+            and {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
+            and not any(Path(frame.filename).is_relative_to(library) for library in libraries)
+        ] or frames[-1:]
         place = f"{_shown_path(own[-1].filename)}:{own[-1].lineno}"
     kind = StageError if isinstance(error, OSError) else UserError
     why = f"{type(error).__name__}: {quoted(error)}"
     return kind(what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again.")
-
-
-def _is_project_file(filename: str) -> bool:
-    """Whether a file is neither of an installed package, nor of Python, nor of onnx-ops."""
-    path = Path(filename)
-    installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-    library = [Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]]
-    return not filename.startswith("<") and not installed and not any(path.is_relative_to(one) for one in library)
 
 
 def _shown_path(filename: str) -> str:

@@ -22,7 +22,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome
 from onnx_ops.pipeline import SilentObserver
 from onnx_ops.reporting.description import result_table
-from onnx_ops.reporting.html import variants_picture
+from onnx_ops.reporting.plots import variants_picture
 
 
 def publish_tables(summary: Summary) -> None:
@@ -37,9 +37,9 @@ def publish_tables(summary: Summary) -> None:
         {
             "variant": row.variant,
             "target": row.target,
-            "gate": f"{row.gate} {row.metric}" if row.metric and row.metric != row.gate else row.gate,
+            "gate": row.describe_gate(),
             "verdict": f"{row.verdict.value.upper()}{' (advisory)' if row.advisory else ''}",
-            "figure": f"{row.figure} {row.interval}".strip(),
+            "figure": row.measured,
             "limit": row.limit,
             "n": str(row.n or ""),
             "reason": row.reason,

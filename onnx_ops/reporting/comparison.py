@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from onnx_ops.domain.decision import Decision
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, Interval, LatencyComparison, PairedCounts, PairedRatios, ScoreComparison
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.release import BaseRelease, Choice
@@ -16,7 +16,6 @@ from onnx_ops.reporting.plots import measured_ratio, name_of
 from onnx_ops.statistics.intervals import change_interval
 
 CHAMPION = "champion"
-_THE_CHAMPION = "the champion"
 PAIRED = "Changes of task metrics are of the same rows, paired. Ratios are of runs in turns on one machine."
 APART = (
     "Measured at different times, so a change has an interval only where it is of the same rows, paired. Where it has "
@@ -53,68 +52,56 @@ class ModelComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VariantLine:
-    """The absolute figures of one variant on one target, as texts with their units."""
+class VariantRow:
+    """The figures of one variant on one target.
+
+    The champion has a row of its own, with its version and without a verdict. Without evidence, `size_bytes` is None.
+    """
 
     variant: str
     target: str
-    verdict: str
-    metrics: tuple[tuple[str, str], ...]
-    latency: str
-    size: str
+    verdict: Verdict | None
+    version: str = ""
+    metrics: Mapping[str, Measured] = field(default_factory=dict)
+    size_bytes: int | None = None
+    latency: Measured | None = None
+    ratios: tuple[tuple[str, Measured], ...] = ()
 
 
-def variant_lines(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> tuple[VariantLine, ...]:
-    """Return the absolute metrics of every variant in the order of the decisions, then those of each champion."""
+def variant_rows(decisions: Sequence[Decision], evidence: Sequence[Evidence]) -> tuple[VariantRow, ...]:
+    """Return every variant in the order of the decisions, then each target's champion on the same rows."""
     known = {(one.variant, one.target): one for one in evidence}
-    found = []
+    rows = []
     for decision in decisions:
-        one = known.get((decision.variant, decision.target))
-        middle = None if one is None else median_latency(one.latency)
-        found.append(
-            VariantLine(
-                variant=decision.variant,
-                target=decision.target,
-                verdict=decision.verdict.value,
-                metrics=() if one is None else _named(task_values(one)),
-                latency=_value(middle),
-                size=_bytes(one.size_bytes if one is not None else 0),
+        row = VariantRow(variant=decision.variant, target=decision.target, verdict=decision.verdict)
+        if (one := known.get((decision.variant, decision.target))) is not None:
+            row = replace(
+                row,
+                metrics=task_values(one),
+                size_bytes=one.size_bytes,
+                latency=median_latency(one.latency),
+                ratios=tuple((c.against, ratio) for c in one.comparisons if (ratio := measured_ratio(c)) is not None),
             )
-        )
+        rows.append(row)
     for target, one in sorted({e.target: e for e in reversed(evidence) if e.baseline == CHAMPION}.items()):
-        size = one.champion.size_bytes if one.champion is not None else 0
-        version = f" (version {one.champion.version})" if one.champion is not None else ""
-        found.append(
-            VariantLine(
-                variant=f"{CHAMPION}{version}",
-                target=target,
-                verdict="serves now",
-                metrics=_named(champion_values(one)),
-                latency=NOTHING,
-                size=_bytes(size),
-            )
-        )
-    return tuple(found)
+        row = VariantRow(variant=CHAMPION, target=target, verdict=None, metrics=champion_values(one), size_bytes=0)
+        if one.champion is not None:
+            row = replace(row, version=one.champion.version, size_bytes=one.champion.size_bytes)
+        rows.append(row)
+    return tuple(rows)
 
 
 def figures_of(evidence: Evidence) -> str:
     """Return the absolute figures of a variant and how they differ from the champion's, in one sentence."""
-    middle = median_latency(evidence.latency)
-    told = [f"{label} {text}" for label, text in _named(task_values(evidence))]
-    told += [f"median latency {_value(middle)}"] if middle else []
-    told += [f"size {_bytes(evidence.size_bytes)}"] if evidence.size_bytes > 0 else []
+    told = [f"{label} {value.figure}" for label, value in task_values(evidence).items()]
+    if middle := median_latency(evidence.latency):
+        told.append(f"median latency {middle.figure}")
+    if evidence.size_bytes > 0:
+        told.append(f"size {format_figure(evidence.size_bytes, 'B')}")
     beside = _beside_champion(evidence)
     changes = ", ".join(f"{row.metric} {row.change}" for row in beside.rows)
     against = f". Against {beside.theirs}: {changes}" if changes else ""
     return f"{evidence.target}: {', '.join(told)}{against}"
-
-
-def _named(values: Mapping[str, Measured]) -> tuple[tuple[str, str], ...]:
-    return tuple((label, _value(value)) for label, value in values.items())
-
-
-def _bytes(size: int) -> str:
-    return format_figure(float(size), "B") if size > 0 else "not measured"
 
 
 def champion_comparisons(choices: Sequence[Choice], evidence: Sequence[Evidence]) -> tuple[ModelComparison, ...]:
@@ -128,21 +115,21 @@ def base_comparisons(
 ) -> tuple[ModelComparison, ...]:
     """Compare the chosen variant of each target with the choice of the base branch."""
     if base.why:
-        return (_comparison((base.branch, "", "", ""), (), base.why),)
-    found = []
+        return (ModelComparison(against=base.branch, target="", ours="", theirs="", note=base.why),)
+    name = f"{base.branch} at {base.commit[:12]}"
+    comparisons = []
     for choice in choices:
         mine = _of_choice(choice, evidence)
         before = next((one for one in base.choices if one.target == choice.target), None)
         theirs = None if before is None else _of_choice(before, base.evidence)
         if mine is None:
             continue
-        name = f"{base.branch} at {base.commit[:12]}"
+        blank = ModelComparison(against=base.branch, target=choice.target, ours=mine.variant, theirs=name)
         if theirs is None:
-            why = f"Nothing is recorded on {choice.target} for {name}."
-            found.append(_comparison((base.branch, choice.target, mine.variant, name), (), why))
+            comparisons.append(replace(blank, note=f"Nothing is recorded on {choice.target} for {name}."))
         else:
-            found.append(_beside_base(base.branch, mine, theirs, f"{theirs.variant} of {name}", pairs))
-    return tuple(found)
+            comparisons.append(_beside_base(replace(blank, theirs=f"{theirs.variant} of {name}"), mine, theirs, pairs))
+    return tuple(comparisons)
 
 
 def _of_choice(choice: Choice, evidence: Sequence[Evidence]) -> Evidence | None:
@@ -152,94 +139,81 @@ def _of_choice(choice: Choice, evidence: Sequence[Evidence]) -> Evidence | None:
 
 def _beside_champion(mine: Evidence) -> ModelComparison:
     facts = mine.champion
-    version = "" if facts is None else f" (version {facts.version})"
-    theirs = f"{_THE_CHAMPION}{version}"
-    rows: tuple[ComparedMetric, ...] = ()
+    theirs = "the champion" if facts is None else f"the champion (version {facts.version})"
+    rows: list[ComparedMetric] = []
     if facts is not None and facts.manifest == mine.manifest:
         note = f"{mine.target}: {mine.variant} has the same files as {theirs}."
-    elif rows := tuple(_champion_rows(mine)):
-        note = PAIRED
     else:
-        note = f"The registry knew no champion of {mine.target} when this release was measured."
-    about = (_THE_CHAMPION, mine.target, mine.variant, theirs)
-    return _comparison(about, rows, note)
+        rows = _compare_with_champion(mine)
+        note = PAIRED if rows else f"The registry knew no champion of {mine.target} when this release was measured."
+    return ModelComparison(
+        against="the champion", target=mine.target, ours=mine.variant, theirs=theirs, rows=tuple(rows), note=note
+    )
 
 
-def _champion_rows(mine: Evidence) -> Iterator[ComparedMetric]:
+def _compare_with_champion(mine: Evidence) -> list[ComparedMetric]:
     ours, theirs = task_values(mine), champion_values(mine)
     entries: list[PairedCounts | ScoreComparison] = [*mine.metrics, *mine.scores]
-    for entry in entries:
-        change = _change(entry) if entry.against == CHAMPION else ""
-        if change:
-            yield ComparedMetric(
-                metric=entry.metric,
-                ours=_value(ours.get(entry.metric)),
-                theirs=_value(theirs.get(entry.metric)),
-                change=change,
-            )
+    rows = [
+        _make_row(entry.metric, ours.get(entry.metric), theirs.get(entry.metric), change)
+        for entry in entries
+        if entry.against == CHAMPION and (change := _change(entry))
+    ]
     comparisons: list[LatencyComparison | PairedRatios] = [*mine.comparisons, *mine.ratios]
     for comparison in comparisons:
-        ratio = measured_ratio(comparison) if comparison.against == CHAMPION else None
-        if ratio is not None:
-            latency = isinstance(comparison, LatencyComparison)
-            middle = median_latency(mine.latency) if latency else None
-            interval = format_interval(ratio.low, ratio.high, "x", near=ratio.estimate)
-            yield ComparedMetric(
-                metric="median latency" if latency else name_of(comparison),
-                ours=_value(middle) if middle else NOTHING,
-                theirs=NOTHING,
-                change=f"{format_figure(ratio.estimate, 'x')} {interval}",
+        if comparison.against == CHAMPION and (ratio := measured_ratio(comparison)) is not None:
+            is_latency = isinstance(comparison, LatencyComparison)
+            middle = median_latency(mine.latency) if is_latency else None
+            rows.append(
+                ComparedMetric(
+                    metric="median latency" if is_latency else name_of(comparison),
+                    ours=middle.figure if middle else NOTHING,
+                    theirs=NOTHING,
+                    change=ratio.figure,
+                )
             )
-    if mine.champion is not None:
-        yield from _sizes(mine.size_bytes, mine.champion.size_bytes)
+    return rows + (_sizes(mine.size_bytes, mine.champion.size_bytes) if mine.champion is not None else [])
 
 
-def _beside_base(branch: str, mine: Evidence, theirs: Evidence, name: str, pairs: Pairs) -> ModelComparison:
-    about = (branch, mine.target, mine.variant, name)
+def _beside_base(blank: ModelComparison, mine: Evidence, theirs: Evidence, pairs: Pairs) -> ModelComparison:
     if mine.manifest == theirs.manifest:
-        return _comparison(about, (), f"{mine.target}: {mine.variant} has the same files as {name}.")
+        return replace(blank, note=f"{mine.target}: {mine.variant} has the same files as {blank.theirs}.")
     if mine.champion is not None and mine.champion.manifest == theirs.manifest:
-        same = f"{mine.target}: {name} is the champion (version {mine.champion.version}), which is compared above."
-        return _comparison(about, (), same)
+        champion = f"the champion (version {mine.champion.version})"
+        return replace(blank, note=f"{mine.target}: {blank.theirs} is {champion}, which is compared above.")
     ours, before = task_values(mine), task_values(theirs)
     changes = {entry.metric: _change(entry) for entry in pairs(mine, theirs)}
-    rows = [
-        ComparedMetric(
-            metric=label,
-            ours=_value(ours.get(label)),
-            theirs=_value(before.get(label)),
-            change=changes.get(label)
-            or (_apart(ours[label], before[label]) if label in ours and label in before else NOTHING),
-        )
-        for label in dict.fromkeys((*ours, *before))
-    ]
+    rows = []
+    for label in dict.fromkeys((*ours, *before)):
+        change = changes.get(label, "")
+        if not change and label in ours and label in before:  # they share no rows: a change without an interval
+            difference = ours[label].estimate - before[label].estimate
+            if ours[label].unit == "1":
+                change = f"{_signed(100 * difference)} points"
+            elif before[label].estimate > 0:
+                change = format_figure(ours[label].estimate / before[label].estimate, "x")
+            else:
+                change = _signed(difference)
+        rows.append(_make_row(label, ours.get(label), before.get(label), change or NOTHING))
     fast, slow = median_latency(mine.latency), median_latency(theirs.latency)
     if fast is not None and slow is not None and slow.estimate > 0:
-        ratio = format_figure(fast.estimate / slow.estimate, "x")
-        rows.append(ComparedMetric(metric="median latency", ours=_value(fast), theirs=_value(slow), change=ratio))
+        rows.append(_make_row("median latency", fast, slow, format_figure(fast.estimate / slow.estimate, "x")))
     rows += _sizes(mine.size_bytes, theirs.size_bytes)
     other = theirs.hardware.cpu_model
     note = APART if other == mine.hardware.cpu_model else f"{APART} The base was measured on another machine: {other}."
-    return _comparison(about, tuple(rows), note)
+    return replace(blank, rows=tuple(rows), note=note)
 
 
-def _comparison(about: tuple[str, str, str, str], rows: tuple[ComparedMetric, ...], note: str) -> ModelComparison:
-    against, target, ours, theirs = about
-    return ModelComparison(against=against, target=target, ours=ours, theirs=theirs, rows=rows, note=note)
+def _make_row(metric: str, ours: Measured | None, theirs: Measured | None, change: str) -> ComparedMetric:
+    texts = ["not measured" if one is None else one.figure for one in (ours, theirs)]
+    return ComparedMetric(metric=metric, ours=texts[0], theirs=texts[1], change=change)
 
 
 def _sizes(mine: int, theirs: int) -> list[ComparedMetric]:
     if mine <= 0 or theirs <= 0:
         return []
-    ours, before = (format_figure(float(size), "B") for size in (mine, theirs))
+    ours, before = (format_figure(size, "B") for size in (mine, theirs))
     return [ComparedMetric(metric="size", ours=ours, theirs=before, change=format_figure(mine / theirs, "x"))]
-
-
-def _value(found: Measured | None) -> str:
-    if found is None:
-        return "not measured"
-    interval = format_interval(found.low, found.high, found.unit, near=found.estimate)
-    return f"{format_figure(found.estimate, found.unit)} {interval}".strip()
 
 
 def _change(entry: PairedCounts | ScoreComparison) -> str:
@@ -259,14 +233,6 @@ def _difference(found: Interval, unit: str) -> str:
     scale = scale_for(found.estimate, unit)
     shown = [_signed(value / scale.divisor) for value in (found.estimate, found.low, found.high)]
     return f"{shown[0]} [{shown[1]}, {shown[2]}]{' points' if unit == '1' else scale.suffix}"
-
-
-def _apart(ours: Measured, theirs: Measured) -> str:
-    """Return the change between two measurements that share no rows, without an interval."""
-    difference = ours.estimate - theirs.estimate
-    if ours.unit == "1":
-        return f"{_signed(100 * difference)} points"
-    return format_figure(ours.estimate / theirs.estimate, "x") if theirs.estimate > 0 else _signed(difference)
 
 
 def _signed(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The gate table: as plain rows for any surface, and as the Markdown description of a registered version."""
+"""The gate table as rows for any surface; descriptions of registered models and versions in Markdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.domain.decision import Decision, GateResult, Verdict
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.release import Lineage, Provenance
-from onnx_ops.reporting.formatting import result_figure, result_interval
+from onnx_ops.reporting.formatting import markdown, markdown_table, result_figure, result_interval
 
 DESCRIPTION_LIMIT = 5000
 """Characters that a registry keeps of a version's description."""
@@ -20,19 +20,12 @@ KEPT = "*Written by onnx-ops from the pipeline file. Change this text, and onnx-
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each target, and links the "
-    "report of the release."
-)
-_ALIASES = (
+    "report of the release.\n\n"
     "Alias `champion-<target>` is on the version that serves, `previous-<target>` on the one that a rollback returns "
     "to. To roll out another version, set `challenger-<target>` on it. If it did not pass, the alias is moved back, "
     "and the version gets the tag `onnxops.rejected.<alias>` with the reason."
 )
 _REASON_LIMIT = 240
-_TABLE_HEAD = ("| gate | target | limit | figure | verdict | reason |", "|---|---|---|---|---|---|")
-_ESCAPES = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " ", "\r": " "}
-    | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
-)
 _ESCAPED = re.compile(r"\\([\\|`*_\[\]])")
 
 
@@ -58,6 +51,20 @@ class ResultRow:
         """What the figure rests on."""
         return f"{self.n} in {self.groups} groups" if self.groups else str(self.n or "")
 
+    @property
+    def measured(self) -> str:
+        """Return figure and interval."""
+        return f"{self.figure} {self.interval}".strip()
+
+    def describe_gate(self, separator: str = " ") -> str:
+        """Return the gate, with its metric where that is another word."""
+        return f"{self.gate}{separator}{self.metric}" if self.metric and self.metric != self.gate else self.gate
+
+    def markdown_cells(self) -> tuple[str, ...]:
+        """Return gate, limit, figure, verdict and reason as columns of a table in Markdown have them."""
+        verdict = f"{self.verdict.value} (advisory)" if self.advisory else self.verdict.value
+        return self.describe_gate(": "), self.limit, self.measured, verdict, self.reason
+
 
 def made_by(provenance: Provenance) -> str:
     """Return date, author and commit in one line; each is said to be unknown where it is."""
@@ -74,7 +81,29 @@ def made_by(provenance: Provenance) -> str:
 
 def result_table(decisions: Iterable[Decision]) -> tuple[ResultRow, ...]:
     """Return the rows of all decisions, in the given order."""
-    return tuple(_row(decision, result) for decision in decisions for result in decision.results)
+    return tuple(
+        ResultRow(
+            variant=decision.variant,
+            target=decision.target,
+            gate=result.gate,
+            metric=result.metric,
+            limit=result.limit,
+            figure=result_figure(result),
+            interval=result_interval(result),
+            n=result.n,
+            groups=result.groups,
+            verdict=result.verdict,
+            reason=result.reason,
+            advisory=result.advisory,
+        )
+        for decision in decisions
+        for result in decision.results
+    )
+
+
+def worst_first(rows: Iterable[ResultRow]) -> list[ResultRow]:
+    """Return the binding rows, then the advisory ones, each with the worst verdict first."""
+    return sorted(rows, key=lambda row: (row.advisory, -row.verdict.rank))
 
 
 def version_description(
@@ -91,97 +120,49 @@ def version_description(
     The verdicts are plain text, because MLflow lists the first line of a description as it is.
 
     Never longer than `DESCRIPTION_LIMIT`: the worst results come first, and a line says how many were left out.
-
-    Args:
-        variant: its name.
-        decisions: by target.
-        lineage: where the release comes from.
-        evidence_run_url: page that shows the evidence.
-        figures: what was measured, in one sentence a target.
-        provenance: who made the release when.
+    `decisions` are by target; `figures` say what was measured, in one sentence a target.
     """
     ordered = [decisions[target] for target in sorted(decisions)]
-    tail = _origin(variant, lineage, evidence_run_url, provenance)
-    room = DESCRIPTION_LIMIT - len(tail) - 2
-    verdicts = [_verdict_line(decision) for decision in sorted(ordered, key=_worst_first)]
-    head = _fitted(verdicts or ["INCONCLUSIVE: nothing was judged"], room, "target", prefix=())
-    rows = sorted(result_table(ordered), key=lambda row: (row.advisory, -row.verdict.rank))
-    room -= len(head) + 2
-    told = _fitted([f"- {markdown(text)}" for text in figures], room, "target", prefix=()) if figures else ""
-    room -= len(told) + 2
-    table = _fitted([_markdown_row(row) for row in rows], room, "result", prefix=_TABLE_HEAD) if rows else ""
-    return "\n\n".join(part for part in (head, told, table, tail) if part)
-
-
-def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
-    """Return Markdown for a registered model: what it is, and how to read its versions and aliases.
-
-    Args:
-        about: what the pipeline file says of itself; may be empty.
-        pipeline: its name.
-        variants: names of the variants, in the order of the file.
-        targets: names of the targets.
-    """
-    named = ", ".join(targets)
-    parts = [
-        markdown(about),
-        f"Pipeline {markdown(pipeline)}. Variants: {markdown(', '.join(variants))}. Targets: {markdown(named)}.",
-        _VERSIONS,
-        _ALIASES,
-        KEPT,
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def told_reason(description: str, target: str) -> str:
-    """Return the reason that a description gives for the verdict on a target; empty if none."""
-    told = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
-    return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
-
-
-def _row(decision: Decision, result: GateResult) -> ResultRow:
-    return ResultRow(
-        variant=decision.variant,
-        target=decision.target,
-        gate=result.gate,
-        metric=result.metric,
-        limit=result.limit,
-        figure=result_figure(result),
-        interval=result_interval(result),
-        n=result.n,
-        groups=result.groups,
-        verdict=result.verdict,
-        reason=result.reason,
-        advisory=result.advisory,
-    )
-
-
-def _worst_first(decision: Decision) -> int:
-    return -decision.verdict.rank
-
-
-def _verdict_line(decision: Decision) -> str:
-    verdict = decision.verdict.value.upper()
-    return f"{verdict} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
-
-
-def _markdown_row(row: ResultRow) -> str:
-    gate = f"{row.gate}: {row.metric}" if row.metric and row.metric != row.gate else row.gate
-    verdict = f"{row.verdict.value} (advisory)" if row.advisory else row.verdict.value
-    figure = f"{row.figure} {row.interval}".strip()
-    cells = (gate, row.target, row.limit, figure, verdict, _cut(row.reason))
-    return "| " + " | ".join(markdown(cell) for cell in cells) + " |"
-
-
-def _origin(variant: str, lineage: Lineage, evidence_run_url: str | None, provenance: Provenance | None) -> str:
     parts = [f"variant {variant}", f"pipeline {lineage.pipeline}", f"release {short_digest(lineage.release)}"]
     if provenance is not None:
         parts.append(made_by(provenance))
     elif lineage.git_sha:
         parts.append(f"commit {lineage.git_sha[:12]}")
     parts += [f"{name} data {short_digest(digest)}" for name, digest in sorted(lineage.data.items())]
-    text = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
-    return f"{text}\n\n[Evidence]({evidence_run_url})" if evidence_run_url else text
+    tail = markdown(_cut(" · ".join(parts), 4 * _REASON_LIMIT))
+    tail += f"\n\n[Evidence]({evidence_run_url})" if evidence_run_url else ""
+    verdicts = [
+        f"{decision.verdict.value.upper()} on {markdown(decision.target)}: {markdown(_cut(decision.reason))}  "
+        for decision in sorted(ordered, key=lambda decision: -decision.verdict.rank)
+    ]
+    results = []
+    for row in worst_first(result_table(ordered)):
+        gate, limit, figure, verdict, reason = row.markdown_cells()
+        results.append((gate, row.target, limit, figure, verdict, _cut(reason)))
+    head, separator, *rows = markdown_table(("gate", "target", "limit", "figure", "verdict", "reason"), results)
+    room = DESCRIPTION_LIMIT - len(tail) - 2
+    sections = []
+    for lines, what, prefix in (
+        (verdicts or ["INCONCLUSIVE: nothing was judged"], "target", ()),
+        ([f"- {markdown(text)}" for text in figures], "target", ()),
+        (rows, "result", (head, separator)),
+    ):
+        sections.append(_fitted(lines, room, what, prefix=prefix) if lines else "")
+        room -= len(sections[-1]) + 2
+    return "\n\n".join(section for section in (*sections, tail) if section)
+
+
+def model_description(about: str, pipeline: str, variants: Iterable[str], targets: Iterable[str]) -> str:
+    """Return Markdown for a registered model: what the pipeline file says about it, and how to read its versions."""
+    variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
+    made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
+    return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
+
+
+def told_reason(description: str, target: str) -> str:
+    """Return the reason that a description gives for the verdict on a target; empty if none."""
+    told = re.search(rf"^[A-Z]+ on {re.escape(markdown(target))}: (.*?) *$", description, re.MULTILINE)
+    return html.unescape(_ESCAPED.sub(r"\1", told[1])) if told else ""
 
 
 def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]) -> str:
@@ -200,8 +181,3 @@ def _fitted(lines: Sequence[str], room: int, what: str, *, prefix: Sequence[str]
 
 def _cut(text: str, limit: int = _REASON_LIMIT) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def markdown(text: str) -> str:
-    """Text that Markdown and HTML leave as it is, and that mentions nobody."""
-    return text.translate(_ESCAPES)

@@ -1,8 +1,9 @@
-"""Figures for people: three significant digits and a unit that keeps them short."""
+"""Figures for people, with three significant digits and a short unit; text and tables in Markdown."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import GateResult
@@ -10,6 +11,10 @@ from onnx_ops.domain.decision import GateResult
 NOTHING = "–"
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_ESCAPES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "\n": " ", "\r": " "}
+    | {sign: f"\\{sign}" for sign in "\\|`*_[]"}
+)
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -22,11 +27,9 @@ class Scale:
 
 
 def scale_for(value: float, unit: str) -> Scale:
-    """Return the scale that fits `value`.
+    """Return the scale that fits a value of a unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio).
 
-    Args:
-        value: in `unit`.
-        unit: `s`, `B`, `1` (a fraction, written as a percentage), `x` (a ratio), or any other, written as it is.
+    Any other unit is written as it is.
     """
     if unit == "1":
         return Scale(divisor=0.01, suffix="%")
@@ -79,11 +82,11 @@ def result_figure(result: GateResult) -> str:
 
 def result_interval(result: GateResult) -> str:
     """Return the interval of a gate's result, in the unit of its figure."""
-    bounds = (result.estimate, result.low, result.high)
-    if result.unit != "s":
-        return format_interval(result.low, result.high, result.unit, near=result.estimate)
-    near, low, high = (None if value is None else 1e3 * value for value in bounds)
-    return format_interval(low, high, "ms", near=near)
+    near, low, high, unit = result.estimate, result.low, result.high, result.unit
+    if unit == "s":
+        near, low, high = (None if value is None else 1e3 * value for value in (near, low, high))
+        unit = "ms"
+    return format_interval(low, high, unit, near=near)
 
 
 def number(value: float) -> str:
@@ -98,3 +101,14 @@ def number(value: float) -> str:
     digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
     text = f"{rounded:.{digits}f}" if abs(rounded) < 1000 else f"{value:.0f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def markdown(text: str) -> str:
+    """Text that Markdown and HTML leave as it is, and that mentions nobody."""
+    return text.translate(_ESCAPES)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, two of them above the rows; cells are text."""
+    cells = (" | ".join(map(markdown, row)) for row in rows)
+    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {row} |" for row in cells)]

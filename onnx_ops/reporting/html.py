@@ -1,45 +1,75 @@
-"""The report of a release: one HTML page that needs nothing but itself."""
+"""The HTML report of a release, from the templates of this room: one page that needs nothing but itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from html import escape
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest, digest_bytes, short_digest
-from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
-from onnx_ops.domain.evidence import Evidence
+from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
+from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios
 from onnx_ops.domain.pipeline import EXPORT
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins
-from onnx_ops.reporting.comparison import CHAMPION, ModelComparison, Pairs, base_comparisons, champion_comparisons
+from onnx_ops.reporting.comparison import Pairs, base_comparisons, champion_comparisons, variant_rows
 from onnx_ops.reporting.description import made_by
-from onnx_ops.reporting.formatting import format_figure
-from onnx_ops.reporting.gate_table import chip, gate_table, table
-from onnx_ops.reporting.metrics import Measured, champion_values, headline, median_latency, sampled_rows, task_values
+from onnx_ops.reporting.formatting import NOTHING, format_figure, number, result_figure, result_interval
+from onnx_ops.reporting.metrics import sampled_rows
 from onnx_ops.reporting.plots import (
     SERIES,
     Figure,
     latency_figure,
-    measured_ratio,
     pareto_figure,
     parity_figure,
     ratio_figure,
+    search_figure,
+    share,
     weights_figure,
 )
-from onnx_ops.reporting.searches import search_section
 from onnx_ops.reporting.structure import structure_entries
-from onnx_ops.reporting.style import STYLE
+from onnx_ops.reporting.svg import STYLE
 from onnx_ops.statistics.choice import estimate_prospects
+from onnx_ops.statistics.latency import compare
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_MEANING = {
-    Verdict.PASS: "surely within the limit",
-    Verdict.INCONCLUSIVE: "the measurements do not decide it; nothing is promoted on it",
-    Verdict.ERROR: "it could not be measured; that is not the model's fault",
-    Verdict.FAIL: "surely beyond the limit",
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_COUNTED = {
+    "parity": "rows",
+    "metric": "rows",
+    "throughput": "sessions",
+    "cold_start": "processes",
+    "memory": "processes",
+    "size": "model",
 }
+"""What n counts in results that are no ratio."""
+
+_MARKS = {Verdict.PASS: "✓", Verdict.INCONCLUSIVE: "?", Verdict.ERROR: "!", Verdict.FAIL: "✗"}
+
+
+@functools.cache
+def _load_environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    filters = (short_digest, number, result_figure, result_interval)
+    environment.filters |= {"figure": format_figure, **{function.__name__: function for function in filters}}
+    environment.globals |= {"marks": _MARKS, "style": STYLE, "series": SERIES, "export": EXPORT}
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page; the same values always give the same text, and nothing in it refers to a network."""
+    return _load_environment().get_template(template).render(values)
 
 
 def release_report(
@@ -56,8 +86,6 @@ def release_report(
     pairs: Pairs = lambda *_: (),
 ) -> str:
     """Return the report: choices, comparisons, gate results, plots and measurement conditions.
-
-    The same arguments always give the same text. Nothing in it refers to a network.
 
     Args:
         decisions: of every variant on every target, in the order of the pipeline file.
@@ -76,281 +104,148 @@ def release_report(
     stored |= {place: digest_bytes(codec.dumps(e)) for place, e in known.items() if place not in stored}
     name = lineage.pipeline if lineage is not None else next((e.pipeline for e in evidence), "release")
     release = lineage.release if lineage is not None else next((e.release for e in evidence), None)
-    title = f"{name}, release {short_digest(release)}" if release is not None else name
-    body = [
-        f"<header><h1>{escape(title)}</h1>{_made(provenance)}{_summary(choices)}</header>",
-        "<main>",
-        *(_card(choice, decisions, versions) for choice in choices),
-        "<h2>Variants</h2>",
-        _overview(decisions, known, choices, versions),
-        *([f"<p>{escape(rows[0].upper() + rows[1:])}.</p>"] if (rows := sampled_rows(evidence)) else []),
-        *_comparisons(champion_comparisons(choices, evidence)),
-        *_comparisons(() if base is None else base_comparisons(choices, evidence, base, pairs)),
-        "<h2>Gates</h2>",
-        gate_table(decisions, known, stored),
-        _meaning(),
-        *_prospects(decisions),
-        *_plots(decisions, evidence, choices),
-        *(part for record in searches for part in search_section(record, figure_markup)),
-        "<h2>How it was measured</h2>",
-        *(_conditions(e, stored[e.variant, e.target]) for e in evidence),
-        *_origin(lineage),
-        "</main>",
-    ]
-    return page(title, body)
-
-
-def page(title: str, body: Sequence[str]) -> str:
-    """Return a document without external references; `body` is markup."""
-    head = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+    chosen = {choice.target: choice.variant for choice in choices}
+    origin: dict[str, str] = {}
+    if lineage is not None:
+        origin = {"pipeline": lineage.pipeline, "release": lineage.release}
+        origin["commit"] = lineage.git_sha or "not recorded"
+        origin |= {f"{data} data": digest for data, digest in sorted(lineage.data.items())}
+        origin |= {**flatten_origins(lineage), **dict(sorted(lineage.parameters.items()))}
+    return render(
+        "release.html",
+        title=f"{name}, release {short_digest(release)}" if release is not None else name,
+        made_by="" if provenance is None else made_by(provenance),
+        verdict=combine_verdicts(choice.verdict for choice in choices),
+        choices=choices,
+        chosen=chosen,
+        decisions=decisions,
+        versions=versions,
+        variants=variant_rows(decisions, evidence),
+        sampled=sampled_rows(evidence),
+        comparisons=(
+            champion_comparisons(choices, evidence),
+            () if base is None else base_comparisons(choices, evidence, base, pairs),
+        ),
+        gates=list_gates(decisions, known, stored),
+        prospects=list(_list_prospects(decisions)),
+        plots_by_target={
+            target: _plot_target(target, decisions, evidence, chosen.get(target))
+            for target in dict.fromkeys(e.target for e in evidence)
+        },
+        searches=[
+            {
+                "record": record,
+                "figures": [figure for target in record.targets if (figure := search_figure(record, target))],
+                "time_heads": [f"time on {target}" for target in record.targets],
+                "sensitivities": sorted(record.sensitivities, key=lambda s: (s.recipe, -(s.error or 0.0), s.node)),
+            }
+            for record in searches
+        ],
+        measured=[(e.variant, e.target, _describe_conditions(e, stored[e.variant, e.target])) for e in evidence],
+        origin=origin,
     )
-    return head + "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
 
 
-def _prospects(decisions: Sequence[Decision]) -> Iterator[str]:
-    """Describe the power of a gate: verdicts of a variant without loss and of one with twice the limit.
+def list_gates(
+    decisions: Sequence[Decision],
+    evidence: Mapping[tuple[str, str], Evidence],
+    digests: Mapping[tuple[str, str], Digest],
+) -> list[tuple[Decision, str, Digest | None, list[tuple[GateResult, list[str], list[str]]]]]:
+    """Return each decision with its place, the digest of its evidence, and its results, as `gate_table` shows them.
+
+    Evidence and its digests are by variant and target.
+    """
+    groups = []
+    for decision in decisions:
+        place, e = "", evidence.get((decision.variant, decision.target))
+        if e is not None:
+            used = "provider not recorded"
+            if e.runtime is not None:
+                counted = (f"{name} ({nodes} nodes)" for name, nodes in sorted(e.runtime.nodes.items()))
+                used = ", ".join(counted) or ", ".join(e.runtime.used) or "no provider"
+            place = f"{e.hardware.cpu_model}, {e.hardware.cores} cores · {used}"
+        results = [(result, *_describe_samples(result, e)) for result in decision.results]
+        groups.append((decision, place, digests.get((decision.variant, decision.target)), results))
+    return groups
+
+
+def _describe_samples(result: GateResult, evidence: Evidence | None) -> tuple[list[str], list[str]]:
+    """Return lines on what n counts, and on the noise: a model against itself, and the runs that lost their core."""
+    comparison = None if evidence is None else _find_comparison(result, evidence)
+    if comparison is not None:
+        selves = [pair for pair in comparison.self_log_ratios if pair]
+        found = compare(selves, tolerance=0.0) if selves else None
+        noise = [f"A/A ±{format_figure((found.high - found.low) / 2, '1')}" if found else "A/A not measured"]
+        count = [f"{result.n} {'process' if result.gate in ('cold_start', 'memory') else 'session'} pairs"]
+        if isinstance(comparison, LatencyComparison):
+            noise.append(f"{share(comparison.preempted, comparison.runs)} preempted")
+            count.append(f"{comparison.runs} runs")
+        return count if result.n else [NOTHING], noise
+    if not result.n:
+        return [NOTHING], [NOTHING]
+    if result.gate == "latency":
+        latency = None if evidence is None else evidence.latency
+        noise = [NOTHING if latency is None else f"{share(latency.preempted, latency.runs)} preempted"]
+        return [f"{result.n} session pairs"] if result.unit == "x" else [f"{result.n} runs", "1 session"], noise
+    if result.gate == "parity" and result.metric == "weights":
+        return [f"{result.n} elements"], [NOTHING]
+    if result.groups:
+        return [f"{result.n} rows", f"{result.groups} groups"], [NOTHING]
+    return [f"{result.n} {_COUNTED.get(result.gate, '')}".strip()], [NOTHING]
+
+
+def _find_comparison(result: GateResult, evidence: Evidence) -> LatencyComparison | PairedRatios | None:
+    """Return the measurement behind a result about a ratio."""
+    if result.gate == "latency":
+        timed = evidence.comparisons
+        return next((c for c in timed if result.metric in (f"ratio vs {c.against}", f"faster than {c.against}")), None)
+    return next((r for r in evidence.ratios if result.metric == f"{r.figure} vs {r.against}"), None)
+
+
+def _list_prospects(decisions: Sequence[Decision]) -> Iterator[tuple[str | float, ...]]:
+    """Yield rows on the power of gates: shares of verdicts for a variant without loss and for one with twice the limit.
 
     The spread of their figures is taken to be that of the variant that was measured.
     """
-    rows = []
     for decision in decisions:
         tried = sum(d.target == decision.target and d.variant != EXPORT for d in decisions)
         for result in decision.results:
-            found = estimate_prospects(result, tried if decision.variant != EXPORT else 1)
-            if found is not None:
-                names = (decision.variant, decision.target, result.metric, result.limit)
-                counted = f"{result.n} in {result.groups} groups" if result.groups else str(result.n)
-                figures = (counted, *map(_about, found))
-                cells = "".join(f'<td class="words">{escape(name)}</td>' for name in names)
-                rows.append(f"<tr>{cells}{''.join(f'<td>{escape(figure)}</td>' for figure in figures)}</tr>")
-    if rows:
-        heads = (
-            "variant",
-            "target",
-            "metric",
-            "limit",
-            "rows",
-            "loses nothing: passes",
-            "loses 2 × limit: passes",
-            "fails",
-        )
-        yield "<h3>What these rows can tell</h3>"
-        yield (
-            '<p class="soft">How often a variant that loses nothing, or twice what the limit allows, would have met '
-            "these verdicts on so many rows, as one of those that were tried here.</p>"
-        )
-        yield table(heads, "".join(rows))
+            shares = estimate_prospects(result, tried if decision.variant != EXPORT else 1)
+            if shares is not None:
+                count = f"{result.n} in {result.groups} groups" if result.groups else str(result.n)
+                yield decision.variant, decision.target, result.metric, result.limit, count, *shares
 
 
-def _about(share: float) -> str:
-    return "< 1%" if share < 0.01 else "> 99%" if share > 0.99 else f"{share:.0%}"
-
-
-def _made(provenance: Provenance | None) -> str:
-    """Date, author and commit; each is said to be unknown where it is."""
-    return "" if provenance is None else f'<p class="soft">{escape(made_by(provenance))}</p>'
-
-
-def _summary(choices: Sequence[Choice]) -> str:
-    served = [c.target for c in choices if c.variant is not None]
-    missing = [c.target for c in choices if c.variant is None]
-    told = [f"a variant to serve for {', '.join(served)}"] if served else []
-    told += [f"none for {', '.join(missing)}"] if missing else []
-    sentence = ", ".join(told) or "no target was judged"
-    verdict = chip(combine_verdicts(c.verdict for c in choices))
-    return f'<p class="soft">{verdict} {escape(sentence[0].upper() + sentence[1:])}.</p>'
-
-
-def _comparisons(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
-    """Return a table of comparisons by target, or a sentence without any."""
-    if not comparisons:
-        return
-    yield f"<h2>Against {escape(comparisons[0].against)}</h2>"
-    if rows := "".join(_compared(one) for one in comparisons if one.rows):
-        yield table(("metric", "this release", "compared with", "change"), rows)
-    for note in dict.fromkeys(one.note for one in comparisons if one.note):
-        yield f'<p class="soft"><small>{escape(note)}</small></p>'
-
-
-def _compared(one: ModelComparison) -> str:
-    heading = f"<span>{escape(one.target)}: {escape(one.ours)} <small>against {escape(one.theirs)}</small></span>"
-    rows = [f'<tr class="group"><th scope="rowgroup" colspan="4">{heading}</th></tr>']
-    for row in one.rows:
-        texts = (_breakable(text) for text in (row.ours, row.theirs, row.change))
-        cells = "".join(f'<td class="figure fold">{escape(text)}</td>' for text in texts)
-        rows.append(f'<tr><td class="words">{escape(row.metric)}</td>{cells}</tr>')
-    return "".join(rows)
-
-
-def _breakable(text: str) -> str:
-    """Return a figure that only breaks before its interval."""
-    return text.replace(" ", "\u00a0").replace("\u00a0[", " [")
-
-
-def _card(choice: Choice, decisions: Sequence[Decision], versions: Mapping[str, str]) -> str:
-    """Which variant a target gets and why; below it why the others are not chosen."""
-    if choice.variant is None:
-        said = f"no variant is chosen, because {choice.reason}."
-    else:
-        version = f" (version {versions[choice.variant]})" if choice.variant in versions else ""
-        said = f"{choice.variant}{version} is chosen, because {choice.reason}."
-    lines = [
-        f"<li>{chip(d.verdict)} {escape(d.variant)}: {escape(_not_chosen(d))}</li>"
-        for d in decisions
-        if d.target == choice.target and d.variant != choice.variant
-    ]
-    others = f"<ul>{''.join(lines)}</ul>" if lines else ""
-    first = f"<p>{chip(choice.verdict)} <strong>{escape(choice.target)}</strong>: {escape(said)}</p>"
-    return f'<section class="card {choice.verdict.value}">{first}{others}</section>'
-
-
-def _not_chosen(decision: Decision) -> str:
-    """Why a variant is not the choice: its worst result, or that another one is faster."""
-    if decision.verdict is not Verdict.PASS or decision.latency_ratio is None:
-        return decision.reason
-    slower = f", not faster than {EXPORT} with confidence" if decision.faster_than_export is False else ""
-    return f"{decision.reason}; {decision.latency_ratio:.3g}x the latency of {EXPORT}{slower}"
-
-
-def _overview(
-    decisions: Sequence[Decision],
-    known: Mapping[tuple[str, str], Evidence],
-    choices: Sequence[Choice],
-    versions: Mapping[str, str],
-) -> str:
-    chosen = {(c.variant, c.target) for c in choices}
-    rows = []
-    for d in decisions:
-        e = known.get((d.variant, d.target))
-        mark = " · chosen" if (d.variant, d.target) in chosen else ""
-        version = f"<br><small>version {escape(versions[d.variant])}</small>" if d.variant in versions else ""
-        cells = _plain_figures(e) if e is not None else ["–"] * 4
-        rows.append(
-            f'<tr><th scope="row">{escape(d.variant)}{version}</th><td>{escape(d.target)}</td>'
-            f'<td class="figure {d.verdict.value}">{chip(d.verdict)}{mark}</td>'
-            + "".join(f'<td class="figure">{cell}</td>' for cell in cells)
-            + "</tr>"
-        )
-    rows += _champion_lines(known.values())
-    heads = ("variant", "target", "verdict", "task metrics", "size", "median latency", "latency ratio")
-    return table(heads, "".join(rows))
-
-
-def _champion_lines(evidence: Iterable[Evidence]) -> Iterator[str]:
-    """Return the metrics of each target's champion on the same rows."""
-    told = {e.target: e for e in reversed(list(evidence)) if e.baseline == CHAMPION}
-    for target, e in sorted(told.items()):
-        version = f"<br><small>version {escape(e.champion.version)}</small>" if e.champion is not None else ""
-        size = format_figure(float(e.champion.size_bytes), "B") if e.champion is not None else "–"
-        cells = (escape(target), "serves now", _metrics(champion_values(e)), escape(size), "–", "–")
-        figures = "".join(f'<td class="figure">{cell}</td>' for cell in cells[1:])
-        yield f'<tr><th scope="row">champion{version}</th><td>{cells[0]}</td>{figures}</tr>'
-
-
-def _metrics(values: Mapping[str, Measured]) -> str:
-    """Every task metric with its interval and n."""
-    return "<br>".join(f"{escape(name)} {_cell(value.text())}" for name, value in values.items()) or "not measured"
-
-
-def _plain_figures(e: Evidence) -> list[str]:
-    """Task metrics, size, latency and ratio, each with its interval and n."""
-    ratios = [(c.against, measured_ratio(c)) for c in e.comparisons]
-    told = [f"{_cell(r.text())}<br><small>against {escape(against)}</small>" for against, r in ratios if r]
-    middle = median_latency(e.latency)
-    return [
-        _metrics(task_values(e)),
-        escape(format_figure(float(e.size_bytes), "B") if e.size_bytes > 0 else "not measured"),
-        _cell(middle.text()) if middle else "not measured",
-        "<br>".join(told) or "–",
-    ]
-
-
-def _cell(text: str) -> str:
-    """Put the count on its own line."""
-    figure, _, n = text.partition(" (")
-    return escape(figure) + (f"<br><small>{escape(n.removesuffix(')'))}</small>" if n else "")
-
-
-def _meaning() -> str:
-    told = "; ".join(f"{chip(verdict)} {escape(text)}" for verdict, text in _MEANING.items())
-    return (
-        f"<p><small>{told}. Advisory results are shown and enter no verdict. Intervals: each bound errs in at most "
-        "one case of twenty.</small></p>"
-    )
-
-
-def _plots(decisions: Sequence[Decision], evidence: Sequence[Evidence], choices: Sequence[Choice]) -> Iterator[str]:
-    judged = {(d.variant, d.target): d for d in decisions}
-    chosen = {c.target: c.variant for c in choices}
-    for target in dict.fromkeys(e.target for e in evidence):
-        here = [e for e in evidence if e.target == target]
-        verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
-        figures = [
-            pareto_figure(target, here, verdicts, chosen.get(target), headline(decisions, here)),
-            latency_figure(target, here),
-            *(ratio_figure(e, c, judged.get((e.variant, target))) for e in here for c in e.comparisons),
-            *(ratio_figure(e, r, judged.get((e.variant, target))) for e in here for r in e.ratios),
-            *_parity(here, judged),
-            *_weights(here, judged),
-        ]
-        shown = [figure_markup(f) for f in figures if f is not None]
-        if shown:
-            yield f'<h2>Plots of {escape(target)}</h2><div class="figures">{"".join(shown)}</div>'
-
-
-def _parity(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision]) -> Iterator[Figure | None]:
-    """Each float variant by itself; the export behind all quantized ones once, since it is the same."""
-    for e in here:
-        if e.parity:
-            what = f"{e.variant} on {e.target}"
-            yield parity_figure(what, e.parity, judged.get((e.variant, e.target)), "outputs")
-    seen = [e.parity for e in here]
-    for e in here:
+def _plot_target(
+    target: str, decisions: Sequence[Decision], evidence: Sequence[Evidence], chosen: str | None
+) -> list[Figure]:
+    """Plot each float variant by itself; the export behind all quantized ones once, since it is the same."""
+    judged = {d.variant: d for d in decisions if d.target == target}
+    here = [(e, judged.get(e.variant)) for e in evidence if e.target == target]
+    exports: list[Figure | None] = []
+    seen = [e.parity for e, _ in here]
+    for e, decision in here:
         if e.quantized and e.export_parity and e.export_parity not in seen:
             seen.append(e.export_parity)
-            yield parity_figure(
-                "the export behind the quantized variants",
-                e.export_parity,
-                judged.get((e.variant, e.target)),
-                "export",
-            )
+            what = "the export behind the quantized variants"
+            exports.append(parity_figure(what, e.export_parity, decision, "export"))
+    figures = [
+        pareto_figure(target, evidence, decisions, chosen),
+        latency_figure(target, [e for e, _ in here]),
+        *(ratio_figure(e, comparison, decision) for e, decision in here for comparison in e.comparisons),
+        *(ratio_figure(e, ratio, decision) for e, decision in here for ratio in e.ratios),
+        *(parity_figure(f"{e.variant} on {target}", e.parity, decision, "outputs") for e, decision in here if e.parity),
+        *exports,
+        *(weights_figure(e.variant, e, decision) for e, decision in here),
+    ]
+    return [figure for figure in figures if figure is not None]
 
 
-def _weights(here: Sequence[Evidence], judged: Mapping[tuple[str, str], Decision]) -> Iterator[Figure | None]:
-    for e in here:
-        yield weights_figure(e.variant, e, judged.get((e.variant, e.target)))
-
-
-def variants_picture(
-    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
-) -> Figure | None:
-    """Size and latency of a target's variants, as an SVG file of its own; None if nothing was measured there."""
-    here = [e for e in evidence if e.target == target]
-    verdicts = {d.variant: d.verdict for d in decisions if d.target == target}
-    figure = pareto_figure(target, here, verdicts, chosen, headline(decisions, here))
-    if figure is None:
-        return None
-    svg = figure.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    return replace(figure, svg=svg.replace(">", f"><style>{STYLE}</style>", 1))
-
-
-def figure_markup(figure: Figure) -> str:
-    """Return markup of a plot with its title, legend and caption."""
-    keys = "".join(f'<li class="s{key.series % SERIES}">{escape(key.text)}</li>' for key in figure.keys)
-    legend = f'<ul class="keys">{keys}</ul>' if keys else ""
-    caption = f"<figcaption>{escape(figure.caption)}</figcaption>"
-    return f"<figure><h3>{escape(figure.title)}</h3>{figure.svg}{legend}{caption}</figure>"
-
-
-def _conditions(e: Evidence, digest: Digest) -> str:
+def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:
     hardware, facts = e.hardware, e.runtime
     cpu = f"{hardware.cpu_model}, {hardware.machine}, {hardware.cores} cores"
-    entries = {
-        "machine": f"{cpu}, {format_figure(float(hardware.memory_bytes), 'B')} memory"
+    return {
+        "machine": f"{cpu}, {format_figure(hardware.memory_bytes, 'B')} memory"
         + (", dedicated" if e.dedicated else ", shared: absolute latency limits are advisory"),
         "CPU features": ", ".join(hardware.cpu_flags) or "none recorded",
         "runtime": f"{hardware.runtime} {hardware.runtime_version}" + (f"; {facts.build}" if facts else ""),
@@ -366,18 +261,3 @@ def _conditions(e: Evidence, digest: Digest) -> str:
         "evidence": f"{digest} (schema {e.schema})",
         "raw samples": e.raw or "none",
     } | ({"failure": e.failure} if e.failure else {})
-    return f"<details><summary>{escape(e.variant)} on {escape(e.target)}</summary>{_list(entries)}</details>"
-
-
-def _origin(lineage: Lineage | None) -> Iterator[str]:
-    if lineage is None:
-        return
-    entries = {"pipeline": lineage.pipeline, "release": lineage.release, "commit": lineage.git_sha or "not recorded"}
-    entries |= {f"{name} data": digest for name, digest in sorted(lineage.data.items())}
-    entries |= flatten_origins(lineage)
-    entries |= dict(sorted(lineage.parameters.items()))
-    yield f"<h2>Where it comes from</h2>{_list(entries)}"
-
-
-def _list(entries: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in entries.items())}</dl>"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Decision, GateResult, Verdict
 from onnx_ops.domain.evidence import Advice, Evidence
-from onnx_ops.reporting.description import markdown
-from onnx_ops.reporting.formatting import NOTHING, format_figure, result_figure, result_interval
-from onnx_ops.reporting.gate_table import chip, gate_table
-from onnx_ops.reporting.html import figure_markup, page
+from onnx_ops.reporting.formatting import (
+    NOTHING,
+    format_figure,
+    markdown,
+    markdown_table,
+    result_figure,
+    result_interval,
+)
+from onnx_ops.reporting.html import list_gates, render
 from onnx_ops.reporting.plots import ratio_figure
 from onnx_ops.reporting.pull_request import SIGNS
 from onnx_ops.reporting.structure import advice_lines
-
-_HEADS = ("what", "measured", "limit", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,19 @@ def table_rows(decisions: Sequence[Decision], sizes: tuple[int, int]) -> list[Ro
     seen: list[GateResult] = []
     for decision in decisions:
         results = [result for result in decision.results if result not in seen or result.gate != "parity"]
-        rows += [_row(decision.target, r) for r in results if not r.advisory or r.estimate is not None]
+        rows += [
+            Row(
+                target=decision.target,
+                what=_name(result),
+                measured=_figure(result),
+                limit=result.limit or NOTHING,
+                verdict=result.verdict,
+                reason=result.reason,
+                advisory=result.advisory,
+            )
+            for result in results
+            if not result.advisory or result.estimate is not None
+        ]
         seen += results
     before, after = sizes
     ratio = after / before if before else 0.0
@@ -84,18 +98,6 @@ def reason_of(decisions: Sequence[Decision], sizes: tuple[int, int]) -> str:
     return ", ".join(told)
 
 
-def _row(target: str, result: GateResult) -> Row:
-    return Row(
-        target=target,
-        what=_name(result),
-        measured=_figure(result),
-        limit=result.limit or NOTHING,
-        verdict=result.verdict,
-        reason=result.reason,
-        advisory=result.advisory,
-    )
-
-
 def _figure(result: GateResult) -> str:
     """With its interval; a change with its sign."""
     sign = "+" if result.gate == "task" and (result.estimate or 0) > 0 else ""
@@ -109,23 +111,24 @@ def _name(result: GateResult) -> str:
 def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     """For a pull request or a job summary."""
     several = len(decisions) > 1
-    heads = ("target", *_HEADS) if several else _HEADS
+    rows = table_rows(decisions, heading.sizes)
+    cells = []
+    for row in rows:
+        verdict = NOTHING if row.verdict is None else f"{SIGNS[row.verdict]} {row.verdict.value}"
+        cells.append((row.target, row.what, row.measured, row.limit, "note" if row.advisory else verdict))
+    heads, first = ("target", "what", "measured", "limit", "verdict"), 0 if several else 1
     names = f"{markdown(heading.candidate)} against {markdown(heading.baseline)}"
+    times = f" Median time of a request: {markdown(heading.times)}." if heading.times else ""
     lines = [
         f"### {SIGNS[heading.verdict]} {heading.verdict.value.upper()}: {names}",
         "",
         markdown(reason_of(decisions, heading.sizes)),
         "",
-        f"| {' | '.join(heads)} |",
-        f"|{'---|' * len(heads)}",
+        *markdown_table(heads[first:], [texts[first:] for texts in cells]),
+        "",
+        f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.{times}",
+        "",
     ]
-    rows = table_rows(decisions, heading.sizes)
-    for row in rows:
-        cells = (row.what, row.measured, row.limit, _verdict_text(row))
-        shown = (row.target, *cells) if several else cells
-        lines.append("| " + " | ".join(markdown(cell) for cell in shown) + " |")
-    times = f" Median time of a request: {markdown(heading.times)}." if heading.times else ""
-    lines += ["", f"Candidate: {markdown(heading.kind)}. Rows: {markdown(heading.rows)}.{times}", ""]
     failed = [row for row in rows if row.verdict not in (None, Verdict.PASS)]
     told = [f"{row.what}{f' on {row.target}' if several else ''}: {row.reason}" for row in failed]
     lines += [f"- {markdown(text)}" for text in (*told, *heading.notes)]
@@ -135,46 +138,26 @@ def markdown_page(heading: Heading, decisions: Sequence[Decision]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _verdict_text(row: Row) -> str:
-    if row.verdict is None:
-        return NOTHING
-    return "note" if row.advisory else f"{SIGNS[row.verdict]} {row.verdict.value}"
-
-
 def html_report(heading: Heading, decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]) -> str:
-    """One page that needs nothing but itself.
-
-    Args:
-        heading: what is judged.
-        decisions: of each target.
-        timings: the evidence of each latency comparison with the decision made of it.
-    """
-    title = f"{heading.candidate} against {heading.baseline}"
-    evidence = {(decision.variant, decision.target): found for decision, found in _first(decisions, timings)}
-    notes = "".join(f"<li>{escape(text)}</li>" for text in (*heading.notes, *advice_lines(heading.advice)))
+    """One page that needs nothing but itself; `timings` are the latency comparisons, each with its decision."""
+    evidence = {  # the first timing of each target, which names its machine
+        (decision.variant, decision.target): next(found for _, found in timings if found.target == decision.target)
+        for decision in decisions
+        if any(found.target == decision.target for _, found in timings)
+    }
     figures = [
         *(ratio_figure(found, one, decision) for decision, found in timings for one in found.comparisons),
         *(ratio_figure(found, one, decision) for decision, found in timings for one in found.ratios),
     ]
-    plots = "".join(figure_markup(figure) for figure in figures if figure is not None)
     before, after = (format_figure(size, "B") for size in heading.sizes)
-    entries = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in entries.items() if text)
-    summary = f'<p class="soft">{chip(heading.verdict)} {escape(reason_of(decisions, heading.sizes))}</p>'
-    body = [
-        f"<header><h1>{escape(title)}</h1>{summary}</header>",
-        f"<main><dl>{listed}</dl>",
-        f"<ul>{notes}</ul>" if notes else "",
-        gate_table(decisions, evidence, {place: digest_bytes(codec.dumps(one)) for place, one in evidence.items()}),
-        f'<h2>Latency</h2><div class="figures">{plots}</div>' if plots else "",
-        "</main>",
-    ]
-    return page(title, [part for part in body if part])
-
-
-def _first(
-    decisions: Sequence[Decision], timings: Sequence[tuple[Decision, Evidence]]
-) -> Iterator[tuple[Decision, Evidence]]:
-    """Yield the first timing of each target, which names its machine."""
-    for decision in decisions:
-        yield from [(decision, found) for _, found in timings if found.target == decision.target][:1]
+    facts = {"candidate": heading.kind, "size": f"{after}, was {before}", "rows": heading.rows, "time": heading.times}
+    return render(
+        "judgement.html",
+        title=f"{heading.candidate} against {heading.baseline}",
+        verdict=heading.verdict,
+        reason=reason_of(decisions, heading.sizes),
+        facts={name: text for name, text in facts.items() if text},
+        notes=[*heading.notes, *advice_lines(heading.advice)],
+        gates=list_gates(decisions, evidence, {at: digest_bytes(codec.dumps(one)) for at, one in evidence.items()}),
+        figures=[figure for figure in figures if figure is not None],
+    )

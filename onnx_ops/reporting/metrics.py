@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import ColdStartMeasurement, Evidence, Interval, LatencySamples
+from onnx_ops.domain.evidence import Evidence, Interval, LatencySamples
 from onnx_ops.domain.gate import ACCURACY, METRICS
 from onnx_ops.domain.quantities import Json
 from onnx_ops.reporting.formatting import format_figure, format_interval
@@ -29,10 +29,20 @@ class Measured:
     n: int
     of: str
 
-    def text(self) -> str:
-        """Return value, interval and count as text."""
+    @property
+    def figure(self) -> str:
+        """Return value and interval."""
         interval = format_interval(self.low, self.high, self.unit, near=self.estimate)
-        return f"{format_figure(self.estimate, self.unit)} {interval} (n = {self.n} {self.of})"
+        return f"{format_figure(self.estimate, self.unit)} {interval}".strip()
+
+    @property
+    def count(self) -> str:
+        """Return what the value rests on."""
+        return f"n = {self.n} {self.of}"
+
+    def text(self) -> str:
+        """Return value, interval and count."""
+        return f"{self.figure} ({self.count})"
 
 
 def sampled_rows(evidence: Iterable[Evidence]) -> str:
@@ -71,12 +81,7 @@ def task_values(evidence: Evidence) -> Mapping[str, Measured]:
 def champion_values(evidence: Evidence) -> Mapping[str, Measured]:
     """Every task metric of the champion that the variant was compared with, on the same rows."""
     swapped = [
-        replace(
-            one,
-            against="",
-            only_baseline=one.only_candidate,
-            only_candidate=one.only_baseline,
-        )
+        replace(one, against="", only_baseline=one.only_candidate, only_candidate=one.only_baseline)
         for one in evidence.metrics
         if one.against == "champion"
     ]
@@ -111,39 +116,34 @@ def task_metric(evidence: Evidence, name: str) -> Measured | None:
 
 def unit_of(name: str) -> str:
     """`1` for metrics that are shares; others have the unit of the label, which is not known here."""
-    known = {str(metric): traits for metric, traits in METRICS.items()}
-    traits = known.get(name.partition(" ")[0])
+    traits = {str(metric): traits for metric, traits in METRICS.items()}.get(name.partition(" ")[0])
     return "1" if traits is not None and traits.higher_is_better else ""
 
 
-def plain_figures(target: str, evidence: Evidence) -> dict[str, float]:
-    """Figures by `<target>/<name>`; the unit ends the name where there is one."""
-    figures = {f"{target}/size_bytes": float(evidence.size_bytes)}
+def plain_figures(evidence: Evidence) -> dict[str, float]:
+    """Figures by name, which ends in the unit where there is one."""
+    figures = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
-        figures |= {f"{target}/{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
+        figures |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}
     for throughput in evidence.throughput:
         if throughput.per_second:
-            figures[f"{target}/requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
-    figures |= _starts(target, evidence.starts) if evidence.starts is not None else {}
+            figures[f"requests_per_second_{throughput.concurrency}"] = median(throughput.per_second)
+    if (starts := evidence.starts) is not None:
+        samples = {
+            "load_ms": [1e3 * seconds for seconds in starts.load_s],
+            "first_ms": [1e3 * seconds for seconds in starts.first_s],
+            "peak_bytes": [float(size) for size in starts.peak_bytes],
+        }
+        figures |= {name: median(values) for name, values in samples.items() if values}
     for counts in evidence.metrics:
         if not counts.against and counts.n:
-            figures[f"{target}/{_name(counts.metric)}"] = (counts.both + counts.only_candidate) / counts.n
+            figures[_name(counts.metric)] = (counts.both + counts.only_candidate) / counts.n
     alone = {score.metric for score in evidence.scores if not score.against}
     for score in evidence.scores:
         if score.candidate is not None and not (score.against and score.metric in alone):
             against = f" vs {score.against}" if score.against else ""
-            figures[f"{target}/{_name(score.metric)}{against}"] = score.candidate.estimate
+            figures[f"{_name(score.metric)}{against}"] = score.candidate.estimate
     return figures
-
-
-def _starts(target: str, starts: ColdStartMeasurement) -> dict[str, float]:
-    """Medians over fresh processes."""
-    samples = {
-        "load_ms": [1e3 * seconds for seconds in starts.load_s],
-        "first_ms": [1e3 * seconds for seconds in starts.first_s],
-        "peak_bytes": [float(size) for size in starts.peak_bytes],
-    }
-    return {f"{target}/{name}": median(values) for name, values in samples.items() if values}
 
 
 def _name(metric: str) -> str:
@@ -154,14 +154,12 @@ def _name(metric: str) -> str:
 Judged = Mapping[str, Mapping[str, tuple[Verdict, Evidence]]]
 """By variant and target: what was decided, and on what."""
 
-_NS_PER_MS = 1e6
-
 
 def dvc_metrics(judged: Judged) -> Json:
     """Return metrics by variant and target, as `dvc metrics show` flattens them."""
     return {
         variant: {
-            target: {"verdict": verdict.value, **_figures(target, evidence)}
+            target: {"verdict": verdict.value, **dict(sorted(plain_figures(evidence).items()))}
             for target, (verdict, evidence) in sorted(targets.items())
         }
         for variant, targets in judged.items()
@@ -178,9 +176,5 @@ def dvc_plots(judged: Judged) -> Mapping[str, Json]:
             size.append({**place, "bytes": evidence.size_bytes})
             if evidence.latency is not None:
                 quantiles = sorted(evidence.latency.quantiles_ns.items())
-                latency += [{**place, "quantile": name, "ms": ns / _NS_PER_MS} for name, ns in quantiles]
+                latency += [{**place, "quantile": name, "ms": ns / 1e6} for name, ns in quantiles]
     return {"latency.json": latency, "size.json": size}
-
-
-def _figures(target: str, evidence: Evidence) -> dict[str, float]:
-    return {name.removeprefix(f"{target}/"): value for name, value in sorted(plain_figures(target, evidence).items())}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import Evidence, LatencyComparison, PairedRatios, ParityMeasurement, find_gate_kind
+from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.rollout_observations import EvidencePath
 from onnx_ops.reporting.formatting import format_figure, number, scale_for
-from onnx_ops.reporting.metrics import Measured, median_latency, task_metric
-from onnx_ops.reporting.style import STYLE
-from onnx_ops.reporting.svg import Axis, Chart, axis_around, room_for
+from onnx_ops.reporting.metrics import Measured, headline, median_latency, task_metric
+from onnx_ops.reporting.svg import Axis, Chart, axis_around, make_standalone, room_for
 from onnx_ops.statistics.latency import ALPHA, compare
 from onnx_ops.statistics.parity import pool_noise
 
@@ -24,6 +25,12 @@ _POINTS = 240
 _ROWS = 16
 _NAMED = 4
 _CLIPPED = 1e6
+
+_SHOWN_LOSSES = 6
+"""Losses of more than so many budgets stand at the edge: where the others are is what matters."""
+
+_LEAST_LOSS = 0.02
+"""Least width of an axis of losses, in points: none of a thousand rows is no plot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +72,13 @@ def latency_figure(target: str, evidence: Sequence[Evidence]) -> Figure | None:
     chart = Chart(x=axis, y=Axis(low=0, high=100, label="runs no slower (%)"))
     keys = []
     for series, e, latency, seconds in curves:
-        chart.path(_steps([s / scale.divisor for s in seconds]), f"line {_style(series)}")
+        n = len(seconds)
+        kept = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+        points = [(seconds[0] / scale.divisor, 0.0)]
+        for i in kept:
+            left = seconds[i] / scale.divisor
+            points += [(left, points[-1][1]), (left, 100 * (i + 1) / n)]
+        chart.path(points, f"line {_style(series)}")
         lost = f"{share(latency.preempted, latency.runs)} of {latency.runs} runs preempted and left out"
         middle = median_latency(latency)
         keys.append(Key(series=series, text=f"{e.variant}: median {middle.text() if middle else '?'}, {lost}"))
@@ -87,34 +100,24 @@ def parity_figure(
     if not known:
         return None
     ranked = sorted(known, key=lambda m: (not m.mismatch, -m.ratio, m.output, m.group))
-    shown = ranked[:_ROWS]
     limit = limit_of(decision, "parity", metric)
-    positive = [m.ratio for m in shown if 0 < m.ratio < _CLIPPED]
+    positive = [m.ratio for m in ranked[:_ROWS] if 0 < m.ratio < _CLIPPED]
     low = max(1e-3, min([0.1, *positive]) / 1.5)
     high = 2 * max([1.0, limit or 0.0, *positive])
-    names = [f"{m.group} · {m.output}" for m in shown]
-    chart = _rows_chart(names, Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True))
-    if limit is not None:
-        chart.upright(limit, "line limit")
-    for place, (name, m) in enumerate(zip(names, shown, strict=True)):
-        y = len(shown) - place
+    rows = []
+    for m in ranked[:_ROWS]:
+        name, ratio = f"{m.group} · {m.output}", f"{number(m.ratio) if m.ratio < _CLIPPED else '>1e6'}×"
         bad = bool(m.mismatch) or (limit is not None and m.ratio > limit)
-        told = "mismatch" if m.mismatch else (number(m.ratio) if m.ratio < _CLIPPED else ">1e6") + "×"
-        chart.dot(
-            high if m.mismatch else m.ratio,
-            y,
-            "bad" if bad else "solid",
-            f"{name}: {m.mismatch or told}, {m.rows} rows",
-        )
-        chart.row(y, name, told)
-    rows = sum(m.rows for m in known if m.output == ranked[0].output)
-    of = f"The worst {len(shown)} of {len(known)}" if len(known) > len(shown) else f"All {len(known)}"
+        place, text = (high, "mismatch") if m.mismatch else (m.ratio, ratio)
+        rows.append((name, place, text, bad, f"{name}: {m.mismatch or ratio}, {m.rows} rows"))
+    axis = Axis(low=low, high=high, label="error / noise of the source (×, log scale)", log=True)
+    n = sum(m.rows for m in known if m.output == ranked[0].output)
     return Figure(
         title=f"Same function? {what}",
-        svg=chart.render(f"Parity of {what} by output and group of inputs"),
-        caption=f"{of} pairs of output and group of inputs; n = {rows} rows per output. "
-        f"Dashed: limit {_times(limit)}. A maximum over the rows, so without interval. "
-        "At the left edge: no difference.",
+        svg=_draw_rows(axis, limit, rows).render(f"Parity of {what} by output and group of inputs"),
+        caption=f"{_count_shown(known)} pairs of output and group of inputs; n = {n} rows per output. "
+        f"Dashed: limit {'none' if limit is None else number(limit) + '×'}. A maximum over the rows, so without "
+        "interval. At the left edge: no difference.",
     )
 
 
@@ -123,60 +126,73 @@ def weights_figure(what: str, evidence: Evidence, decision: Decision | None) -> 
     known = sorted((w for w in evidence.weights if math.isfinite(w.steps)), key=lambda w: (-w.steps, w.tensor))
     if not known:
         return None
-    shown = known[:_ROWS]
     limit = limit_of(decision, "parity", "weights")
-    largest = max([limit or 0.0, 0.1, *(min(w.steps, _CLIPPED) for w in shown)])
-    chart = _rows_chart(
-        [weight.tensor for weight in shown],
-        Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)"),
-    )
-    if limit is not None:
-        chart.upright(limit, "line limit")
-    for place, weight in enumerate(shown):
-        y = len(shown) - place
-        told = number(weight.steps) if weight.steps < _CLIPPED else ">1e6"
-        bad = limit is not None and weight.steps > limit
-        title = f"{weight.tensor}: {told} steps, {weight.elements} elements"
-        chart.bar((0, y), (weight.steps, y), f"line {'bad-line' if bad else 'stem'}")
-        chart.dot(weight.steps, y, "bad" if bad else "solid", title)
-        chart.row(y, weight.tensor, told)
-    of = f"The worst {len(shown)} of {len(known)}" if len(known) > len(shown) else f"All {len(known)}"
-    elements = sum(w.elements for w in known)
+    rows = []
+    for w in known[:_ROWS]:
+        steps = number(w.steps) if w.steps < _CLIPPED else ">1e6"
+        bad = limit is not None and w.steps > limit
+        rows.append((w.tensor, w.steps, steps, bad, f"{w.tensor}: {steps} steps, {w.elements} elements"))
+    largest = max([limit or 0.0, 0.1, *(min(w.steps, _CLIPPED) for w in known[:_ROWS])])
+    axis = Axis(low=0, high=1.15 * largest, label="largest error (quantization steps)")
     return Figure(
         title=f"Quantization error: {what}",
-        svg=chart.render(f"Quantization error of {what} by weight"),
-        caption=f"{of} weights, n = {elements} elements. Dashed: limit "
+        svg=_draw_rows(axis, limit, rows, stems=True).render(f"Quantization error of {what} by weight"),
+        caption=f"{_count_shown(known)} weights, n = {sum(w.elements for w in known)} elements. Dashed: limit "
         f"{'none' if limit is None else number(limit) + ' steps'}. Rounding alone makes up to 0.5. "
         "A maximum over all elements, so without interval.",
     )
 
 
+def _draw_rows(
+    axis: Axis, limit: float | None, rows: Sequence[tuple[str, float, str, bool, str]], *, stems: bool = False
+) -> Chart:
+    """Draw a dot a row from its name, value, the value's text, whether it is beyond the limit, and its tooltip."""
+    left, height = room_for([name for name, *_ in rows])
+    y_axis = Axis(low=0.3, high=len(rows) + 0.7, label="")
+    chart = Chart(x=axis, y=y_axis, height=height * len(rows) + 62, left=left, right=66, y_ticks=False)
+    if limit is not None:
+        chart.upright(limit, "line limit")
+    for index, (name, value, text, bad, title) in enumerate(rows):
+        y = len(rows) - index
+        if stems:
+            chart.path([(0, y), (value, y)], f"line {'bad-line' if bad else 'stem'}")
+        chart.dot(value, y, "bad" if bad else "solid", title)
+        chart.row(y, name, text)
+    return chart
+
+
+def _count_shown(known: Sequence[object]) -> str:
+    return f"The worst {_ROWS} of {len(known)}" if len(known) > _ROWS else f"All {len(known)}"
+
+
 def pareto_figure(
-    target: str, evidence: Sequence[Evidence], verdicts: dict[str, Verdict], chosen: str | None, metric: str
+    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
     """Size against latency, with the task metric beside each variant."""
-    points = [(s, e, m) for s, e in enumerate(evidence) if (m := median_latency(e.latency)) and e.size_bytes > 0]
+    here = [e for e in evidence if e.target == target]
+    points = [(s, e, m) for s, e in enumerate(here) if (m := median_latency(e.latency)) and e.size_bytes > 0]
     if not points:
         return None
+    metric = headline(decisions, here)
+    passed = {d.variant for d in decisions if d.target == target and d.verdict is Verdict.PASS}
     time = scale_for(max(m.estimate for *_, m in points), "s")
-    size = scale_for(max(float(e.size_bytes) for _, e, _ in points), "B")
+    size = scale_for(max(e.size_bytes for _, e, _ in points), "B")
     ends = [v / time.divisor for *_, m in points for v in (m.estimate, m.low, m.high) if 0 < v < math.inf]
-    x = axis_around(
-        [e.size_bytes / size.divisor for _, e, _ in points], f"size on disk ({size.suffix.strip()})", room=0.25
+    sizes = [e.size_bytes / size.divisor for _, e, _ in points]
+    chart = Chart(
+        x=axis_around(sizes, f"size on disk ({size.suffix.strip()})", room=0.25),
+        y=axis_around(ends, f"median latency ({time.suffix.strip()})", room=0.15),
     )
-    y = axis_around(ends, f"median latency ({time.suffix.strip()})", room=0.15)
-    chart = Chart(x=x, y=y)
     keys = []
     above = {e.variant: place % 2 == 0 for place, (_, e, _) in enumerate(sorted(points, key=lambda p: p[1].size_bytes))}
     for series, e, middle in points:
         left, top = e.size_bytes / size.divisor, middle.estimate / time.divisor
         if middle.low > 0 and middle.high < math.inf:
-            chart.bar((left, middle.low / time.divisor), (left, middle.high / time.divisor), f"line {_style(series)}")
+            chart.path([(left, end / time.divisor) for end in (middle.low, middle.high)], f"line {_style(series)}")
         value = task_metric(e, metric)
-        passed = verdicts.get(e.variant) is Verdict.PASS
-        told = f"{e.variant}: {format_figure(float(e.size_bytes), 'B')}, median {middle.text()}"
+        told = f"{e.variant}: {format_figure(e.size_bytes, 'B')}, median {middle.text()}"
         told += f", {metric} {value.text()}" if value else f", {metric} not measured"
-        chart.dot(left, top, f"{_style(series)} {'full' if passed else 'open'}", told, radius=5)
+        chart.dot(left, top, f"{_style(series)} {'full' if e.variant in passed else 'open'}", told, radius=5)
         if e.variant == chosen:
             chart.dot(left, top, "ring", f"{e.variant} is chosen", radius=9)
         name = e.variant if len(points) <= _NAMED else f"{series + 1}:"
@@ -193,29 +209,60 @@ def pareto_figure(
     )
 
 
-def _rows_chart(names: Sequence[str], axis: Axis) -> Chart:
-    left, height = room_for(names)
-    rows = Axis(low=0.3, high=len(names) + 0.7, label="")
-    return Chart(x=axis, y=rows, height=height * len(names) + 62, left=left, right=66, y_ticks=False)
+def variants_picture(
+    target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
+) -> Figure | None:
+    """Size and latency of a target's variants, as an SVG file of its own; None if nothing was measured there."""
+    figure = pareto_figure(target, evidence, decisions, chosen)
+    return None if figure is None else replace(figure, svg=make_standalone(figure.svg))
 
 
-def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return a step curve in per cent, thinned to the resolution of a plot; both ends stay."""
-    n = len(values)
-    kept = range(n) if n <= _POINTS else sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
-    points = [(values[0], 0.0)]
-    for i in kept:
-        points += [(values[i], points[-1][1]), (values[i], 100 * (i + 1) / n)]
-    return points
+def search_figure(record: SearchRecord, target: str) -> Figure | None:
+    """Loss of the task metric against time on one target, for everything that was measured."""
+    points = [(n, t) for n, t in enumerate(record.trials) if not t.failure and target in t.ratios]
+    if not points:
+        return None
+    losses = [100 * (t.drop or 0.0) for _, t in points]
+    limit = 100 * record.budget.metric_drop
+    low, high = min([0.0, *losses]), max([limit, *(loss for loss in losses if loss <= _SHOWN_LOSSES * limit)])
+    room = max(0.08 * (high - low), _LEAST_LOSS)
+    times = [v for _, t in points for v in (t.ratios[target].low, t.ratios[target].high) if 0 < v < 100]
+    chart = Chart(
+        x=axis_around([1.0, *times], "time of a request over that of fp32 (×)"),
+        y=Axis(low=low - room, high=high + room, label=f"loss of {record.metric} (points)"),
+    )
+    chart.across(limit, "line limit")
+    export = f"fp32: {format_figure(record.export_bytes, 'B')}"
+    chart.dot(1.0, 0.0, "s1 full", export, radius=5)
+    chart.note(1.0, 0.0, "fp32")
+    keys = [Key(series=1, text=export)]
+    named = {slot.trial: f"{record.name}-{slot.role}" for slot in record.slots if slot.trial is not None}
+    for n, trial in points:
+        ratio, loss = trial.ratios[target], 100 * (trial.drop or 0.0)
+        size = format_figure(trial.size_bytes, "B")
+        told = f"{n}: {trial.label}, {number(ratio.estimate)}×, {number(loss)} points, {size}"
+        chart.path([(max(ratio.low, chart.x.low), loss), (min(ratio.high, chart.x.high), loss)], "line s0")
+        chart.dot(ratio.estimate, loss, f"s0 {'full' if n in record.front else 'open'}", told)
+        if n in named:
+            chart.dot(ratio.estimate, loss, "ring", f"{named[n]} is this one", radius=8)
+        if n in record.front or n in named:
+            chart.note(ratio.estimate, loss, str(n))
+            keys.append(Key(series=0, text=f"{named[n]} = {told}" if n in named else told))
+    return Figure(
+        title=f"What the search {record.name} saw on {target}",
+        svg=chart.render(f"Loss of {record.metric} against time on {target}"),
+        caption="Lower left is better. Every dot is a model that was built; full ones are on the front: nothing else "
+        "is at once as exact, as small and as fast. Rings mark variants. "
+        f"Dashed: the budget, {number(limit)} points. What loses far more stands at the upper edge. "
+        f"Loss on {record.rows} tuning rows; times of 5 session pairs with 90 % intervals. "
+        "The gates measure the variants afresh, on other rows.",
+        keys=tuple(keys),
+    )
 
 
 def share(part: int, whole: int) -> str:
     """Format a part of a whole as a percentage."""
     return format_figure(part / whole if whole > 0 else 0.0, "1")
-
-
-def _times(limit: float | None) -> str:
-    return "none" if limit is None else f"{number(limit)}×"
 
 
 def _style(series: int) -> str:
@@ -244,14 +291,21 @@ def ratio_figure(
     found = measured_ratio(comparison)
     if found is None:
         return None
-    limit = limit_of(decision, *_place(comparison))
+    if isinstance(comparison, LatencyComparison):
+        limit = limit_of(decision, "latency", f"ratio vs {comparison.against}")
+        runs = f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
+    else:
+        metric, runs = f"{comparison.figure} vs {comparison.against}", ""
+        limit = limit_of(decision, find_gate_kind(comparison.figure), metric)
     of, noun = name_of(comparison), _pair(comparison)
     pairs = [[_exp(x) for x in pair] for pair in comparison.log_ratios if pair]
     selves = [[_exp(x) for x in pair if math.isfinite(x)] for pair in comparison.self_log_ratios]
     bounds = [v for v in (found.low, found.high, limit) if v is not None and 0 < v < math.inf]
-    centres = [_median(pair) for pair in (*pairs, *(s for s in selves if s))]
+    centres = [median(pair) for pair in (*pairs, *(s for s in selves if s))]
     y = axis_around([1.0, *centres, *bounds, *(v for pair in pairs for v in pair)], f"{of} / {comparison.against} (×)")
-    chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=_counts(len(pairs))), y=y)
+    step = 1 if len(pairs) <= 10 else 5
+    marks = tuple(map(float, range(step, len(pairs) + 1, step)))
+    chart = Chart(x=Axis(low=0.4, high=len(pairs) + 0.6, label=noun, marks=marks), y=y)
     if found.low > 0 and found.high < math.inf:
         chart.band(found.low, found.high, "band")
     chart.across(found.estimate, "line estimate")
@@ -260,26 +314,19 @@ def ratio_figure(
         chart.across(limit, "line limit", f"limit {number(limit)}×")
     for index, pair in enumerate(selves[: len(pairs)], 1):
         if pair:
-            chart.dot(index - 0.12, _median(pair), "hollow", f"pair {index}: {comparison.against} against itself")
+            chart.dot(index - 0.12, median(pair), "hollow", f"pair {index}: {comparison.against} against itself")
     for index, pair in enumerate(pairs, 1):
         for value in pair if len(pair) > 1 else ():
             chart.dot(index + 0.12, value, "faint", f"pair {index}, one block: {number(value)}×", radius=2)
-        chart.dot(index + 0.12, _median(pair), "solid", f"pair {index}: {number(_median(pair))}×")
+        chart.dot(index + 0.12, median(pair), "solid", f"pair {index}: {number(median(pair))}×")
     parts = "small ones: their blocks; " if any(len(pair) > 1 for pair in pairs) else ""
     what = f"{evidence.variant} against {comparison.against} on {evidence.target}"
     return Figure(
         title=f"{of.capitalize()} ratio: {what}",
         svg=chart.render(f"{of.capitalize()} ratio of {what}"),
-        caption=f"{found.text()}{_runs(comparison)}. {_BAND} Full dots: {noun}s; {parts}"
+        caption=f"{found.text()}{runs}. {_BAND} Full dots: {noun}s; {parts}"
         f"rings: {comparison.against} against itself, the noise of the host.",
     )
-
-
-def _place(comparison: LatencyComparison | PairedRatios) -> tuple[str, str]:
-    """Gate and metric of the result about a ratio."""
-    if isinstance(comparison, LatencyComparison):
-        return "latency", f"ratio vs {comparison.against}"
-    return find_gate_kind(comparison.figure), f"{comparison.figure} vs {comparison.against}"
 
 
 def name_of(comparison: LatencyComparison | PairedRatios) -> str:
@@ -294,25 +341,8 @@ def _pair(comparison: LatencyComparison | PairedRatios) -> str:
     return "process pair" if of_processes else "session pair"
 
 
-def _runs(comparison: LatencyComparison | PairedRatios) -> str:
-    if not isinstance(comparison, LatencyComparison):
-        return ""
-    return f", {comparison.runs} runs, {share(comparison.preempted, comparison.runs)} preempted"
-
-
 def _exp(log_ratio: float) -> float:
     return math.exp(min(max(log_ratio, -_LARGEST_LOG), _LARGEST_LOG))
-
-
-def _counts(pairs: int) -> tuple[float, ...]:
-    step = 1 if pairs <= 10 else 5
-    return tuple(float(i) for i in range(step, pairs + 1, step))
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 _FAR = 3.0
@@ -337,10 +367,7 @@ def evidence_svg(paths: Sequence[EvidencePath]) -> str:
         points = [(0.0, 0.0), *zip(map(float, path.requests), path.log10_evidence, strict=True)]
         chart.path(points, f"line s{index % 6}")
         chart.note(points[-1][0], points[-1][1], path.name, above=points[-1][1] <= limit)
-    plot = chart.render("evidence against the candidate").replace(
-        "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1
-    )
-    return plot.replace(">", f"><style>{STYLE}svg{{background:var(--bg)}}</style>", 1)
+    return make_standalone(chart.render("evidence against the candidate"), "svg{background:var(--bg)}")
 
 
 def as_data_url(svg: str) -> str:

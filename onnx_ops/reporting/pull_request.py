@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnx_ops.domain.decision import Decision, Verdict, combine_verdicts
 from onnx_ops.domain.release import Choice
-from onnx_ops.reporting.comparison import ModelComparison, VariantLine
-from onnx_ops.reporting.description import markdown, result_table
+from onnx_ops.reporting.comparison import ModelComparison, VariantRow
+from onnx_ops.reporting.description import result_table, worst_first
+from onnx_ops.reporting.formatting import NOTHING, format_figure, markdown, markdown_table
 
 LIMIT = 60_000
 """Characters; GitHub takes 65,536 in a comment, and as many in a check."""
 
 SIGNS = {Verdict.PASS: "✅", Verdict.INCONCLUSIVE: "⚪", Verdict.ERROR: "⚠️", Verdict.FAIL: "❌"}
-_CHOICES = ("| target | chosen | verdict | why |", "|---|---|---|---|")
-_COMPARED = ("| target | metric | this change | compared with | change |", "|---|---|---|---|---|")
-_VARIANTS = ("| variant | target | verdict | task metrics | median latency | size |", "|---|---|---|---|---|---|")
-_GATES = ("| variant | target | gate | limit | figure | verdict | reason |", "|---|---|---|---|---|---|---|")
+_VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
+_RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class Checked:
     choices: tuple[Choice, ...] = ()
     decisions: tuple[Decision, ...] = ()
     comparisons: tuple[ModelComparison, ...] = ()
-    variants: tuple[VariantLine, ...] = ()
+    variants: tuple[VariantRow, ...] = ()
     made_by: str = ""
     error: str = ""
     withheld: str = ""
@@ -61,12 +60,9 @@ def title(checked: Sequence[Checked]) -> str:
 
 
 def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
-    """Markdown, the worst pipeline first, never longer than `LIMIT`.
+    """Markdown about what a commit touches, the worst pipeline first, never longer than `LIMIT`.
 
-    Args:
-        checked: the pipelines that the change touches.
-        commit: what was judged.
-        reports: address of the whole reports; empty if there is none.
+    `reports` is the address of the whole reports; empty if there is none.
     """
     made = next((one.made_by for one in checked if one.made_by), f"commit {commit[:12]}")
     head = f"## onnx-ops: {title(checked)}\n\n{markdown(made)}"
@@ -74,7 +70,7 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
         head += f" · [whole reports, with plots]({reports})"
     parts, room = [head], LIMIT - len(head) - 200
     for one in sorted(checked, key=lambda one: -one.verdict.rank):
-        part = _part(one)
+        part = _describe_pipeline(one)
         if len(part) > room:
             parts.append(f"{len(checked) - len(parts) + 1} more pipelines are in the reports; there was no room here.")
             break
@@ -83,57 +79,39 @@ def page(checked: Sequence[Checked], *, commit: str, reports: str = "") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _part(one: Checked) -> str:
-    lines = [f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
-    if one.error:
-        lines.append("\n".join(f"> {markdown(line)}  " for line in one.error.splitlines()))
-    if one.withheld:
-        lines.append("\n".join(f"> {markdown(line)}  " for line in one.withheld.splitlines()))
+def _describe_pipeline(one: Checked) -> str:
+    parts = [f"### {SIGNS[one.verdict]} {markdown(one.file)}: {one.verdict.value.upper()}"]
+    parts += ["\n".join(f"> {markdown(line)}  " for line in text.splitlines()) for text in (one.error, one.withheld)]
     if one.choices:
-        rows = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in one.choices]
-        lines.append("\n".join([*_CHOICES, *map(_row, rows)]))
-    lines += _compared(one.comparisons)
+        choices = [(c.target, c.variant or "none", c.verdict.value, c.reason) for c in one.choices]
+        parts.append("\n".join(markdown_table(("target", "chosen", "verdict", "why"), choices)))
+    for against in dict.fromkeys(c.against for c in one.comparisons):
+        here = [c for c in one.comparisons if c.against == against]
+        parts.append(f"**Against {markdown(against)}**")
+        if rows := [(c.target, r.metric, r.ours, r.theirs, r.change) for c in here for r in c.rows]:
+            heads = ("target", "metric", "this change", "compared with", "change")
+            parts.append("\n".join(markdown_table(heads, rows)))
+        notes = [f"{c.target}: {c.ours} against {c.theirs}." for c in here if c.rows]
+        notes += dict.fromkeys(c.note for c in here if c.note)
+        parts.append(f"<sub>{markdown(' '.join(notes))}</sub>")
     if one.variants:
         variants = [
-            _row((v.variant, v.target, v.verdict, "; ".join(map(" ".join, v.metrics)) or "–", v.latency, v.size))
+            (
+                f"{v.variant} (version {v.version})" if v.version else v.variant,
+                v.target,
+                v.verdict.value if v.verdict is not None else "serves now",
+                "; ".join(f"{label} {value.figure}" for label, value in v.metrics.items()) or NOTHING,
+                v.latency.figure if v.latency is not None else NOTHING if v.verdict is None else "not measured",
+                format_figure(v.size_bytes, "B") if v.size_bytes else "not measured",
+            )
             for v in one.variants
         ]
-        lines.append("\n".join(["**Variants**\n", *_VARIANTS, *variants]))
+        parts.append("\n".join(["**Variants**\n", *markdown_table(_VARIANT_HEADS, variants)]))
     if one.decisions:
-        results = sorted(result_table(one.decisions), key=lambda row: (row.advisory, -row.verdict.rank))
-        table = [
-            _row(
-                (
-                    r.variant,
-                    r.target,
-                    f"{r.gate}: {r.metric}" if r.metric and r.metric != r.gate else r.gate,
-                    r.limit,
-                    f"{r.figure} {r.interval}".strip(),
-                    f"{r.verdict.value} (advisory)" if r.advisory else r.verdict.value,
-                    r.reason,
-                )
-            )
-            for r in results
-        ]
-        folded = "\n".join([*_GATES, *table])
-        lines.append(f"<details><summary>{len(results)} gate results</summary>\n\n{folded}\n\n</details>")
-    why = ", ".join(markdown(path) for path in one.because[:10])
-    lines.append(f"Run because of {why}{' and more' if len(one.because) > 10 else ''}." if why else "")
-    return "\n\n".join(line for line in lines if line)
-
-
-def _compared(comparisons: Sequence[ModelComparison]) -> Iterator[str]:
-    """Yield a table for each model that the release is compared with, or a sentence without any."""
-    for against in dict.fromkeys(one.against for one in comparisons):
-        here = [one for one in comparisons if one.against == against]
-        rows = [_row((one.target, r.metric, r.ours, r.theirs, r.change)) for one in here for r in one.rows]
-        notes = [f"{one.target}: {one.ours} against {one.theirs}." for one in here if one.rows]
-        notes += dict.fromkeys(one.note for one in here if one.note)
-        yield f"**Against {markdown(against)}**"
-        if rows:
-            yield "\n".join([*_COMPARED, *rows])
-        yield f"<sub>{markdown(' '.join(notes))}</sub>"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(markdown(cell) for cell in cells) + " |"
+        results = [(r.variant, r.target, *r.markdown_cells()) for r in worst_first(result_table(one.decisions))]
+        table = "\n".join(markdown_table(_RESULT_HEADS, results))
+        parts.append(f"<details><summary>{len(results)} gate results</summary>\n\n{table}\n\n</details>")
+    if one.because:
+        why = ", ".join(markdown(path) for path in one.because[:10])
+        parts.append(f"Run because of {why}{' and more' if len(one.because) > 10 else ''}.")
+    return "\n\n".join(part for part in parts if part)

@@ -1,11 +1,10 @@
-"""What is known of a variant beside its answers, in words: its recipe, trees, activations, int8 coverage, advice, the
-source's limits."""
+"""What is known of a variant beside its answers: recipe, trees, activations, int8 coverage, advice, limits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_ops.domain.evidence import ActivationMeasurement, Advice, Evidence, Int8Coverage, SourceLimits, TreeStructure
+from onnx_ops.domain.evidence import Advice, Evidence, Int8Coverage
 from onnx_ops.reporting.formatting import format_figure, number
 
 _NAN = {
@@ -19,26 +18,29 @@ _NAMED = 5
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
     """Names and texts of what was found; nothing of what was not looked at."""
-    activations = "; ".join(map(_activation, evidence.activations))
-    entries = {
-        "trees": "; ".join(tree_lines(evidence.trees)),
+    entries: dict[str, str] = {}
+    if (trees := evidence.trees) is not None:
+        changed = f"{trees.changed} differ" if trees.changed else "all the same"
+        counted = f"{trees.trees} trees, {trees.splits} splits, {trees.leaves} leaves: {changed}"
+        entries["trees"] = "; ".join([counted, *trees.differences])
+    activations = []
+    for one in evidence.activations:
+        away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
+        saturated = format_figure(one.saturated, "1")
+        activations.append(f"{one.tensor}: noise {_times(one.noise)}{away}, {saturated} saturated")
+    entries |= {
         "recipe": "; ".join(evidence.recipe),
         "opsets": ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in evidence.opsets.items()),
         "operators": ", ".join(f"{name} {count}" for name, count in evidence.operators.items()),
         "int8": "; ".join(coverage_lines(evidence.coverage)),
         "advice": "; ".join(advice_lines(evidence.advice)),
-        "activations": activations,
-        **_limits(evidence.source),
+        "activations": "; ".join(activations),
     }
+    if (source := evidence.source) is not None:
+        entries["NaN inputs"] = _NAN.get(source.nan, "")
+        refused = (f"{name} ({why})" for name, why in sorted(source.refused.items()))
+        entries["inputs that the source refuses"] = ", ".join(refused)
     return {name: text for name, text in entries.items() if text}
-
-
-def tree_lines(found: TreeStructure | None) -> list[str]:
-    """Return the number of trees, and each difference."""
-    if found is None:
-        return []
-    counted = f"{found.trees} trees, {found.splits} splits, {found.leaves} leaves: "
-    return [counted + (f"{found.changed} differ" if found.changed else "all the same"), *found.differences]
 
 
 def coverage_lines(found: Int8Coverage | None) -> list[str]:
@@ -53,25 +55,13 @@ def coverage_lines(found: Int8Coverage | None) -> list[str]:
 
 def advice_lines(found: Sequence[Advice]) -> list[str]:
     """Each finding, the first of its nodes, and what to set."""
-    return [f"{one.finding}{_some(one.nodes)}; set: {one.setting}" for one in found]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" ({', '.join(names[:_NAMED])}{more})" if names else ""
-
-
-def _activation(one: ActivationMeasurement) -> str:
-    away = "" if one.departure is None else f", {_times(one.departure)} from the float export"
-    return f"{one.tensor}: noise {_times(one.noise)}{away}, {format_figure(one.saturated, '1')} saturated"
+    lines = []
+    for one in found:
+        more = f" and {len(one.nodes) - _NAMED} more" if len(one.nodes) > _NAMED else ""
+        nodes = f" ({', '.join(one.nodes[:_NAMED])}{more})" if one.nodes else ""
+        lines.append(f"{one.finding}{nodes}; set: {one.setting}")
+    return lines
 
 
 def _times(value: float) -> str:
     return f"{number(value)}×" if value < _CLIPPED else ">1e6×"
-
-
-def _limits(source: SourceLimits | None) -> dict[str, str]:
-    if source is None:
-        return {}
-    refused = ", ".join(f"{name} ({why})" for name, why in sorted(source.refused.items()))
-    return {"NaN inputs": _NAN.get(source.nan, ""), "inputs that the source refuses": refused}

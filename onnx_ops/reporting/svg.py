@@ -6,34 +6,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+
+STYLE = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+"""The style sheet of the reports and their plots: light and dark, wide and narrow."""
 
 WIDTH = 480.0
 """Width of every plot in its own units; the page scales it."""
 
 _NEAR = 1e-9
-_MANTISSAS: tuple[tuple[int, ...], ...] = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 7, 8, 9))
-_FEWEST = 3
 LINE = 15.0
 """Height of a line of text."""
 _CHARACTER = 7.2
 """Mean width of a character at the plots' font size."""
 
 
-def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Between 2 and `count` + 1 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
+def linear_ticks(low: float, high: float) -> tuple[float, ...]:
+    """Between 2 and 6 round values from `low` to `high`, in steps of 1, 2, 2.5 or 5 times a power of ten.
 
     Raises:
         ValueError: `low` is not below `high`, or one is not finite.
     """
     _check(low, high)
-    raw = (high - low) / count
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((m * power for m in (1.0, 2.0, 2.5, 5.0) if m * power >= raw * (1 - _NEAR)), 10 * power)
     first, last = math.ceil(low / step - _NEAR), math.floor(high / step + _NEAR)
     return tuple(min(max(k * step, low), high) for k in range(first, last + 1))
 
 
-def log_ticks(low: float, high: float, count: int = 6) -> tuple[float, ...]:
+def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Round values from `low` to `high` for a logarithmic axis: powers of ten, and what is between if those are few.
 
     Raises:
@@ -43,11 +45,11 @@ def log_ticks(low: float, high: float, count: int = 6) -> tuple[float, ...]:
     if low <= 0:
         raise ValueError(f"a logarithmic axis cannot start at {low}")
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, math.ceil((last - first) / count))
-    for mantissas in _MANTISSAS:
+    stride = max(1, math.ceil((last - first) / 6))
+    for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         values = (m * 10.0**power for power in range(first, last + 1, stride) for m in mantissas)
         ticks = tuple(v for v in values if low <= v <= high)
-        if len(ticks) >= _FEWEST:
+        if len(ticks) >= 3:
             return ticks
     return linear_ticks(low, high)
 
@@ -56,20 +58,23 @@ def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
     """Ticks with as many digits as tell them apart: `even` gives all of them the same number of decimals."""
     texts: tuple[str, ...] = ()
     for digits in range(17):
-        texts = tuple(_even(tick, digits) if even else _plain(tick, digits + 1) for tick in ticks)
+        texts = tuple(
+            f"{tick:.{digits}f}" if even and (tick == 0 or _is_plain(tick)) else _plain(tick, digits + 1)
+            for tick in ticks
+        )
         if all(math.isclose(float(text), tick, rel_tol=1e-6) for text, tick in zip(texts, ticks, strict=True)):
             break
     return texts
 
 
-def _even(value: float, places: int) -> str:
-    return f"{value:.{places}f}" if value == 0 or 1e-4 <= abs(value) < 1e6 else _plain(value, places + 1)
+def _is_plain(value: float) -> bool:
+    return 1e-4 <= abs(value) < 1e6
 
 
 def _plain(value: float, digits: int) -> str:
     if value == 0:
         return "0"
-    if not 1e-4 <= abs(value) < 1e6:
+    if not _is_plain(value):
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa}e{int(power)}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -109,13 +114,9 @@ class Axis:
 
 
 def axis_around(values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06) -> Axis:
-    """Return an axis that holds all values with some room at both ends.
+    """Return an axis that holds all values, and at both ends a share of its extent as `room`.
 
-    Args:
-        values: finite, at least one; above 0 for a logarithmic axis.
-        label: name and unit.
-        log: whether it is logarithmic.
-        room: share of the extent to add at each end.
+    The values are finite, and above 0 for a logarithmic axis.
     """
     low, high = min(values), max(values)
     if log:
@@ -163,10 +164,6 @@ class Chart:
             room = left + 4 + len(text) * _CHARACTER < WIDTH
             self._text(left + (4 if room else -4), self.top + 8, text, "start" if room else "end")
 
-    def bar(self, start: tuple[float, float], end: tuple[float, float], style: str) -> None:
-        """Draw an interval as a line from one point to another."""
-        self.path([start, end], style)
-
     def band(self, low: float, high: float, style: str) -> None:
         """Draw the range between two values of y over the whole width."""
         top, bottom = self._top_of(high), self._top_of(low)
@@ -195,31 +192,26 @@ class Chart:
 
     def render(self, title: str) -> str:
         """Return the plot as SVG; `title` is its text alternative."""
-        frame = "".join((*self._grid(), *self._marks))
-        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
-        return f"<svg {box}>{frame}</svg>"
-
-    def _grid(self) -> list[str]:
-        low, bottom = self.y.low, self.height - self.bottom
-        parts = []
+        low, bottom = self._top_of(self.y.low), self.height - self.bottom
+        grid = []
         ticks = self.x.ticks()
         for tick, text in zip(ticks, tick_texts(ticks, even=not self.x.log), strict=True):
             left = self._left_of(tick)
-            parts.append(_line(left, self.top, left, bottom, "grid"))
-            parts.append(_label(left, bottom + 15, text, "middle"))
+            grid += [_line(left, self.top, left, bottom, "grid"), _label(left, bottom + 15, text, "middle")]
         if self.y_ticks:
             ticks = self.y.ticks()
             for tick, text in zip(ticks, tick_texts(ticks, even=not self.y.log), strict=True):
                 top = self._top_of(tick)
-                parts.append(_line(self.left, top, WIDTH - self.right, top, "grid"))
-                parts.append(_label(self.left - 6, top + 4, text, "end"))
+                grid.append(_line(self.left, top, WIDTH - self.right, top, "grid"))
+                grid.append(_label(self.left - 6, top + 4, text, "end"))
             middle = (self.top + bottom) / 2
             turned = f' transform="rotate(-90 12 {_px(middle)})"'
-            parts.append(_label(12, middle, self.y.label, "middle", more=turned))
-        parts.append(_line(self.left, self._top_of(low), WIDTH - self.right, self._top_of(low), "axis"))
-        parts.append(_line(self.left, self.top, self.left, bottom, "axis"))
-        parts.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
-        return parts
+            grid.append(_label(12, middle, self.y.label, "middle", more=turned))
+        grid.append(_line(self.left, low, WIDTH - self.right, low, "axis"))
+        grid.append(_line(self.left, self.top, self.left, bottom, "axis"))
+        grid.append(_label((self.left + WIDTH - self.right) / 2, self.height - 6, self.x.label, "middle"))
+        box = f'viewBox="0 0 {_px(WIDTH)} {_px(self.height)}" role="img" aria-label="{escape(title)}"'
+        return f"<svg {box}>{''.join((*grid, *self._marks))}</svg>"
 
     def _left_of(self, x: float) -> float:
         return self.left + self.x.place(x) * (WIDTH - self.left - self.right)
@@ -227,8 +219,8 @@ class Chart:
     def _top_of(self, y: float) -> float:
         return self.height - self.bottom - self.y.place(y) * (self.height - self.bottom - self.top)
 
-    def _text(self, left: float, top: float, text: str, anchor: str, title: str = "") -> None:
-        self._marks.append(_label(left, top, text, anchor, title=title))
+    def _text(self, left: float, top: float, text: str, anchor: str) -> None:
+        self._marks.append(_label(left, top, text, anchor))
 
 
 def room_for(names: Sequence[str]) -> tuple[float, float]:
@@ -248,14 +240,18 @@ def wrapped(text: str) -> tuple[str, ...]:
     return tuple(text[start : start + most] for start in range(0, len(text), most))
 
 
+def make_standalone(svg: str, style: str = "") -> str:
+    """Return the plot as a file, with the style sheet and more of it."""
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return svg.replace(">", f"><style>\n{STYLE}{style}</style>", 1)
+
+
 def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line class="{style}" x1="{_px(x1)}" y1="{_px(y1)}" x2="{_px(x2)}" y2="{_px(y2)}"/>'
 
 
-def _label(left: float, top: float, text: str, anchor: str, *, title: str = "", more: str = "") -> str:
-    hint = f"<title>{escape(title)}</title>" if title and title != text else ""
-    at = f'x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}'
-    return f"<text {at}>{escape(text)}{hint}</text>"
+def _label(left: float, top: float, text: str, anchor: str, *, more: str = "") -> str:
+    return f'<text x="{_px(left)}" y="{_px(top)}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 
 def _px(value: float) -> str:

@@ -25,7 +25,7 @@ def images(count: int, *, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     return {"image": np.random.default_rng(seed).random((count, 1, SIDE, SIDE), dtype=np.float32)}
 
 
-def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18, ir_version: int = 10) -> None:
+def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18, ir_version: int = 10) -> Path:
     """Three layers, `x` (batch, FEATURES) to `scores` (batch, CLASSES), with the layouts that rewrites stumble over.
 
     `first` is a MatMul and an Add whose bias is a row (1, HIDDEN); `second` and `third` are Gemms with transposed
@@ -50,10 +50,10 @@ def write_perceptron(path: Path, *, batch: int | str = "batch", opset: int = 18,
         "third.bias": (CLASSES,),
     }
     taken = helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, FEATURES])
-    _write(path, "perceptron", nodes, taken, shapes, seed=1, versions=(opset, ir_version))
+    return _write(path, "perceptron", nodes, taken, shapes, seed=1, versions=(opset, ir_version))
 
 
-def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> None:
+def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> Path:
     """Two convolutions and a mean, `image` (batch, 1, SIDE, SIDE) to `scores` (batch, CLASSES); no matrix product."""
     nodes = [
         helper.make_node("Conv", ["image", "first.weight"], ["first.sum"], name="first", pads=[1, 1, 1, 1]),
@@ -64,12 +64,12 @@ def write_convolution(path: Path, *, opset: int = 18, ir_version: int = 10) -> N
     ]
     shapes = {"first.weight": (4, 1, 3, 3), "second.weight": (CLASSES, 4, 3, 3), "second.bias": (CLASSES,)}
     taken = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, SIDE, SIDE])
-    _write(path, "convolution", nodes, taken, shapes, seed=2, versions=(opset, ir_version))
+    return _write(path, "convolution", nodes, taken, shapes, seed=2, versions=(opset, ir_version))
 
 
 def _write(
     path: Path, name: str, nodes: Any, taken: Any, shapes: dict[str, Any], *, seed: int, versions: tuple[int, int]
-) -> None:
+) -> Path:
     draw, batch = np.random.default_rng(seed), taken.type.tensor_type.shape.dim[0]
     weights = [numpy_helper.from_array(draw.standard_normal(size).astype(np.float32), n) for n, size in shapes.items()]
     size = [batch.dim_param or batch.dim_value, CLASSES]
@@ -78,3 +78,4 @@ def _write(
     model = helper.make_model(graph, ir_version=versions[1], opset_imports=[helper.make_opsetid("", versions[0])])
     model.metadata_props.add(key="origin", value="testing")
     path.write_bytes(model.SerializeToString(deterministic=True))
+    return path

@@ -12,12 +12,7 @@ import numpy as np
 
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.decision import Decision, Verdict
-from onnx_ops.domain.evidence import (
-    Advice,
-    Evidence,
-    RuntimeFacts,
-    throughput_metric_name,
-)
+from onnx_ops.domain.evidence import Advice, Evidence, RuntimeFacts, throughput_metric_name
 from onnx_ops.domain.gate import (
     ColdStartGate,
     Gate,
@@ -42,8 +37,6 @@ from onnx_ops.tools.probing import shared_inputs
 LATENCY = "latency"
 UNITS = {LATENCY: "s", "load": "s", "first": "s", "peak": "B"}
 """Of each quantity; the others are throughputs."""
-
-PER_SECOND = "req/s"
 
 Reporter = Callable[[str], None]
 Conditions = Callable[[], Mapping[str, str]]
@@ -112,7 +105,7 @@ def benchmark(
         report(f"windows of {level} requests at once")
         throughput, _ = measure_throughput(runtime, model, target, feed, level, seed)
         median = compare_quantile(throughput.per_second, 0.5, math.inf)
-        figures[throughput_metric_name(level)] = _make_figure(median, PER_SECOND)
+        figures[throughput_metric_name(level)] = _make_figure(median, "req/s")
     if request.starts:
         report(f"fresh processes that load {model.name}")
         starts, _ = measure_starts(runtime, model, target, feed, seed)
@@ -177,10 +170,7 @@ def build_pair_gates(max_regression: float | None, *, concurrency: int | None, c
     if concurrency is not None:
         gates.append(ThroughputGate(concurrency=concurrency, max_regression=limit("throughput")))
     if cold:
-        gates += [
-            ColdStartGate(max_regression=limit("cold_start")),
-            MemoryGate(max_regression=limit("memory")),
-        ]
+        gates += [ColdStartGate(max_regression=limit("cold_start")), MemoryGate(max_regression=limit("memory"))]
     return tuple(gates)
 
 
@@ -198,23 +188,19 @@ def benchmark_pair(
 ) -> ComparisonResult:
     """Time B against A and A against itself, and judge the result.
 
-    Args:
-        runtime: runs both.
-        target: where.
-        a: the baseline.
-        b: the candidate.
-        feed: one request.
-        gates: a latency gate with `max_regression`, and others that need further measurements.
-        conditions: returns the state of the machine.
-        seed: of the order of runs.
-        report: receives progress messages.
+    `gates` are a latency gate with `max_regression`, and others that need further measurements.
 
     Raises:
         UserError: a file is not a valid model, too new for the target, or the two have different inputs.
         MeasurementError: a model does not run there, or not on the requested provider.
     """
     shared_inputs(a, b)
-    _check_provider(read_runtime_facts(runtime, target, a), a)
+    before = read_runtime_facts(runtime, target, a)
+    first = before.asked[0] if before.asked else ""
+    elsewhere = [name for name, count in before.nodes.items() if name != first and count]
+    if first not in before.used or (first != "CPUExecutionProvider" and elsewhere):
+        what = f"{first} was asked for, {', '.join(elsewhere or before.used)} ran instead"
+        raise MeasurementError(what, where=a.name)
     facts = read_runtime_facts(runtime, target, b)
     request = derive_measurement_request(gates)
     pair = PairedBenchmark(
@@ -243,7 +229,7 @@ def benchmark_pair(
         batch=count_rows(feed),
         decision=decision,
         evidence=evidence,
-        medians={LATENCY: _find_latencies(raw), **{r.figure: _find_medians(r.figure, more) for r in ratios}},
+        medians={LATENCY: _find_median_latencies(raw), **{r.figure: _find_medians(r.figure, more) for r in ratios}},
     )
 
 
@@ -265,16 +251,7 @@ def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
     )
 
 
-def _check_provider(facts: RuntimeFacts, model: Path) -> None:
-    first = facts.asked[0] if facts.asked else ""
-    elsewhere = [name for name, count in facts.nodes.items() if name != first and count]
-    if first not in facts.used or (first != "CPUExecutionProvider" and elsewhere):
-        raise MeasurementError(
-            f"{first} was asked for, {', '.join(elsewhere or facts.used)} ran instead", where=model.name
-        )
-
-
-def _find_latencies(raw: RawSamples) -> tuple[float, float]:
+def _find_median_latencies(raw: RawSamples) -> tuple[float, float]:
     """Return seconds of A and B over all blocks of all looks, without preempted runs."""
     looks = [name.removesuffix("/nanoseconds") for name in raw if re.fullmatch(rf"{A}/look-\d+/nanoseconds", name)]
     sides = []

@@ -21,18 +21,16 @@ from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure.answers import explain_rejection, run_groups
-from onnx_ops.measure.execution import inspect_execution, require_hardware
+from onnx_ops.measure.execution import inspect_execution, require_hardware, require_versions
 from onnx_ops.measure.parity import make_mismatch
 from onnx_ops.onnx_graph.compatibility import (
     check_model,
     explain_missing_operators,
-    explain_version_limits,
     find_custom_operators,
     is_unsafe_without_rows,
 )
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
-from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
 from onnx_ops.onnx_graph.tree_ensembles import build_split_probes, has_trees, read_trees
 from onnx_ops.ports import Runtime, Tensors
@@ -46,8 +44,6 @@ REFERENCE = Target(
     description="One CPU thread, the graph as it stands in the file.",
     session=SessionSettings(graph_level="disabled"),
 )
-
-RULE = "A without graph optimisations is the reference; tolerance: rtol 1e-3 + atol 1e-5 × max |A|"
 
 _ENOUGH = 8
 """Rows from which on the same answer to all of them is no coincidence."""
@@ -142,7 +138,10 @@ def compare(
     shared_inputs(a, b)
     require_hardware(runtime, target)
     reference = replace(REFERENCE, custom_ops=target.custom_ops)
-    _check_compatibility(target, (a, reference), (b, target))
+    for model, place in ((a, reference), (b, target)):
+        require_versions(model, place)
+        if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
+            raise UserError(reason, where=model.name, remedy="Give the target its library of them: custom_ops.")
     bounds = read_input_bounds(a)
     empty = not any(map(is_unsafe_without_rows, (a, b)))
     readable = [path for path in (a, b) if not is_ort_format(path) and has_trees(path)]
@@ -154,41 +153,33 @@ def compare(
     report(f"running {b.name} on {len(groups)} groups of inputs")
     answers = _run_groups(runtime, target, b, groups)
     _check_repeats(exact, reference, a, groups[0])
-    measured: list[ParityMeasurement] = []
+    measured, refused = _measure_groups(groups, expected, answers)
     notes = ["one row is large: edges and large batches were left out"] if samples.large else []
-    for group in groups:
-        expected_answer, answer = expected[group.name], answers[group.name]
-        measured_here: list[ParityMeasurement] = []
-        if isinstance(expected_answer, MeasurementError):
-            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(expected_answer)})")
-        elif isinstance(answer, MeasurementError):
-            text = f"B refuses these inputs, A does not: {explain_rejection(answer)}"
-            measured_here = [make_mismatch("*", group.name, text)]
-        else:
-            measured_here = _measure_group(group.name, expected_answer, answer)
-        measured += [replace(m, inside=group.inside) for m in measured_here]
+    notes += refused
     fixed = find_fixed_sizes(a, b)
     if fixed_sizes := [f"{name} = {size}" for name, size in fixed.items() if name not in sizes]:
         why = f"B takes {', '.join(fixed_sizes)} only, A takes any; to compare at that size alone: --dim"
         measured.append(make_mismatch("*", "sizes", why))
     notes += [f"B takes {name} = {size} only; other sizes were not compared" for name, size in fixed.items()]
-    measured += _find_halved(expected[REAL], answers[REAL])
-    if extra := sorted(
-        {name for answer in answers.values() for name in _list_outputs(answer)} - set(_list_outputs(expected[REAL]))
-    ):
+    real = _tensors(expected[REAL])
+    measured += _find_halved(real, _tensors(answers[REAL]))
+    if extra := sorted({name for answer in answers.values() for name in _tensors(answer)} - set(real)):
         notes.append(f"B has outputs that A has not: {', '.join(extra)}")
-    notes += _describe_forms(expected[REAL])
+    maps, sequences = ([n.removesuffix(end) for n in real if n.endswith(end)] for end in (KEYS, LENGTH))
+    notes += [f"{name} holds maps: compared by keys, and as a matrix" for name in maps]
+    notes += [f"{name} is a sequence: compared by length, and element by element" for name in sequences]
     labels = {name for answer in expected.values() for name, a in _tensors(answer).items() if a.dtype.kind != "f"}
     trees = compare_trees(read_trees(b), read_trees(a)) if len(readable) > 1 else None
     if trees is not None and trees.changed:
         measured.append(make_mismatch("*", "trees", f"{trees.changed} nodes of trees differ: {trees.differences[0]}"))
-    order = {name: i for i, name in enumerate(("*", *_list_outputs(expected[REAL])))}
+    order = {name: i for i, name in enumerate(("*", *real))}
     measured = sorted(pool_noise(measured), key=lambda m: order.get(m.output, len(order)))
     judged = [(m, _judge_measurement(m, labels=m.output in labels)) for m in measured]
     differences = tuple(difference for m, difference in judged if m.inside)
-    if not any(_distinguishes_rows(_tensors(expected[group.name])) for group in groups if group.inside):
-        differences += _make_undistinguished(samples, _tensors(expected[REAL]))
-    notes += _describe_outside([difference for m, difference in judged if not m.inside])
+    differences += _judge_distinction(samples, real, [_tensors(expected[g.name]) for g in groups if g.inside])
+    if outside := [d for m, d in judged if not m.inside and d.verdict is not Verdict.PASS]:
+        names = ", ".join(sorted({d.group for d in outside}))
+        notes.append(f"not judged, since no row is like that: B differs on {names} ({outside[0].reason})")
     examined = inspect_execution(runtime, a, b, target)
     return ParityResult(
         a=digest_file(a),
@@ -199,17 +190,6 @@ def compare(
         coverage=examined.coverage,
         advice=examined.advice,
     )
-
-
-def _check_compatibility(target: Target, *pairs: tuple[Path, Target]) -> None:
-    """Raise UserError if a target cannot run its model, as far as the file shows."""
-    for model, place in pairs:
-        if reason := explain_version_limits(read_model_info(model), place):
-            remedy = "Export the model for this target's opset and IR version."
-            raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
-        if reason := explain_missing_operators(find_custom_operators(read_structure(model)), target):
-            remedy = "Give the target its library of them: custom_ops."
-            raise UserError(reason, where=model.name, remedy=remedy)
 
 
 def _run_groups(runtime: Runtime, target: Target, model: Path, groups: Sequence[InputGroup]) -> JoinedAnswers:
@@ -287,89 +267,65 @@ def _tensors(answer: Tensors | MeasurementError) -> Tensors:
     return {} if isinstance(answer, MeasurementError) else answer
 
 
-def _list_outputs(answer: Tensors | MeasurementError) -> tuple[str, ...]:
-    return tuple(_tensors(answer))
+def _measure_groups(
+    groups: Sequence[InputGroup], expected: JoinedAnswers, answers: JoinedAnswers
+) -> tuple[list[ParityMeasurement], list[str]]:
+    """Measure B's answers to each group; notes name the groups that A refuses."""
+    measured, notes = [], []
+    for group in groups:
+        reference, answer = expected[group.name], answers[group.name]
+        if isinstance(reference, MeasurementError):
+            notes.append(f"inputs {group.name!r} were left out: A refuses them ({explain_rejection(reference)})")
+            continue
+        if isinstance(answer, MeasurementError):
+            text = f"B refuses these inputs, A does not: {explain_rejection(answer)}"
+            measured.append(replace(make_mismatch("*", group.name, text), inside=group.inside))
+            continue
+        for name, array in reference.items():
+            base = name.removesuffix(KEYS).removesuffix(LENGTH)
+            if name in answer:
+                one = measure_output(group=group.name, output=name, onnx=answer[name], single=array, double=None)
+            # Where one model returns a matrix and the other maps, keys and lengths have no counterpart.
+            elif base in answer if base != name else not array.size and f"{name}{LENGTH}" in answer:
+                continue
+            else:
+                one = make_mismatch(name, group.name, "B lacks this output")
+            measured.append(replace(one, inside=group.inside))
+    return measured, notes
 
 
-def _measure_group(group: str, reference: Tensors, answer: Tensors) -> list[ParityMeasurement]:
-    measurements = []
-    for name, expected in reference.items():
-        if name in answer:
-            measurements.append(
-                measure_output(group=group, output=name, onnx=answer[name], single=expected, double=None)
-            )
-        elif not _has_other_form(name, expected, answer):
-            measurements.append(make_mismatch(name, group, "B lacks this output"))
-    return measurements
-
-
-def _describe_forms(answer: Tensors | MeasurementError) -> list[str]:
-    """Return a line on each output of A that is not a tensor."""
-    names = _list_outputs(answer)
-    maps = [f"{n.removesuffix(KEYS)} holds maps: compared by keys, and as a matrix" for n in names if n.endswith(KEYS)]
-    ends = [n.removesuffix(LENGTH) for n in names if n.endswith(LENGTH)]
-    return maps + [f"{name} is a sequence: compared by length, and element by element" for name in ends]
-
-
-def _has_other_form(name: str, expected: Any, answer: Tensors) -> bool:
-    """Return whether one model returns a matrix and the other maps: keys and lengths then have no counterpart."""
-    base = name.removesuffix(KEYS).removesuffix(LENGTH)
-    return base in answer if base != name else not expected.size and f"{name}{LENGTH}" in answer
-
-
-def _find_halved(expected: Tensors | MeasurementError, answers: Tensors | MeasurementError) -> list[ParityMeasurement]:
+def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
     """Return outputs that hold float16 numbers only, an error too small for a tolerance for float32."""
 
     def halved(array: Any) -> bool:
         with np.errstate(over="ignore"):
             return bool((array.astype(np.float16).astype(np.float32) == array).all())
 
-    both = [(name, a, _tensors(answers).get(name)) for name, a in _tensors(expected).items()]
-    text = "B's answers are float16 numbers, those of A are not"
+    both = [(name, a, answers[name]) for name, a in expected.items() if name in answers]
     return [
-        make_mismatch(name, REAL, text)
+        make_mismatch(name, REAL, "B's answers are float16 numbers, those of A are not")
         for name, a, b in both
-        if b is not None and a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
+        if a.dtype.name == b.dtype.name == "float32" and a.size and halved(b) and not halved(a)
     ]
 
 
-def _distinguishes_rows(answers: Tensors) -> bool:
-    """Return whether some rows have other answers than others."""
-    outputs = [array for name, array in answers.items() if array.ndim and not name.endswith((KEYS, LENGTH))]
-    return not all(_same(array, array[:1].repeat(len(array), 0)) for array in outputs)
-
-
-def _make_undistinguished(samples: SampleRows, answers: Tensors) -> tuple[OutputDifference, ...]:
-    """Return an INCONCLUSIVE difference where A gives the same answer to all rows."""
+def _judge_distinction(samples: SampleRows, real: Tensors, groups: Sequence[Tensors]) -> tuple[OutputDifference, ...]:
+    """Return an INCONCLUSIVE difference where A gives the same answer to all rows of each group."""
+    by_row = [
+        array
+        for answers in groups
+        for name, array in answers.items()
+        if array.ndim and not name.endswith((KEYS, LENGTH))
+    ]
+    if not all(_same(array, array[:1].repeat(len(array), 0)) for array in by_row):
+        return ()
     count = len(samples)
-    outputs = [array for name, array in answers.items() if not name.endswith((KEYS, LENGTH))]
-    by_row = [array for array in outputs if array.ndim and len(array) == count]
-    if count < _ENOUGH or len(by_row) < len(outputs):
+    outputs = [array for name, array in real.items() if not name.endswith((KEYS, LENGTH))]
+    if count < _ENOUGH or not all(array.ndim and len(array) == count for array in outputs):
         return ()
     reason = f"A gives the same answer to all {count} rows, so that they show nothing; bring rows that it tells apart"
-    return (
-        OutputDifference(
-            output="*",
-            group=REAL,
-            rows=count,
-            error=0.0,
-            limit=0.0,
-            ratio=0.0,
-            labels=False,
-            mismatch="",
-            verdict=Verdict.INCONCLUSIVE,
-            reason=reason,
-        ),
-    )
-
-
-def _describe_outside(differences: Sequence[OutputDifference]) -> list[str]:
-    """Return one line on differences outside the domain of the rows."""
-    differing = [d for d in differences if d.verdict is not Verdict.PASS]
-    if not differing:
-        return []
-    groups = ", ".join(sorted({d.group for d in differing}))
-    return [f"not judged, since no row is like that: B differs on {groups} ({differing[0].reason})"]
+    blank = _judge_measurement(replace(make_mismatch("*", REAL, reason), rows=count), labels=False)
+    return (replace(blank, mismatch="", verdict=Verdict.INCONCLUSIVE),)
 
 
 def _judge_measurement(m: ParityMeasurement, *, labels: bool) -> OutputDifference:

@@ -6,7 +6,6 @@ and activation, the function without rounding, and the effect of rounding on the
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from onnx_ops.measure.predictions import join_predictions, read_prediction
 from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.measure.scoring import ScoringRequest, measure_metrics
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_fp16_weights, write_with_weights
-from onnx_ops.onnx_graph.files import read_structure, resolve_external_files
+from onnx_ops.onnx_graph.files import copy_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.model_kind import CandidateKind
@@ -82,25 +81,9 @@ class SweepPoint:
 class JudgeRequest:
     """Two files, how they are compared, and how much the candidate may lose.
 
-    Args:
-        baseline: the baseline's file.
-        candidate: the candidate's file.
-        kind: precision of both files.
-        targets: where they run.
-        settings: the sweep.
-        runtime: returns a runtime by its name.
-        inside: runtime for models that expose their intermediate values.
-        conditions: returns the state of the machine.
-        metric: limit on the task metric.
-        dataset: the user's rows, with labels if there are any; None if rows are generated.
-        functions: custom metrics by reference.
-        max_regression: limit of all performance gates; None for the defaults.
-        concurrency: requests in flight for throughput; None to skip it.
-        cold: whether to measure cold starts.
-        only: one part of the comparison.
-        sizes: dimensions at which one size is enough.
-        seed: of the order of runs.
-        report: receives progress messages.
+    `settings` is the sweep. `runtime` returns one by its name; `inside` runs models that expose their intermediate
+    values. Without a dataset, rows are generated. Custom metrics are in `functions` by reference. `max_regression` None
+    takes the defaults; `concurrency` None measures no throughput. At dimensions named in `sizes`, one size is enough.
     """
 
     baseline: Path
@@ -236,7 +219,12 @@ def _judge_answers(
     elif request.kind.baseline.precision != "float32":
         results.append(_judge_within_noise(request, runtime, target, "baseline"))
     else:
-        for setting in _list_shapes(request.settings):
+        seen = set()
+        for setting in request.settings:
+            name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))
+            if name in seen:  # it differs from another one in the batch only
+                continue
+            seen.add(name)
             parity = compare(
                 runtime,
                 target,
@@ -248,32 +236,22 @@ def _judge_answers(
                 exact=request.exact,
             )
             notes |= dict.fromkeys(parity.notes)
-            results.append(_parity_result(parity, "outputs", setting.name))
+            results.append(_parity_result(parity, f"outputs, {name}" if name else "outputs"))
             advice = advice or parity.advice
     results += _judge_task(request, runtime, target)
     return results, advice
 
 
-def _list_shapes(settings: Sequence[SweepPoint]) -> Iterator[SweepPoint]:
-    """Yield the settings that differ in more than the batch, named without it."""
-    seen = set()
-    for setting in settings:
-        name = ", ".join(part for part in setting.name.split(", ") if not part.startswith("batch "))
-        if name not in seen:
-            seen.add(name)
-            yield replace(setting, name=name)
-
-
-def _parity_result(parity: ParityResult, metric: str, setting: str = "") -> GateResult:
-    name, limit = ", ".join(part for part in (metric, setting) if part), "≤ 1x tolerance"
+def _parity_result(parity: ParityResult, metric: str) -> GateResult:
+    limit = "≤ 1x tolerance"
     if not parity.differences:
         why = "; ".join(parity.notes) or "both models answer with nothing"
         text = f"no answer can be compared: {why}"
-        return GateResult(gate="parity", metric=name, limit=limit, verdict=Verdict.INCONCLUSIVE, reason=text)
+        return GateResult(gate="parity", metric=metric, limit=limit, verdict=Verdict.INCONCLUSIVE, reason=text)
     worst = parity.worst
     return GateResult(
         gate="parity",
-        metric=name,
+        metric=metric,
         limit=limit,
         verdict=parity.verdict,
         reason=parity.reason,
@@ -307,30 +285,29 @@ def _judge_within_noise(
         answers = run_groups(runtime, target, request.candidate, runs)
     measured: list[ParityMeasurement] = []
     for name in runs:
-        by_model = right[name], rough[name], answers[name]
-        if isinstance(by_model[0], MeasurementError) or isinstance(by_model[1], MeasurementError):
+        exact, noisy, answer = right[name], rough[name], answers[name]
+        if isinstance(exact, MeasurementError) or isinstance(noisy, MeasurementError):
             continue
-        if isinstance(by_model[2], MeasurementError):
-            text = f"B refuses these inputs, A does not: {by_model[2].why or by_model[2].what}"
+        if isinstance(answer, MeasurementError):
+            text = f"B refuses these inputs, A does not: {answer.why or answer.what}"
             measured.append(make_mismatch("*", name, text))
             continue
-        exact, noisy, candidate = (
-            _stack_runs(measurement) for measurement in by_model if not isinstance(measurement, MeasurementError)
-        )
-        for output, expected in exact.items():
-            if output not in candidate:
+        double, single, onnx = _stack_runs(exact), _stack_runs(noisy), _stack_runs(answer)
+        for output, expected in double.items():
+            if output not in onnx:
                 measured.append(make_mismatch(output, name, "B lacks this output"))
                 continue
             epsilon = HALF if of == "float16" and expected.dtype.kind == "f" else 0.0
-            measurement = measure_output(
-                group=name,
-                output=output,
-                onnx=candidate[output],
-                single=noisy[output],
-                double=expected,
-                epsilon=epsilon,
+            measured.append(
+                measure_output(
+                    group=name,
+                    output=output,
+                    onnx=onnx[output],
+                    single=single[output],
+                    double=expected,
+                    epsilon=epsilon,
+                )
             )
-            measured.append(measurement)
     evidence = replace(make_evidence(runtime, target, request.candidate), parity=pool_noise(measured))
     result = next(r for r in judge((ParityGate(),), evidence).results if r.gate == "parity")
     noise = "the noise of float16" if of == "float16" else "A's own noise"
@@ -357,7 +334,11 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
     function = _judge_function(request)  # in its own process, so that a crash is reported
     with Scratch() as folder:
         try:
-            a, b = (_copy_model(path, folder / side) for path, side in ((a, "baseline"), (b, "candidate")))
+            copies = folder / "baseline" / a.name, folder / "candidate" / b.name
+            for path, copy in zip((a, b), copies, strict=True):
+                copy.parent.mkdir()
+                copy_model(path, copy)
+            a, b = copies
             weights = measure_weights(a, b, request.inside, rows)
         except (MeasurementError, UserError) as error:
             weights_error = str(error)
@@ -383,15 +364,6 @@ def _judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[G
         else:
             yield result
     yield function
-
-
-def _copy_model(model: Path, folder: Path) -> Path:
-    """Copy the model and its weight files to a folder."""
-    for file in (model, *resolve_external_files(read_structure(model), model.parent)):
-        place = folder / (file.name if file == model else file.relative_to(model.parent))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
-    return folder / model.name
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:

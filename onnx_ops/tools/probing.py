@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,6 @@ _SET_BYTES = 1 << 26
 
 _ROW_BYTES = 1 << 30
 
-_TENSORS = "Inputs may be tensors of floats, integers, booleans or texts."
 _REMEDIES = {
     "bfloat16": "NumPy has no bfloat16: export the model with float32 inputs, and a Cast to bfloat16 behind them.",
     "map": "Export the model with a tensor that has a column for each key.",
@@ -180,7 +180,10 @@ def generate_samples(
     Raises:
         UserError: an input is no tensor, or its type or size cannot be generated, or `dims` names no dimension.
     """
-    _check_dimension_names(inputs, dims)
+    named = sorted({size for spec in inputs for size in spec.shape if isinstance(size, str)} - {"?"})
+    if unknown := sorted(set(dims) - set(named)):
+        remedy = f"Named ones: {', '.join(named) or 'none'}."
+        raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)
     starts = {spec.shape[0] for spec in inputs if spec.shape}
     whole = len(starts) > 1 and not any(map(_is_free, starts))
     rowed = [] if whole else [spec for spec in inputs if spec.shape]
@@ -220,7 +223,16 @@ def check_samples(inputs: Sequence[TensorSpec], arrays: Mapping[str, Any], *, wh
                 why=f"the model takes {', '.join(s.name for s in inputs)}; the file has {', '.join(arrays) or 'none'}",
                 remedy="Save the arrays under the names of the model's inputs: numpy.savez(FILE, NAME=array).",
             )
-        rows[spec.name] = _as_declared(spec, arrays[spec.name], where)[:limit]
+        array, kind = arrays[spec.name], _dtype(spec)
+        if not _has_shape(spec, array):
+            what = f"array {spec.name!r} has shape {array.shape}, the model takes {_format_shape(spec)}"
+            raise UserError(what, where=where)
+        if kind.kind == "U" and array.dtype.kind in "US":
+            kind = np.dtype(np.str_)
+        elif kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
+            what = f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}"
+            raise UserError(what, where=where)
+        rows[spec.name] = array.astype(kind, copy=False)[:limit]
     return SampleRows(rows=rows, fixed={}, batch=_find_fixed_batch(inputs, {}))
 
 
@@ -270,13 +282,8 @@ def build_groups(
     """Build the groups: the rows, rows derived from them, and batches.
 
     Large rows come without others, and in batches of at most 16 MiB. Whole numbers that are neither indices nor sizes
-    come in all magnitudes and with both signs: a model that rejects these has no answer to compare.
-
-    Args:
-        samples: rows to begin with.
-        empty: whether to add a batch of no rows.
-        bounds: what the graph shows about the inputs.
-        splits: rows next to the splits of trees.
+    come in all magnitudes and with both signs: a model that rejects these has no answer to compare. `empty` adds one
+    without rows; `bounds` are what the graph shows about the inputs, and `splits` rows next to the splits of trees.
     """
     if not samples.rows:
         return (InputGroup(name=REAL, runs=(samples.fixed,)),)
@@ -289,12 +296,8 @@ def build_groups(
         probes = make_probe_groups(samples.rows, domains, empty=empty and not samples.batch)
         if splits is not None:
             probes["splits"] = ProbeGroup(inputs=splits)
-        free = [
-            n
-            for n, array in samples.rows.items()
-            if array.dtype.kind in "iu" and n in known_bounds and n not in indices
-        ]
-        if plain := [name for name in free if not known_bounds[name].size]:
+        whole = [name for name, array in samples.rows.items() if array.dtype.kind in "iu" and name not in indices]
+        if plain := [name for name in whole if name in known_bounds and not known_bounds[name].size]:
             probes["range:whole_numbers"] = ProbeGroup(inputs=_draw_whole_numbers(samples.rows, plain))
     groups = [
         InputGroup(name=name, runs=tuple(_cut_runs(probe.inputs, samples)), inside=probe.inside)
@@ -347,28 +350,15 @@ def _find_fixed_batch(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> 
     return min(sizes, default=0)
 
 
-def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
-    known = sorted({size for spec in inputs for size in spec.shape if isinstance(size, str)} - {"?"})
-    if unknown := sorted(set(dims) - set(known)):
-        raise UserError(
-            f"no dimension is called {unknown[0]!r}", where="--dim", remedy=f"Named ones: {', '.join(known) or 'none'}."
-        )
-
-
 def _dtype(spec: TensorSpec) -> np.dtype[Any]:
     if spec.dtype == "string":
         return np.dtype(np.str_)
-    try:
+    with contextlib.suppress(TypeError):
         dtype = np.dtype(spec.dtype)
-    except TypeError as error:
-        raise _make_type_error(spec) from error
-    if dtype.kind not in "biuf":
-        raise _make_type_error(spec)
-    return dtype
-
-
-def _make_type_error(spec: TensorSpec) -> UserError:
-    return UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=_REMEDIES.get(spec.dtype, _TENSORS))
+        if dtype.kind in "biuf":
+            return dtype
+    remedy = _REMEDIES.get(spec.dtype, "Inputs may be tensors of floats, integers, booleans or texts.")
+    raise UserError(f"input {spec.name!r} is of type {spec.dtype}", remedy=remedy)
 
 
 def _draw_values(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, ...], bounds: InputBounds) -> Any:
@@ -379,16 +369,3 @@ def _draw_values(draw: np.random.Generator, spec: TensorSpec, shape: tuple[int, 
         return draw.choice([*bounds.texts, "a", "b"], shape)
     low, high = bounds.index or (0, 1)
     return draw.integers(low, high, shape, endpoint=True).astype(kind)
-
-
-def _as_declared(spec: TensorSpec, array: Any, where: str) -> Any:
-    kind = _dtype(spec)
-    if not _has_shape(spec, array):
-        raise UserError(
-            f"array {spec.name!r} has shape {array.shape}, the model takes {_format_shape(spec)}", where=where
-        )
-    if kind.kind == "U" and array.dtype.kind in "US":
-        return array.astype(np.str_)
-    if kind.kind == "U" or not np.can_cast(array.dtype, kind, casting="same_kind"):
-        raise UserError(f"array {spec.name!r} is of type {array.dtype}, the model takes {spec.dtype}", where=where)
-    return array.astype(kind, copy=False)

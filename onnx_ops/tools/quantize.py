@@ -16,10 +16,10 @@ from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import SEARCH_FILE, Arithmetic, Budget, detect_arithmetic
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.measure.execution import ExecutionReport, inspect_execution
+from onnx_ops.measure.execution import ExecutionReport, inspect_execution, require_versions
 from onnx_ops.measure.search import Reporter, SearchContext, describe_recipe, search
 from onnx_ops.measure.timing import compute_log_ratios
-from onnx_ops.onnx_graph.compatibility import check_model, explain_version_limits
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import (
@@ -85,15 +85,7 @@ def quantize_file(
     targets: Sequence[Target],
     calibration: Tensors | None = None,
 ) -> QuantizedFile:
-    """Write the variant to `path`, completely or not at all.
-
-    Args:
-        ports: optimizers and runtimes.
-        section: the recipe as in a pipeline file.
-        source: the float model.
-        path: the variant.
-        targets: those that the recipe depends on.
-        calibration: rows by ONNX name, or None.
+    """Write the variant to `path`, completely or not at all; the recipe may depend on the targets.
 
     Raises:
         UserError: a file is not valid or exists already, or the recipe does not fit.
@@ -101,9 +93,7 @@ def quantize_file(
     """
     check_paths(source, path)
     for target in targets:
-        if reason := explain_version_limits(read_model_info(source), target):
-            remedy = "Export the model for this target's opset and IR version."
-            raise UserError(reason.partition(": set export.")[0], where=source.name, remedy=remedy)
+        require_versions(source, target)
     machines = list_machines(ports, targets)
     with Scratch() as folder:
         temporary = folder / MODEL_FILE
@@ -153,10 +143,9 @@ def deliver(
     sizes = read_model_info(source).size_bytes, read_model_info(made).size_bytes
     if _weights_path(made).exists():
         model = parse_model(made)
-        for entry in (
-            entry for tensor in iterate_tensors(model) for entry in tensor.external_data if entry.key == "location"
-        ):
-            entry.value = _weights_path(path).name
+        entries = (entry for tensor in iterate_tensors(model) for entry in tensor.external_data)
+        for location in (entry for entry in entries if entry.key == "location"):
+            location.value = _weights_path(path).name
         _copy_atomically(_weights_path(made), _weights_path(path))
         made.write_bytes(model.SerializeToString(deterministic=True))
     _copy_atomically(made, path)
@@ -179,15 +168,8 @@ def _copy_atomically(made: Path, path: Path) -> None:
 class VariantSearch:
     """What to search for.
 
-    Args:
-        section: the entry of a pipeline file; `keep` holds the one wanted role.
-        source: the float model.
-        path: the variant.
-        targets: where it is timed.
-        tune: rows that the metric is measured on.
-        metric: the task metric.
-        calibration: rows by ONNX name, or None.
-        data: digests of the rows, by use.
+    `section.keep` holds the one wanted role; the metric is measured on the rows of `tune`; `data` are the digests of
+    all rows by use.
     """
 
     section: Quantize
@@ -201,17 +183,25 @@ class VariantSearch:
 
 
 def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) -> QuantizedFile:
-    """Search, and write the variant of the wanted role.
+    """Search, and write the variant of the wanted role, and to `PATH.search.json` everything that was tried.
 
-    The same search resumes where it was interrupted. Everything that was tried is written beside it, to
-    `PATH.search.json`, whatever the result.
+    The same search resumes where it was interrupted.
 
     Raises:
         UserError: a file is not valid or exists already, or nothing keeps the budget.
         StageError: a library failed.
     """
     check_paths(request.source, request.path)
-    key = _search_key(ports, request)
+    key = digest_json(
+        {
+            "section": codec.to_json(request.section),
+            "model": digest_file(request.source),
+            "data": dict(request.data),
+            "metric": codec.to_json(request.metric),
+            "targets": [target.digest() for target in request.targets],
+            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
+        }
+    )
     with Scratch() as folder:
         source = folder / "source" / MODEL_FILE
         source.parent.mkdir()
@@ -240,11 +230,11 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
                 where=request.path.name,
                 why="; ".join(slot.reason for slot in result.record.slots),
                 remedy=(
-                    f"Allow more time with `--budget max_minutes=…`; {record_path.name} holds what was tried."
+                    "Allow more time with `--budget max_minutes=…`"
                     if result.record.timed_out
-                    else "Allow more with `--budget metric_drop=…`, or keep the float model; "
-                    f"{record_path.name} holds what was tried."
-                ),
+                    else "Allow more with `--budget metric_drop=…`, or keep the float model"
+                )
+                + f"; {record_path.name} holds what was tried.",
             )
         ((made, trial),) = result.models.values()
         return deliver(
@@ -256,16 +246,3 @@ def search_variant(ports: Ports, request: VariantSearch, *, report: Reporter) ->
             recipe=tuple(describe_recipe(result.record, trial)),
             excluded=trial.excluded,
         )
-
-
-def _search_key(ports: Ports, request: VariantSearch) -> Digest:
-    return digest_json(
-        {
-            "section": codec.to_json(request.section),
-            "model": digest_file(request.source),
-            "data": dict(request.data),
-            "metric": codec.to_json(request.metric),
-            "targets": [target.digest() for target in request.targets],
-            "hardware": [ports.runtime(target.runtime).fingerprint(target).digest() for target in request.targets],
-        }
-    )

@@ -6,21 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
 from tests.support.external import write_external
+from tests.support.pairs import write_changed
 
 
 def write_models(folder: Path) -> None:
     """`good.onnx`; `wrong.onnx`, which answers other than it; `other.onnx`, which takes other inputs; `rows.npz`."""
-    write_perceptron(folder / "good.onnx")
+    write_changed(write_perceptron(folder / "good.onnx"), "third.bias", np.zeros_like, "wrong.onnx")
     write_convolution(folder / "other.onnx")
-    proto = onnx.load(folder / "good.onnx")
-    for weight in proto.graph.initializer:
-        if weight.name == "third.bias":
-            weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 0, "third.bias"))
-    onnx.save(proto, folder / "wrong.onnx")
     np.savez(folder / "rows.npz", x=rows(50)["x"], label=np.arange(50))
 
 

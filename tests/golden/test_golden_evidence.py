@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
-from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.domain.evidence import EVIDENCE_SCHEMA, Evidence
 from onnx_ops.domain.gate import Gate
 from onnx_ops.statistics.judge import judge
@@ -20,14 +20,14 @@ HERE = Path(__file__).parent
 CASES = sorted(path.parent for path in HERE.glob("schema-*/*/evidence.json"))
 
 
-def decided(case: Path) -> bytes:
+def decided(case: Path) -> Decision:
     evidence = codec.loads((case / "evidence.json").read_bytes(), Evidence)
-    return codec.dumps(judge(codec.loads((case / "gates.json").read_bytes(), tuple[Gate, ...]), evidence))
+    return judge(codec.loads((case / "gates.json").read_bytes(), tuple[Gate, ...]), evidence)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
 def test_stored_evidence_is_judged_again_to_the_byte(case: Path) -> None:
-    assert decided(case) == (case / "decision.json").read_bytes()
+    assert codec.dumps(decided(case)) == (case / "decision.json").read_bytes()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
@@ -39,15 +39,8 @@ def test_nothing_of_stored_evidence_is_lost_by_reading_it(case: Path) -> None:
         assert codec.dumps(evidence) == data
 
 
-def test_every_schema_up_to_the_present_one_has_cases_that_pass_and_that_fail() -> None:
-    for schema in range(1, EVIDENCE_SCHEMA + 1):
-        lines = [
-            result.verdict
-            for case in CASES
-            if case.parent.name == f"schema-{schema}"
-            for result in judge(
-                codec.loads((case / "gates.json").read_bytes(), tuple[Gate, ...]),
-                codec.loads((case / "evidence.json").read_bytes(), Evidence),
-            ).results
-        ]
-        assert {Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE} <= set(lines)
+@pytest.mark.parametrize("schema", range(1, EVIDENCE_SCHEMA + 1))
+def test_every_schema_has_cases_that_pass_and_that_fail(schema: int) -> None:
+    here = (case for case in CASES if case.parent.name == f"schema-{schema}")
+    verdicts = {result.verdict for case in here for result in decided(case).results}
+    assert {Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE} <= verdicts

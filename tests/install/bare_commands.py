@@ -102,7 +102,7 @@ CALLS = (
     Call("delete digits --yes", 0, "digits: deleted"),
     Call("inspect model.onnx", 0, "opset"),
     Call("inspect model.onnx --serve", 4, "onnx-ops inspect, --serve: package netron", extras="view"),
-    Call("judge model.onnx model.onnx --only parity --quiet", 0, "PASS", works=True),
+    Call("judge model.onnx model.onnx --only parity --html judgement.html --quiet", 0, "PASS", works=True),
     Call("bench model.onnx --runs 20 --quiet", 0, "p50", works=True),
     Call("quantize model.onnx small.onnx --method dynamic", 0, "int8"),
     Call("quantize model.onnx slim.onnx --method onnxslim", 4, "onnx-ops quantize", extras="passes"),

@@ -28,8 +28,8 @@ from tests.install.bare_environments import (
 ALLOWED = frozenset(
     """
     annotated-doc annotated-types anyio attrs cattrs certifi cffi cryptography flatbuffers fsspec h11 httpcore httpx
-    idna markdown-it-py mdurl ml-dtypes numpy onnx onnxruntime packaging protobuf pycparser pydantic pydantic-core
-    pygments pyyaml rich scipy shellingham typer typing-extensions typing-inspection
+    idna jinja2 markdown-it-py markupsafe mdurl ml-dtypes numpy onnx onnxruntime packaging protobuf pycparser pydantic
+    pydantic-core pygments pyyaml rich scipy shellingham typer typing-extensions typing-inspection
     """.split()  # noqa: SIM905 (a list of words reads better)
 )
 """Distributions that the base may bring."""

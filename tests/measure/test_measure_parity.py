@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
+from benchmarks.truth.evidence import evidence
 from onnx_ops import codec
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
-from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import GateResult, Verdict
-from onnx_ops.domain.evidence import BatchInvariance, Divergence, Evidence, ParityMeasurement
+from onnx_ops.domain.evidence import BatchInvariance, Divergence, ParityMeasurement
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.gate import ParityGate
-from onnx_ops.domain.pipeline import Calibrate, Export, Quantize, SklearnData, Stage, StageKind
+from onnx_ops.domain.pipeline import Export, SklearnData, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
 from onnx_ops.measure import parity
@@ -39,12 +38,13 @@ from onnx_ops.measure.parity import (
 )
 from onnx_ops.measure.reference_outputs import ReferenceGroup, collect_reference_outputs, put_reference
 from onnx_ops.pipeline.stages import validate
-from onnx_ops.ports import Dataset, Exporter, ExportRequest, OptimizeRequest, Ports, Tensors, Tracer
+from onnx_ops.ports import Dataset, Exporter, ExportRequest, Ports, Tensors, Tracer
 from onnx_ops.ports.data import Array
 from onnx_ops.statistics.rules.parity import METRIC, judge_parity
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.golden import Golden
+from tests.support.pairs import derive, write_changed
 
 TARGET = Target(name="reference")
 SECTION = Export(framework="torch", dynamic={"image": {0: "batch"}})
@@ -89,18 +89,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(tmp_path_factory.mktemp("source"))
 
 
-def spoil(path: Path, weight: str, fault: str) -> None:
-    model = onnx.load(path)
-    tensor = next(t for t in model.graph.initializer if t.name == weight)
-    tensor.CopyFrom(numpy_helper.from_array(FAULTS[fault](numpy_helper.to_array(tensor)), weight))
-    onnx.save(model, path)
-
-
-def faulty(source: Source, folder: Path, weight: str, fault: str) -> Path:
-    path = folder / "faulty.onnx"
-    path.write_bytes(source.path.read_bytes())
-    spoil(path, weight, fault)
-    return path
+def faulty(source: Source, folder: Path, weight: str, fault: str) -> tuple[Path, ParityMeasurement]:
+    """A faulty export, and its worst measurement."""
+    sound = folder / "model.onnx"
+    sound.write_bytes(source.path.read_bytes())
+    path = write_changed(sound, weight, FAULTS[fault])
+    worst = source.worst(path)
+    assert worst is not None
+    return path, worst
 
 
 @pytest.mark.nightly
@@ -110,10 +106,7 @@ def test_the_node_at_fault_or_the_next_is_named_in_most_cases(source: Source, tm
     named = []
     for weight in (name for name, _ in source.model.named_parameters()):
         for fault in FAULTS:
-            path = faulty(source, tmp_path, weight, fault)
-            worst = source.worst(path)
-            assert worst is not None
-            found = source.located(path, worst, source.tracer)
+            found = source.located(*faulty(source, tmp_path, weight, fault), source.tracer)
             culprit = next(i for i, node in enumerate(graph.node) if weight in node.input)
             named.append(found.node in nodes[culprit : culprit + 2])
     assert np.mean(named) >= 0.8
@@ -142,16 +135,12 @@ def test_a_long_graph_is_searched_in_parts(
     source: Source, tmp_path: Path, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "SHOWN", shown)
-    path = faulty(source, tmp_path, "features.2.weight", "sign")
-    worst = source.worst(path)
-    assert worst is not None
-    assert source.located(path, worst, source.tracer).node == "node_conv2d_1"
+    found = source.located(*faulty(source, tmp_path, "features.2.weight", "sign"), source.tracer)
+    assert found.node == "node_conv2d_1"
 
 
 def test_why_no_node_is_named(source: Source, tmp_path: Path, golden: Golden) -> None:
-    path = faulty(source, tmp_path, "head.weight", "sign")
-    worst = source.worst(path)
-    assert worst is not None
+    path, worst = faulty(source, tmp_path, "head.weight", "sign")
     golden("reasons", source.located(path, worst, None).note)
     assert source.located(path, worst, lambda *_: ({}, None)).note.startswith("no value")
     assert "without the runtime's optimizations" in source.located(source.path, worst, source.tracer).note
@@ -203,7 +192,7 @@ def validated(source: Source, path: Path, exporter: Exporter, root: Path) -> tup
 
 
 def test_the_stage_stores_the_node_of_a_faulty_export(source: Source, tmp_path: Path) -> None:
-    path = faulty(source, tmp_path, "features.5.weight", "roll")
+    path, _ = faulty(source, tmp_path, "features.5.weight", "roll")
     (found,) = validated(source, path, TorchExporter(), tmp_path)
     assert (found.node, found.op_type, found.scope) == ("node_conv2d_2", "Conv", "features.5")
     assert found.ratio > 16
@@ -216,7 +205,7 @@ def test_the_stage_does_not_even_load_the_source_of_a_good_export(source: Source
 
 
 def test_the_stage_says_that_an_exporter_cannot_look_inside(source: Source, tmp_path: Path, golden: Golden) -> None:
-    path = faulty(source, tmp_path, "head.bias", "sign")
+    path, _ = faulty(source, tmp_path, "head.bias", "sign")
     (found,) = validated(source, path, Blind(), tmp_path)
     assert found.node == ""
     golden("reasons", found.note)
@@ -238,62 +227,36 @@ def test_looking_inside_leaves_the_source_as_it_was(source: Source) -> None:
 CPU_TARGET = Target(name="cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Project:
-    """A trained model with its export and variants by name, and what the benchmark stage would be given."""
+class Project(NamedTuple):
+    """A trained model's export and variants by name, rows, and the source's answers to them."""
 
     models: dict[str, Path]
     samples: Tensors
     reference: list[ReferenceGroup]
 
 
-def digits(split: str, name: str, array: str) -> Dataset:
-    arrays = SklearnSource().load(SklearnData(sklearn="digits", split=split), Path())  # type: ignore[arg-type]
-    return Dataset(inputs={name: arrays[array]}, label=arrays["target"])
+@pytest.fixture(scope="module", params=["perceptron", "convolution"])
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    from examples import digits_cnn, digits_mlp
 
-
-def build(folder: Path, exporter: Exporter, model: object, framework: str, train: Dataset, test: Dataset) -> Project:
-    paths = {name: folder / f"{name}.onnx" for name in ("fp32", "dynamic", "static")}
-    samples = test.head(256).inputs
-    exporter.export(
-        model, ExportRequest(section=Export(framework=framework, opset=18), samples=samples, path=paths["fp32"])
+    is_perceptron = request.param == "perceptron"
+    exporter: Exporter = SklearnExporter() if is_perceptron else TorchExporter()
+    name, array = ("x", "data") if is_perceptron else ("image", "images")
+    data = {}
+    for split in ("train", "test"):
+        arrays = SklearnSource().load(SklearnData(sklearn="digits", split=split), Path())
+        data[split] = Dataset(inputs={name: arrays[array]}, label=arrays["target"])
+    model: object = digits_mlp.train(data) if is_perceptron else digits_cnn.train(data, epochs=4)
+    samples, path = data["test"].head(256).inputs, tmp_path_factory.mktemp("project") / "fp32.onnx"
+    section = Export(framework="sklearn" if is_perceptron else "torch", opset=18)
+    exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
+    rows_of_training = data["train"].head(256).inputs
+    single, double = (exporter.reference(model, samples, precision) for precision in ("float32", "float64"))
+    return Project(
+        models={"fp32": path, **{m: derive(path, m, calibration=rows_of_training) for m in ("dynamic", "static")}},
+        samples=samples,
+        reference=[ReferenceGroup(name="real", inputs=samples, single=single, double=double)],
     )
-    for name, optimizer in (("dynamic", DynamicQuantizer()), ("static", StaticQuantizer())):
-        section = Quantize(name=name, method=name, calibrate=Calibrate(samples=256) if name == "static" else None)
-        optimizer.optimize(
-            OptimizeRequest(section=section, source=paths["fp32"], path=paths[name], calibration=train.head(256).inputs)
-        )
-    group = ReferenceGroup(
-        name="real",
-        inputs=samples,
-        single=exporter.reference(model, samples, "float32"),
-        double=exporter.reference(model, samples, "float64"),
-    )
-    return Project(models=paths, samples=samples, reference=[group])
-
-
-@pytest.fixture(scope="module")
-def perceptron(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    from examples import digits_mlp
-
-    train, test = digits("train", "x", "data"), digits("test", "x", "data")
-    model = digits_mlp.train({"train": train})
-    return build(tmp_path_factory.mktemp("mlp"), SklearnExporter(), model, "sklearn", train, test)
-
-
-@pytest.fixture(scope="module")
-def convolution(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    from examples import digits_cnn
-
-    train, test = digits("train", "image", "images"), digits("test", "image", "images")
-    model = digits_cnn.train({"train": train}, epochs=4)
-    return build(tmp_path_factory.mktemp("cnn"), TorchExporter(), model, "torch", train, test)
-
-
-@pytest.fixture(params=["perceptron", "convolution"])
-def project(request: pytest.FixtureRequest) -> Project:
-    found: Project = request.getfixturevalue(request.param)
-    return found
 
 
 def measured(project: Project, variant: str, first: int = 0) -> tuple[BatchInvariance, ...]:
@@ -301,43 +264,15 @@ def measured(project: Project, variant: str, first: int = 0) -> tuple[BatchInvar
     return measure_invariance(OnnxRuntime(), project.models[variant], CPU_TARGET, samples, project.reference)
 
 
-@pytest.fixture
-def judged(make_evidence: Callable[..., Evidence]) -> Callable[[tuple[BatchInvariance, ...]], GateResult]:
-    def judge(found: tuple[BatchInvariance, ...]) -> GateResult:
-        results = judge_parity(ParityGate(), make_evidence(batch_invariance=found))
-        return next(result for result in results if result.metric == METRIC)
-
-    return judge
-
-
-@pytest.fixture
-def make_evidence() -> Callable[..., Evidence]:
-    digest = Digest("sha256:" + "0" * 64)
-
-    def make(**change: object) -> Evidence:
-        return Evidence(
-            pipeline="p",
-            variant="v",
-            target="cpu",
-            quantized=True,
-            release=digest,
-            manifest=digest,
-            target_digest=digest,
-            dedicated=False,
-            size_bytes=1,
-            hardware=OnnxRuntime().fingerprint(CPU_TARGET),
-            **change,  # type: ignore[arg-type]
-        )
-
-    return make
+def judged(found: tuple[BatchInvariance, ...]) -> GateResult:
+    results = judge_parity(ParityGate(), evidence(quantized=True, batch_invariance=found))
+    return next(result for result in results if result.metric == METRIC)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("variant", ["fp32", "static"])
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_float_and_static_int8_answer_by_the_row(
-    project: Project, variant: str, first: int, judged: Callable[[tuple[BatchInvariance, ...]], GateResult]
-) -> None:
+def test_float_and_static_int8_answer_by_the_row(project: Project, variant: str, first: int) -> None:
     found = measured(project, variant, first)
     assert found
     assert {m.rows for m in found} == {32}
@@ -345,9 +280,7 @@ def test_float_and_static_int8_answer_by_the_row(
 
 
 @pytest.mark.parametrize("first", range(0, 224, 32))
-def test_dynamic_int8_answers_by_the_batch_and_is_told(
-    project: Project, first: int, judged: Callable[[tuple[BatchInvariance, ...]], GateResult]
-) -> None:
+def test_dynamic_int8_answers_by_the_batch_and_is_told(project: Project, first: int) -> None:
     result = judged(measured(project, "dynamic", first))
     assert (result.verdict, result.advisory) == (Verdict.FAIL, True)
     assert "do not batch" in result.reason
@@ -355,23 +288,16 @@ def test_dynamic_int8_answers_by_the_batch_and_is_told(
     assert result.estimate > 100
 
 
-def test_a_fixed_batch_is_not_asked(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path, batch=2)
-    assert measure_invariance(OnnxRuntime(), path, CPU_TARGET, rows(40), []) == ()
-
-
-def test_one_row_is_no_batch(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    assert measure_invariance(OnnxRuntime(), path, CPU_TARGET, rows(1), []) == ()
-
-
-def test_a_model_that_cannot_take_one_row_is_left_to_the_other_gates(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    wrong = {"x": np.zeros((4, 3), dtype=np.float32)}
-    assert measure_invariance(OnnxRuntime(), path, CPU_TARGET, wrong, []) == ()
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [(2, rows(40)), ("batch", rows(1)), ("batch", {"x": np.zeros((4, 3), dtype=np.float32)})],
+    ids=["fixed batch", "one row", "rows that the model refuses"],
+)
+def test_where_one_row_cannot_be_set_beside_many_nothing_is_measured(
+    tmp_path: Path, batch: int | str, samples: Tensors
+) -> None:
+    path = write_perceptron(tmp_path / "model.onnx", batch=batch)
+    assert measure_invariance(OnnxRuntime(), path, CPU_TARGET, samples, []) == ()
 
 
 PORTS = cast("Ports", SimpleNamespace(runtime=lambda _: OnnxRuntime()))
@@ -386,20 +312,12 @@ class OddMachine(OnnxRuntime):
         self._weight = weight
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
-        graph = onnx.load(model)
-        tensor = next(t for t in graph.graph.initializer if t.name == self._weight)
-        rounded = np.round(numpy_helper.to_array(tensor), 2)
-        tensor.CopyFrom(numpy_helper.from_array(rounded, self._weight))
-        odd = model.with_name("odd.onnx")
-        onnx.save(graph, odd)
-        return super().run(odd, target, batches)
+        return super().run(write_changed(model, self._weight, lambda w: np.round(w, 2)), target, batches)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    return path
+    return write_perceptron(tmp_path / "model.onnx")
 
 
 def proven(model: Path) -> list[ReferenceGroup]:

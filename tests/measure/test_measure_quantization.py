@@ -9,37 +9,25 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
-from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.evidence import WeightMeasurement
-from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.measure.quantization import measure_activations, measure_weights
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.pipeline.stages.quantize import _select_unseen
-from onnx_ops.ports import Dataset, OptimizeRequest
+from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.support.pairs import derive, write_changed
 
 
 @pytest.fixture
 def variant(tmp_path: Path) -> tuple[Path, Path]:
-    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
-    write_perceptron(source)
-    section = Quantize(name="int8", method="static", calibrate=Calibrate())
-    StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(256)))
-    return source, derived
+    source = write_perceptron(tmp_path / "source.onnx")
+    return source, derive(source, "static")
 
 
 def measured(variant: tuple[Path, Path], count: int = 256) -> dict[str, Any]:
     found = measure_activations(OnnxRuntime(), *variant, rows(count, seed=1))
     return {one.tensor: one for one in found}
-
-
-def retouch(path: Path, name: str, change: Any) -> None:
-    model = read_model(path)
-    tensor = next(t for t in model.graph.initializer if t.name == name)
-    array = numpy_helper.to_array(tensor)
-    tensor.CopyFrom(numpy_helper.from_array(np.asarray(change(array), dtype=array.dtype).reshape(array.shape), name))
-    write_model(model, path)
 
 
 def test_a_good_variant_keeps_the_limits(variant: tuple[Path, Path]) -> None:
@@ -52,19 +40,17 @@ def test_a_good_variant_keeps_the_limits(variant: tuple[Path, Path]) -> None:
 
 
 def test_half_the_range_saturates(variant: tuple[Path, Path]) -> None:
-    retouch(variant[1], "x_scale", lambda scale: scale / 3)
-    assert measured(variant)["x"].saturated > 0.1
+    source, derived = variant
+    assert measured((source, write_changed(derived, "x_scale", lambda scale: scale / 3)))["x"].saturated > 0.1
 
 
 def test_what_is_read_otherwise_than_written_is_noise(variant: tuple[Path, Path]) -> None:
     model = read_model(variant[1])
     zero = next(t for t in model.graph.initializer if t.name == "x_zero_point")
-    model.graph.initializer.append(
-        numpy_helper.from_array(np.asarray(numpy_helper.to_array(zero) + 1, np.uint8), "other")
-    )
-    next(n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[2] == "x_zero_point").input[2] = (
-        "other"
-    )
+    other = np.asarray(numpy_helper.to_array(zero) + 1, np.uint8)
+    model.graph.initializer.append(numpy_helper.from_array(other, "other"))
+    readers = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[2] == "x_zero_point"]
+    readers[0].input[2] = "other"
     write_model(model, variant[1])
     found = measured(variant)
     assert found.pop("x").noise > 3
@@ -72,11 +58,8 @@ def test_what_is_read_otherwise_than_written_is_noise(variant: tuple[Path, Path]
 
 
 def test_ranges_found_in_every_run_have_nothing_to_look_at(tmp_path: Path) -> None:
-    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
-    write_perceptron(source)
-    section = Quantize(name="int8", method="dynamic")
-    DynamicQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=None))
-    assert measure_activations(OnnxRuntime(), source, derived, rows(8)) == ()
+    source = write_perceptron(tmp_path / "source.onnx")
+    assert measure_activations(OnnxRuntime(), source, derive(source, "dynamic"), rows(8)) == ()
 
 
 def test_the_rows_are_those_that_no_range_was_read_off_first() -> None:
@@ -94,10 +77,9 @@ def samples(seed: int) -> Any:
     return {"x": (draw.standard_normal((256, 1)) + 0.2 * draw.standard_normal((256, 8))).astype(np.float32)}
 
 
-def derive(folder: Path, levels: Any) -> tuple[Path, Path]:
+def with_levels(folder: Path, levels: Any) -> tuple[Path, Path]:
     """The perceptron with the levels (8, 16) in place of its first weight."""
-    source, derived = folder / "source.onnx", folder / "derived.onnx"
-    write_perceptron(source)
+    source, derived = write_perceptron(folder / "source.onnx"), folder / "derived.onnx"
     model = read_model(source)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     weight = numpy_helper.to_array(stored["first.weight"]).astype(np.float64)
@@ -119,7 +101,7 @@ def compensated(steps: Any) -> Any:
 
 
 def measured_weights(folder: Path, levels: Any, **more: Any) -> WeightMeasurement:
-    return next(w for w in measure_weights(*derive(folder, levels), **more) if w.tensor == "first.weight")
+    return next(w for w in measure_weights(*with_levels(folder, levels), **more) if w.tensor == "first.weight")
 
 
 @pytest.mark.parametrize(

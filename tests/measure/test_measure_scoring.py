@@ -30,18 +30,17 @@ from onnx_ops.measure.predictions import (
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
 from onnx_ops.ports import Dataset
 from onnx_ops.statistics.scores import CANDIDATE
-from onnx_ops.testing.models import CLASSES, rows, write_perceptron
+from onnx_ops.testing.models import CLASSES, rows, write_convolution, write_perceptron
 
 TARGET = Target(name="cpu")
 RUNTIME = OnnxRuntime()
 ROWS = 100
+F1 = MetricDefinition(name="f1", average="macro")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("scoring") / "model.onnx"
-    write_perceptron(path)
-    return path
+    return write_perceptron(tmp_path_factory.mktemp("scoring") / "model.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,19 @@ def scores(model: Path) -> Any:
     return RUNTIME.run(model, TARGET, (rows(ROWS),))[0]["scores"]
 
 
-def measured(models: Mapping[str, Path], label: Any, *definitions: MetricDefinition, **more: Any) -> TaskMetrics:
-    dataset = Dataset(inputs=rows(ROWS), label=label)
+def measured(
+    models: Mapping[str, Path], label: Any, *definitions: MetricDefinition, data: Any = None, **more: Any
+) -> TaskMetrics:
+    dataset = Dataset(inputs=rows(ROWS), label=label, **(data or {}))
     scorer = ScoringRequest(runtime=RUNTIME, target=TARGET, models=models, dataset=dataset, seed=0, **more)
     return measure_metrics(scorer, definitions)
+
+
+def estimate(found: TaskMetrics) -> float:
+    """The candidate's own value."""
+    candidate = alone(found).candidate
+    assert candidate is not None
+    return candidate.estimate
 
 
 def alone(found: TaskMetrics) -> ScoreComparison:
@@ -70,8 +78,7 @@ def labels_of(scores: Any) -> Any:
 @pytest.mark.parametrize("batch", [1, 7, ROWS, 128])
 def test_a_fixed_batch_gets_all_rows_and_answers_for_no_others(tmp_path: Path, model: Path, batch: int) -> None:
     """100 rows fill neither batches of 7 nor one of 128."""
-    fixed = tmp_path / "fixed.onnx"
-    write_perceptron(fixed, batch=batch)
+    fixed = write_perceptron(tmp_path / "fixed.onnx", batch=batch)
     one, other = (
         np.concatenate(read_answers(RUNTIME, path, TARGET, rows(ROWS), lambda outputs: outputs["scores"]))
         for path in (fixed, model)
@@ -90,8 +97,7 @@ def test_memory_is_bounded_by_chunks(model: Path, monkeypatch: pytest.MonkeyPatc
 def test_accuracy_and_top_k_are_counts(model: Path, scores: Any, tmp_path: Path) -> None:
     from sklearn import metrics as reference
 
-    fixed = tmp_path / "fixed.onnx"
-    write_perceptron(fixed, batch=16)
+    fixed = write_perceptron(tmp_path / "fixed.onnx", batch=16)
     label = labels_of(scores)
     found = measured({CANDIDATE: model, "fp32": fixed}, label, ACCURACY, MetricDefinition(name="top_k", k=2))
     assert found.scores == ()
@@ -109,20 +115,18 @@ def test_f1_of_scores(model: Path, scores: Any, average: Any) -> None:
 
     label = labels_of(scores)
     positive = 2 if average == "binary" else None
-    found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive)))
+    found = measured({CANDIDATE: model}, label, MetricDefinition(name="f1", average=average, positive=positive))
     said = scores.argmax(axis=1)
     truth, seen, how = (label == 2, said == 2, "binary") if positive else (label, said, average)
-    assert found.candidate is not None
-    assert found.candidate.estimate == pytest.approx(reference.f1_score(truth, seen, average=how))
+    assert estimate(found) == pytest.approx(reference.f1_score(truth, seen, average=how))
 
 
 def test_auc_reads_the_column_of_the_positive_label(model: Path, scores: Any) -> None:
     from sklearn import metrics as reference
 
     label = labels_of(scores)
-    found = alone(measured({CANDIDATE: model}, label, MetricDefinition(name="auc", positive=1)))
-    assert found.candidate is not None
-    assert found.candidate.estimate == pytest.approx(reference.roc_auc_score(label == 1, scores[:, 1]))
+    found = measured({CANDIDATE: model}, label, MetricDefinition(name="auc", positive=1))
+    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == 1, scores[:, 1]))
 
 
 def test_labels_that_are_texts_have_their_columns_in_order(model: Path, scores: Any) -> None:
@@ -131,14 +135,11 @@ def test_labels_that_are_texts_have_their_columns_in_order(model: Path, scores: 
     label = np.array(["ant", "bee", "cat"])[labels_of(scores)]
     found = measured({CANDIDATE: model}, label, ACCURACY, MetricDefinition(name="auc", positive="bee"))
     assert found.counts[0].both == 90
-    own = alone(found).candidate
-    assert own is not None
-    assert own.estimate == pytest.approx(reference.roc_auc_score(label == "bee", scores[:, 1]))
+    assert estimate(found) == pytest.approx(reference.roc_auc_score(label == "bee", scores[:, 1]))
 
 
 def test_embeddings_without_labels_are_held_against_the_other_model(model: Path, tmp_path: Path) -> None:
-    same = tmp_path / "same.onnx"
-    write_perceptron(same, batch=16)
+    same = write_perceptron(tmp_path / "same.onnx", batch=16)
     (entry,) = measured({CANDIDATE: model, "fp32": same}, None, ACCURACY, MetricDefinition(name="cosine")).scores
     assert entry.against == "fp32"
     assert entry.candidate is not None
@@ -150,9 +151,8 @@ def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> 
         return float((predictions.argmax(axis=1) == labels).mean())
 
     definition = MetricDefinition(use="own:share")
-    found = alone(measured({CANDIDATE: model}, labels_of(scores), definition, functions={"own:share": share}))
-    assert found.candidate is not None
-    assert found.candidate.estimate == pytest.approx(0.9)
+    found = measured({CANDIDATE: model}, labels_of(scores), definition, functions={"own:share": share})
+    assert estimate(found) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_an_own_metric_gets_predictions_and_labels(model: Path, scores: Any) -> 
         (MetricDefinition(name="auc"), np.arange(ROWS) % 3, "which one is positive"),
         (ACCURACY, np.arange(ROWS), "do not fit 3 columns"),
         (ACCURACY, np.linspace(0, 1, ROWS), "not fractions"),
-        (MetricDefinition(name="f1", average="macro"), np.zeros((ROWS, 2)), "one class a row"),
+        (F1, np.zeros((ROWS, 2)), "one class a row"),
         (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
     ],
 )
@@ -177,10 +177,7 @@ def test_what_cannot_be_read_is_told_and_stops_nothing(
 
 
 def test_a_champion_that_takes_other_rows_is_told(model: Path, scores: Any, tmp_path: Path) -> None:
-    from onnx_ops.testing.models import write_convolution
-
-    other = tmp_path / "other.onnx"
-    write_convolution(other)
+    other = write_convolution(tmp_path / "other.onnx")
     found = measured({CANDIDATE: model, "champion": other}, labels_of(scores), ACCURACY)
     assert [c.against for c in found.counts] == [""]
     (entry,) = found.scores
@@ -262,16 +259,16 @@ class TestGroups:
     """Rows of one group count as fewer independent ones."""
 
     def test_named_groups_are_counted_and_nothing_is_suspected(self, model: Path, scores: Any) -> None:
-        group = np.arange(ROWS) // 4
-        found = grouped(model, labels_of(scores), group=group)
+        both, group = {CANDIDATE: model, "fp32": model}, np.arange(ROWS) // 4
+        found = measured(both, labels_of(scores), ACCURACY, data={"group": group})
         assert [(c.groups, c.change_effect > 1, c.value_effect > 1) for c in found.counts] == [(25, True, True)] * 2
         assert found.grouped == ()
 
     def test_scores_resample_groups(self, model: Path, scores: Any) -> None:
-        label = labels_of(scores)
-        group = np.arange(ROWS) // 4
-        definition = MetricDefinition(name="f1", average="macro")
-        plain, by_group = (alone(grouped(model, label, definition, group=one)) for one in (None, group))
+        plain, by_group = (
+            alone(measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": group}))
+            for group in (None, np.arange(ROWS) // 4)
+        )
         assert (plain.groups, by_group.groups) == (0, 25)
         assert plain.candidate is not None
         assert by_group.candidate is not None
@@ -279,21 +276,10 @@ class TestGroups:
         assert by_group.candidate.low < plain.candidate.low
 
     def test_few_groups_give_no_interval(self, model: Path, scores: Any) -> None:
-        definition = MetricDefinition(name="f1", average="macro")
-        found = alone(grouped(model, labels_of(scores), definition, group=np.arange(ROWS) // 10))
-        assert "10 groups are too few" in found.undefined
+        found = measured({CANDIDATE: model}, labels_of(scores), F1, data={"group": np.arange(ROWS) // 10})
+        assert "10 groups are too few" in alone(found).undefined
 
     def test_an_array_of_ids_that_nothing_names_is_told(self, model: Path, scores: Any) -> None:
-        found = grouped(model, labels_of(scores), columns={"patient": np.arange(ROWS) // 4})
+        both, columns = {CANDIDATE: model, "fp32": model}, {"patient": np.arange(ROWS) // 4}
+        found = measured(both, labels_of(scores), ACCURACY, data={"columns": columns})
         assert any("'patient'" in sign for sign in found.grouped)
-
-
-def grouped(model: Path, label: Any, definition: MetricDefinition = ACCURACY, **more: Any) -> TaskMetrics:
-    scorer = ScoringRequest(
-        runtime=RUNTIME,
-        target=TARGET,
-        models={CANDIDATE: model, "fp32": model},
-        dataset=Dataset(inputs=rows(ROWS), label=label, **more),
-        seed=0,
-    )
-    return measure_metrics(scorer, [definition])

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,32 +19,26 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.quantization import Arithmetic, Budget, SearchRecord
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError
-from onnx_ops.measure.search import SearchContext, search
+from onnx_ops.measure.search import Reporter, SearchContext, SearchResult, search
 from tests.measure.search_parts import LAYERS, SLOW, fragile_ground, write_fragile, write_words
 
 PATIENCE_S = 60.0
 
 
-def silent(_: str) -> None:
-    pass
-
-
 @pytest.fixture
-def fragile(tmp_path: Path) -> Callable[[str], Path]:
-    """Folders with the model, each fresh."""
-
-    def folder(name: str) -> Path:
-        (tmp_path / name / "source").mkdir(parents=True)
-        write_fragile(tmp_path / name / "source/model.onnx")
-        return tmp_path / name
-
-    return folder
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    write_fragile(tmp_path / "source/model.onnx")
+    return tmp_path
 
 
-def test_the_fragile_node_is_found_and_stays_in_float(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
+def searched(context: SearchContext, report: Reporter = lambda _: None, journal: str = "journal") -> SearchResult:
+    return search(context, FileJournal(context.source.parents[1] / journal), report)
+
+
+def test_the_fragile_node_is_found_and_stays_in_float(root: Path) -> None:
     lines: list[str] = []
-    found = search(fragile_ground(root), FileJournal(root / "journal"), lines.append)
+    found = searched(fragile_ground(root), lines.append)
     record = found.record
     dynamic = [t for t in record.trials if t.recipe == "dynamic"]
     assert dynamic[0].drop is not None
@@ -64,10 +57,9 @@ def test_the_fragile_node_is_found_and_stays_in_float(fragile: Callable[[str], P
 
 
 def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Path) -> None:
-    root = tmp_path / "words"
-    (root / "source").mkdir(parents=True)
-    write_words(root / "source/model.onnx")
-    record = search(fragile_ground(root), FileJournal(root / "journal"), silent).record
+    (tmp_path / "source").mkdir()
+    write_words(tmp_path / "source/model.onnx")
+    record = searched(fragile_ground(tmp_path)).record
     dynamic = next(t for t in record.trials if t.recipe == "dynamic" and not t.excluded)
     assert dynamic.drop == pytest.approx(0, abs=0.05)
     assert dynamic.size_bytes < 0.4 * record.export_bytes
@@ -75,25 +67,21 @@ def test_a_table_of_embeddings_is_quantized_where_the_metric_allows(tmp_path: Pa
     assert not dynamic.failure
 
 
-def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
+def test_static_ranges_are_found_once_and_the_saturating_machine_gets_7_bits(root: Path) -> None:
     ground = fragile_ground(root, calibrated=True)
-    record = search(
-        replace(ground, section=replace(ground.section, keep=("fast",))), FileJournal(root / "j"), silent
-    ).record
+    record = searched(replace(ground, section=replace(ground.section, keep=("fast",)))).record
     static = next(t for t in record.trials if t.recipe == "static")
     assert any("7 bits" in note for note in static.notes)
     assert {r.name for r in record.recipes} == {"static", "dynamic"}
 
 
-def test_a_size_and_a_quantile_are_kept(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
-    small = search(fragile_ground(root, budget=Budget(metric_drop=0.1, size=1)), FileJournal(root / "j"), silent)
+def test_a_size_and_a_quantile_are_kept(root: Path) -> None:
+    small = searched(fragile_ground(root, budget=Budget(metric_drop=0.1, size=1)))
     assert small.models == {}
     assert "larger" in small.record.slots[0].reason
     shutil.rmtree(root / "trials")
     late = Budget(metric_drop=0.1, p99=2.4e-6)
-    found = search(fragile_ground(root, budget=late), FileJournal(root / "k"), silent).record
+    found = searched(fragile_ground(root, budget=late), journal="other").record
     assert [t.p99 for t in found.trials if t.recipe == "dynamic" and t.excluded] == [{"cpu-1t": pytest.approx(2.5e-6)}]
     assert all(slot.trial is None for slot in found.slots)
 
@@ -104,9 +92,8 @@ def for_two_targets(ground: SearchContext) -> SearchContext:
     return replace(ground, targets=(*ground.targets, Target(name=SLOW)), machines=machines)
 
 
-def test_several_targets_are_timed_each_and_served_by_one_variant(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
-    found = search(for_two_targets(fragile_ground(root, calibrated=True)), FileJournal(root / "j"), silent)
+def test_several_targets_are_timed_each_and_served_by_one_variant(root: Path) -> None:
+    found = searched(for_two_targets(fragile_ground(root, calibrated=True)))
     record = found.record
     assert record.targets == ("cpu-1t", SLOW)
     assert all(set(t.ratios) == set(record.targets) for t in record.trials if not t.failure)
@@ -119,30 +106,26 @@ def test_several_targets_are_timed_each_and_served_by_one_variant(fragile: Calla
     assert bought.time == {"cpu-1t": pytest.approx(2500 / 2000), SLOW: pytest.approx(4600 / 4800)}
 
 
-def test_a_quantile_must_be_kept_on_each_of_several_targets(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
+def test_a_quantile_must_be_kept_on_each_of_several_targets(root: Path) -> None:
     late = Budget(metric_drop=0.1, p99=4.1e-6)
-    record = search(for_two_targets(fragile_ground(root, budget=late)), FileJournal(root / "j"), silent).record
+    record = searched(for_two_targets(fragile_ground(root, budget=late))).record
     (kept,) = [t for t in record.trials if t.recipe == "dynamic" and t.excluded == ("first",)]
     assert kept.p99 == {"cpu-1t": pytest.approx(2.5e-6), SLOW: pytest.approx(4.6e-6)}
     assert all(record.trials[slot.trial].recipe != "dynamic" for slot in record.slots if slot.trial is not None)
 
 
-def test_a_finished_search_that_is_asked_for_again_begins_anew(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
-    journal = FileJournal(root / "journal")
-    first = search(fragile_ground(root), journal, silent).record
+def test_a_finished_search_that_is_asked_for_again_begins_anew(root: Path) -> None:
+    first = searched(fragile_ground(root)).record
     shutil.rmtree(root / "trials")
     said: list[str] = []
-    again = search(fragile_ground(root), journal, said.append).record
-    assert not any("going on" in line for line in said)
+    again = searched(fragile_ground(root), said.append).record
+    assert not any("resuming" in line for line in said)
     assert [(t.recipe, t.excluded) for t in again.trials] == [(t.recipe, t.excluded) for t in first.trials]
 
 
-def test_another_file_from_the_same_recipe_is_refused(fragile: Callable[[str], Path]) -> None:
-    root = fragile("a")
+def test_another_file_from_the_same_recipe_is_refused(root: Path) -> None:
     journal = FileJournal(root / "journal")
-    search(fragile_ground(root), journal, silent)
+    searched(fragile_ground(root))
     lines = [line for line in journal.read() if "end" not in line]
     journal.clear()
     for line in lines:
@@ -151,7 +134,7 @@ def test_another_file_from_the_same_recipe_is_refused(fragile: Callable[[str], P
         journal.append(line)
     shutil.rmtree(root / "trials")
     with pytest.raises(StageError, match="another file"):
-        search(fragile_ground(root), journal, silent)
+        searched(fragile_ground(root))
 
 
 CHILD = """
@@ -168,8 +151,7 @@ found = search(fragile_ground(root), FileJournal(root / "journal"), lambda line:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_search_that_was_killed_goes_on_and_repeats_nothing(fragile: Callable[[str], Path], steps: int) -> None:
-    root = fragile("killed")
+def test_a_search_that_was_killed_goes_on_and_repeats_nothing(root: Path, steps: int) -> None:
     argv = [sys.executable, "-W", "ignore", "-c", CHILD, str(root), str(Path(__file__).parents[2])]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

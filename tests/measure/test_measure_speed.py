@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,92 +25,38 @@ from onnx_ops.measure.speed import (
     FEWEST_WINDOWS,
     MOST_REQUESTS,
     MOST_WINDOWS,
-    ComparisonSpec,
     SpeedMeasurements,
     measure_speed,
     measure_starts,
     measure_throughput,
 )
 from onnx_ops.measure.timing import BLOCKS, LONGEST_S, RUNS, SHORT, measure_latency, plan_schedule
-from onnx_ops.ports import (
-    LoadSamples,
-    LoadSchedule,
-    PairedBenchmarkSamples,
-    PairedBenchmarkSchedule,
-    RunSamples,
-    Runtime,
-    StartSamples,
-    StartSchedule,
-)
+from onnx_ops.ports import PairedBenchmarkSchedule, RunSamples
 from onnx_ops.statistics.latency import LOOKS
 from onnx_ops.testing.models import rows
+from tests.measure.scripted import Scripted
 
 CPU = Target(name="cpu")
+MODEL = Path("model.onnx")
 
 
-@dataclass
-class Scripted:
-    """Each model costs what its file says; `refused` ones do not run. `asked` lists the schedules."""
-
-    typical_ns: float = 1e6
-    noise: float = 0.001
-    peak: bool = True
-    refused: tuple[Path, ...] = ()
-    asked: list[Any] = field(default_factory=list)
-    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
-
-    def sample(self, model: Path, target: Target, feed: Any, *, runs: int, warmup: int) -> RunSamples:
-        return RunSamples(
-            nanoseconds=np.full(runs, self.typical_ns * float(model.read_text())), preempted=np.zeros(runs, dtype=bool)
-        )
-
-    def race(
-        self, models: Sequence[Path], target: Target, feed: Any, schedule: PairedBenchmarkSchedule
-    ) -> PairedBenchmarkSamples:
-        shape = (schedule.rounds, schedule.blocks, len(models), schedule.runs)
-        times = self._costs(models, schedule)[:, np.newaxis] * self._jitter(shape)
-        return PairedBenchmarkSamples(nanoseconds=times, preempted=np.zeros(shape, dtype=bool))
-
-    def under_load(self, models: Sequence[Path], target: Target, feed: Any, schedule: LoadSchedule) -> LoadSamples:
-        times = self._costs(models, schedule) * self._jitter((schedule.rounds, schedule.windows, len(models)))
-        return LoadSamples(nanoseconds=times * schedule.requests, requests=schedule.requests)
-
-    def starts(self, models: Sequence[Path], target: Target, feed: Any, schedule: StartSchedule) -> StartSamples:
-        costs = self._costs(models, schedule) * self._jitter((schedule.rounds, len(models)))
-        peak = costs if self.peak else np.full((schedule.rounds, len(models)), -1)
-        return StartSamples(
-            load_ns=costs.astype(np.int64), first_ns=(costs / 10).astype(np.int64), peak_bytes=peak.astype(np.int64)
-        )
-
-    def _costs(self, models: Sequence[Path], schedule: Any) -> Any:
-        if set(models) & set(self.refused):
-            raise MeasurementError("it takes other inputs")
-        self.asked.append(schedule)
-        return self.typical_ns * np.array([float(model.read_text()) for model in models])
-
-    def _jitter(self, shape: tuple[int, ...]) -> Any:
-        return np.exp(self.noise * self.draw.standard_normal(shape))
+COSTS = {"candidate": 1.2, "fp32": 1.0, "champion": 1.1}
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, Path]:
-    """By name; the content is the cost."""
-    costs = {"candidate": "1.2", "fp32": "1.0", "champion": "1.1"}
-    for name, cost in costs.items():
-        (tmp_path / name).write_text(cost, encoding="utf-8")
-    return {name: tmp_path / name for name in costs}
+    for name in COSTS:
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    return {name: tmp_path / name for name in COSTS}
+
+
+def scripted(models: dict[str, Path], *, noise: float = 0.001, **changes: Any) -> Scripted:
+    return Scripted({path: COSTS[name] for name, path in models.items()}, noise=noise, **changes)
 
 
 def measured(runtime: Scripted, models: dict[str, Path], asked: MeasurementRequest, *rivals: str) -> SpeedMeasurements:
-    contest = ComparisonSpec(
-        runtime=cast("Runtime", runtime),
-        target=CPU,
-        candidate=models["candidate"],
-        baselines={name: models[name] for name in rivals},
-        feed=rows(2),
-        seed=1,
-    )
-    return measure_speed(contest, asked)
+    baselines = {name: models[name] for name in rivals}
+    return measure_speed(runtime, CPU, models["candidate"], baselines, rows(2), asked, seed=1)
 
 
 EVERYTHING = MeasurementRequest(throughput=(2, 8), starts=True, tolerances={"latency": (0.05,), "throughput": (0.05,)})
@@ -123,7 +67,7 @@ def ratio(pairs: tuple[tuple[float, ...], ...]) -> float:
 
 
 def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) -> None:
-    runtime = Scripted()
+    runtime = scripted(models)
     found = measured(runtime, models, MeasurementRequest(), "fp32")
     assert (found.throughput, found.starts, found.ratios) == ((), None, ())
     assert {type(schedule) for schedule in runtime.asked} == {PairedBenchmarkSchedule}
@@ -131,7 +75,7 @@ def test_only_latency_is_measured_unless_more_is_asked(models: dict[str, Path]) 
 
 
 def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(models: dict[str, Path]) -> None:
-    found = measured(Scripted(), models, EVERYTHING, "fp32", "champion")
+    found = measured(scripted(models), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32", "champion"]
     assert [(r.figure, r.against) for r in found.ratios] == [
         ("concurrency 2", "champion"),
@@ -151,18 +95,18 @@ def test_every_rival_is_timed_and_the_last_one_is_the_baseline_of_the_rest(model
 
 
 def test_the_export_at_its_first_release_is_measured_alone(models: dict[str, Path]) -> None:
-    found = measured(Scripted(), models, EVERYTHING)
+    found = measured(scripted(models), models, EVERYTHING)
     assert (found.comparisons, found.ratios) == ((), ())
     assert found.starts is not None
     assert len(found.throughput) == 2
 
 
 def test_a_champion_with_other_inputs_is_left_out_and_the_export_never_is(models: dict[str, Path]) -> None:
-    found = measured(Scripted(refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
+    found = measured(scripted(models, refused=(models["champion"],)), models, EVERYTHING, "fp32", "champion")
     assert [c.against for c in found.comparisons] == ["fp32"]
     assert found.ratios == ()
     with pytest.raises(MeasurementError):
-        measured(Scripted(refused=(models["fp32"],)), models, EVERYTHING, "fp32")
+        measured(scripted(models, refused=(models["fp32"],)), models, EVERYTHING, "fp32")
 
 
 def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path]) -> None:
@@ -171,15 +115,16 @@ def test_measuring_goes_on_until_the_limits_are_decided(models: dict[str, Path])
         return len(next(r for r in found.ratios if r.figure == "concurrency 4").log_ratios)
 
     decided = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.05,)})
-    assert pairs(Scripted(), decided) == LOOKS[0]
-    assert pairs(Scripted(noise=2.0), decided) == LOOKS[-1]
-    assert pairs(Scripted(noise=0.5), MeasurementRequest(throughput=(4,))) == LOOKS[0], "no limit, nothing to decide"
+    assert pairs(scripted(models), decided) == LOOKS[0]
+    assert pairs(scripted(models, noise=2.0), decided) == LOOKS[-1]
+    unlimited = MeasurementRequest(throughput=(4,))
+    assert pairs(scripted(models, noise=0.5), unlimited) == LOOKS[0], "no limit, nothing to decide"
     at_the_limit = MeasurementRequest(throughput=(4,), tolerances={"throughput": (0.2,)})
-    assert pairs(Scripted(noise=0.01), at_the_limit) > LOOKS[0]
+    assert pairs(scripted(models, noise=0.01), at_the_limit) > LOOKS[0]
 
 
 def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict[str, Path]) -> None:
-    runtime = Scripted(peak=False)
+    runtime = scripted(models, peak=False)
     asked = MeasurementRequest(starts=True, tolerances={"cold_start": (0.5,), "memory": (0.01,)})
     found = measured(runtime, models, asked, "fp32")
     assert [r.figure for r in found.ratios] == ["load", "first"]
@@ -188,36 +133,31 @@ def test_memory_that_cannot_be_known_is_neither_told_nor_waited_for(models: dict
     assert found.starts.peak_bytes == ()
 
 
-@pytest.mark.parametrize(("typical_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)])
-def test_windows_are_neither_too_few_nor_too_many(tmp_path: Path, typical_ns: float, concurrency: int) -> None:
-    (tmp_path / "m").write_text("1", encoding="utf-8")
-    runtime = Scripted(typical_ns=typical_ns)
-    measure_throughput(cast("Runtime", runtime), tmp_path / "m", CPU, rows(1), concurrency, 0)
+@pytest.mark.parametrize(("unit_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)])
+def test_windows_are_neither_too_few_nor_too_many(unit_ns: float, concurrency: int) -> None:
+    runtime = Scripted({MODEL: 1.0}, unit_ns=unit_ns)
+    measure_throughput(runtime, MODEL, CPU, rows(1), concurrency, 0)
     (schedule,) = runtime.asked
     assert FEWEST_EACH * concurrency <= schedule.requests <= max(FEWEST_EACH * concurrency, MOST_REQUESTS)
     assert FEWEST_WINDOWS <= schedule.windows <= MOST_WINDOWS
 
 
-def test_starts_that_took_no_time_are_no_measurement(tmp_path: Path) -> None:
-    (tmp_path / "m").write_text("0", encoding="utf-8")
+def test_what_took_no_time_is_no_measurement() -> None:
     with pytest.raises(MeasurementError, match="no measurable time"):
-        measure_starts(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 0)
+        measure_starts(Scripted({MODEL: 0.0}), MODEL, CPU, rows(1), 0)
     with pytest.raises(MeasurementError, match="no measurable time"):
-        measure_throughput(cast("Runtime", Scripted()), tmp_path / "m", CPU, rows(1), 4, 0)
+        measure_throughput(Scripted({MODEL: 0.0}), MODEL, CPU, rows(1), 4, 0)
 
 
 @pytest.mark.parametrize(
     ("lost", "kept"), [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))]
 )
 def test_preempted_runs_are_counted_and_left_out_of_the_quantiles_unless_all_were(
-    tmp_path: Path, lost: tuple[int, ...], kept: tuple[int, ...]
+    lost: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Preempted(Scripted):
-        def sample(self, model: Path, target: Target, feed: Any, *, runs: int, warmup: int) -> RunSamples:
-            preempted = np.isin(np.arange(4), lost)
-            return RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=preempted)
-
-    latency, _ = measure_latency(cast("Runtime", Preempted()), tmp_path / "m", CPU, rows(1))
+    samples = RunSamples(nanoseconds=np.array([10, 30, 20, 1000]), preempted=np.isin(np.arange(4), lost))
+    monkeypatch.setattr(Scripted, "sample", lambda *_, **__: samples)
+    latency, _ = measure_latency(Scripted({}), MODEL, CPU, rows(1))
     assert (latency.runs, latency.preempted, latency.sorted_ns) == (4, len(lost), kept)
     assert latency.quantiles_ns["p50"] == np.median(kept)
 
@@ -252,5 +192,5 @@ def test_what_takes_too_long_ends_undecided(models: dict[str, Path], monkeypatch
     clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))
     monkeypatch.setattr("onnx_ops.measure.timing.time.monotonic", lambda: float(next(clock)))
     asked = MeasurementRequest(throughput=(4,), tolerances={"latency": (0.05,), "throughput": (0.0,)})
-    found = measured(Scripted(noise=2.0), models, asked, "fp32")
+    found = measured(scripted(models, noise=2.0), models, asked, "fp32")
     assert len(found.ratios[0].log_ratios) == LOOKS[1]

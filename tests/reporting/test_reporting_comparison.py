@@ -17,7 +17,7 @@ from onnx_ops.reporting.comparison import (
     base_comparisons,
     champion_comparisons,
     figures_of,
-    variant_lines,
+    variant_rows,
 )
 from onnx_ops.reporting.description import made_by, version_description
 from onnx_ops.reporting.html import release_report
@@ -127,11 +127,11 @@ def test_a_base_of_another_machine_is_named() -> None:
 
 def test_every_variant_and_the_champion_tell_their_own_metrics() -> None:
     quantized = evidence_of("int8-static")
-    lines = variant_lines([judge(GATES, one) for one in (MINE, quantized)], [MINE, quantized])
-    told = {line.variant: dict(line.metrics) for line in lines}
-    assert told["fp32"] == {"accuracy": "98% [97.4, 98.5]%", "rmse": "57.3 [52.1, 64.3]"}
-    assert told["int8-static"] == {"accuracy": "98% [97.4, 98.5]%"}
-    assert told["champion (version 3)"] == {"accuracy": "97.5% [96.8, 98]%", "rmse": "60.1"}
+    rows = variant_rows([judge(GATES, one) for one in (MINE, quantized)], [MINE, quantized])
+    figures = {(row.variant, row.version): {name: one.figure for name, one in row.metrics.items()} for row in rows}
+    assert figures["fp32", ""] == {"accuracy": "98% [97.4, 98.5]%", "rmse": "57.3 [52.1, 64.3]"}
+    assert figures["int8-static", ""] == {"accuracy": "98% [97.4, 98.5]%"}
+    assert figures["champion", "3"] == {"accuracy": "97.5% [96.8, 98]%", "rmse": "60.1"}
 
 
 def test_the_figures_of_a_version_are_one_sentence(golden: Golden) -> None:
@@ -163,7 +163,7 @@ def test_the_report_and_the_comment_hold_the_comparisons(golden: Golden) -> None
                     *champion_comparisons([CHOICE], [mine]),
                     *base_comparisons([CHOICE], [mine], BASE),
                 ),
-                variants=variant_lines([decision], [mine]),
+                variants=variant_rows([decision], [mine]),
                 made_by=made_by(MADE),
             )
         ],

@@ -7,7 +7,7 @@ from dataclasses import replace
 from onnx_ops.domain.evidence import Interval
 from onnx_ops.domain.quantization import Budget, FrontierSlot, NodeContribution, SearchRecord, Sensitivity, Trial
 from onnx_ops.reporting.html import release_report
-from onnx_ops.reporting.searches import search_figure, search_section
+from onnx_ops.reporting.plots import search_figure
 from tests.support.golden import Golden
 
 
@@ -62,8 +62,9 @@ def test_every_loss_alike_still_makes_a_plot() -> None:
     drawn(figure.svg)
 
 
-def test_the_section_tells_what_each_node_bought_and_escapes_names() -> None:
-    page = "".join(search_section(RECORD, lambda figure: figure.title))
+def test_the_report_shows_what_each_node_bought_and_escapes_names() -> None:
+    page = release_report([], [], [], None, {}, searches=(RECORD,))
+    assert "<h2>Search best</h2>" in page
     assert "11 points" in page
     assert "1.04×" in page
     assert "head&lt;b&gt;" in page
@@ -73,11 +74,6 @@ def test_the_section_tells_what_each_node_bought_and_escapes_names() -> None:
     assert "All 3 models tried" in page
     for limit in ("0.5% of accuracy", "at most 3 kB", "p99 within 5 ms"):
         assert limit in page
-
-
-def test_it_stands_in_the_report_of_a_release() -> None:
-    page = release_report([], [], [], None, {}, searches=(RECORD,))
-    assert "<h2>Search best</h2>" in page
     figure = search_figure(RECORD, "cpu")
     assert figure is not None
     assert figure.title in page

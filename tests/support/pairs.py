@@ -1,15 +1,19 @@
-"""Pairs of a model and a variant of it."""
+"""Variants and faulty copies of models, and small graphs from their text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, parser
 
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
-from onnx_ops.ports import OptimizeRequest
+from onnx_ops.ports import OptimizeRequest, Tensors
 from onnx_ops.testing.models import rows
 
 _OPTIMIZERS: Mapping[str, Any] = {
@@ -20,11 +24,32 @@ _OPTIMIZERS: Mapping[str, Any] = {
 }
 
 
-def derive(source: Path, method: str, options: Mapping[str, Any] | None = None) -> Path:
-    """A variant of the perceptron of `onnx_ops.testing.models`, beside it."""
+def derive(
+    source: Path, method: str, options: Mapping[str, Any] | None = None, calibration: Tensors | None = None
+) -> Path:
+    """A variant beside its source; without `calibration`, of the perceptron of `onnx_ops.testing.models`."""
     path = source.with_name(f"{method}.onnx")
     calibrate = Calibrate() if method == "static" else None
     section = Quantize(name="variant", method=method, calibrate=calibrate, options=dict(options or {}))
-    calibration = rows(256) if calibrate else None
-    _OPTIMIZERS[method]().optimize(OptimizeRequest(section=section, source=source, path=path, calibration=calibration))
+    taken = (calibration or rows(256)) if calibrate else None
+    _OPTIMIZERS[method]().optimize(OptimizeRequest(section=section, source=source, path=path, calibration=taken))
+    return path
+
+
+def write_changed(model: Path, tensor: str, change: Callable[[Any], Any], name: str = "changed.onnx") -> Path:
+    """Write a copy beside a model, with one of its constants changed."""
+    proto = onnx.load(model)
+    stored = next(one for one in proto.graph.initializer if one.name == tensor)
+    before = numpy_helper.to_array(stored)
+    after = np.asarray(change(before), dtype=before.dtype).reshape(before.shape)
+    stored.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(after), tensor))
+    onnx.save(proto, model.with_name(name))
+    return model.with_name(name)
+
+
+def write_graph(path: Path, text: str, /, **constants: Any) -> Path:
+    """Write the graph of a text such as `(float[N,2] x) => (float[N,2] y) { y = Relu(x) }`, with its constants."""
+    model = parser.parse_model(f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in constants.items())
+    onnx.save(model, path)
     return path

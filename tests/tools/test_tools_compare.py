@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper, numpy_helper, parser
+from onnx import helper
 
 from benchmarks.foreign_files import outcomes as foreign_outcomes
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -27,6 +27,7 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
 from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
+from tests.support.pairs import write_graph
 from tests.support.suite import Sweep
 from tests.support.zipmap import zipped
 
@@ -56,24 +57,24 @@ def test_a_forest_is_itself(forest: Path) -> None:
     assert (found.trees.trees, found.trees.changed) == (4, 0)
 
 
-def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
+def with_thresholds(forest: Path, change: Callable[[list[float]], Sequence[float]]) -> Path:
     model = onnx.load(forest)
     values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
-    values.floats[0] = float(np.nextafter(np.float32(values.floats[0]), np.float32(np.inf)))
-    moved = forest.with_name("moved.onnx")
-    onnx.save(model, moved)
-    found = compared(forest, moved)
+    values.floats[:] = change(list(values.floats))
+    onnx.save(model, forest.with_name("moved.onnx"))
+    return forest.with_name("moved.onnx")
+
+
+def test_a_threshold_that_moved_by_one_float_is_told(forest: Path) -> None:
+    inf = np.float32(np.inf)
+    found = compared(forest, with_thresholds(forest, lambda v: [float(np.nextafter(np.float32(v[0]), inf)), *v[1:]]))
     assert found.verdict is Verdict.FAIL
     assert "tree 0, node 0: threshold" in found.reason
     assert "A has" in found.reason
 
 
 def test_rows_beside_splits_show_a_forest_whose_splits_are_far_from_the_rows(forest: Path) -> None:
-    model = onnx.load(forest)
-    values = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_values")
-    values.floats[:] = [value + 100 for value in values.floats]
-    far = forest.with_name("far.onnx")
-    onnx.save(model, far)
+    far = with_thresholds(forest, lambda values: [value + 100 for value in values])
     assert compared(far, far).verdict is Verdict.PASS
 
 
@@ -89,8 +90,7 @@ def test_forest_beside_itself_in_ort_format_is_itself(forest: Path) -> None:
 
 
 def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
-    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
-    write_perceptron(source)
+    source, derived = write_perceptron(tmp_path / "source.onnx"), tmp_path / "derived.onnx"
     section = Quantize(name="int8", method="static", calibrate=Calibrate(), exclude=("third",))
     StaticQuantizer().optimize(OptimizeRequest(section=section, source=source, path=derived, calibration=rows(64)))
     found = compared(source, derived)
@@ -100,7 +100,6 @@ def test_a_quantized_file_tells_its_coverage(tmp_path: Path) -> None:
     assert compared(source, source).coverage is None
 
 
-_HEAD = '<ir_version: 9, opset_import: ["" : 18]>'
 _HALVES = "(float[N,4] x) => (seq(float[N,2]) y) { y = SplitToSequence<axis: int = 1>(x, two) }"
 _THREE = (
     "(float[N,4] x) => (seq(float[N,2]) y) { s = SplitToSequence<axis: int = 1>(x, two)\n z = Sub(x, x)\n "
@@ -109,19 +108,6 @@ _THREE = (
 _ROWS = "(float[N,4] x) => (seq(float[1,4]) y) { y = SplitToSequence<axis: int = 0>(x) }"
 _SAME = "(float[N,4] x) => (optional(float[N,4]) y) { y = Optional(x) }"
 _NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Optional(z) }"
-
-
-def write(path: Path, text: str, **constants: Any) -> Path:
-    model = parser.parse_model(f"{_HEAD} g {text}")
-    for name, value in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), name))
-    onnx.save(model, path)
-    return path
-
-
-def compared_outputs(a: Path, b: Path) -> ParityResult:
-    samples = generate_samples(shared_inputs(a, b), count=16, dims={})
-    return compare(OnnxRuntime(), load_profile("cpu-1t"), a, b, samples)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +124,11 @@ def compared_outputs(a: Path, b: Path) -> ParityResult:
 )
 def test_sequences_are_compared_by_elements_and_length(tmp_path: Path, a: str, b: str, verdict: Verdict) -> None:
     constants = {"two": 2, "begin": [0], "end": [2], "axis": [1]}
-
-    def path(name: str, text: str) -> Path:
-        return write(tmp_path / name, text, **{k: v for k, v in constants.items() if k in text})
-
-    assert compared_outputs(path("a.onnx", a), path("b.onnx", b)).verdict is verdict
+    paths = [
+        write_graph(tmp_path / name, text, **{k: v for k, v in constants.items() if k in text})
+        for name, text in (("a.onnx", a), ("b.onnx", b))
+    ]
+    assert compared(*paths).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -151,7 +137,7 @@ def test_sequences_are_compared_by_elements_and_length(tmp_path: Path, a: str, b
 def test_maps_are_compared_by_keys_and_values(tmp_path: Path, keys: list[int], verdict: Verdict) -> None:
     onnx.save(zipped([0, 1, 2]), tmp_path / "a.onnx")
     onnx.save(zipped(keys), tmp_path / "b.onnx")
-    assert compared_outputs(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is verdict
+    assert compared(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is verdict
 
 
 @pytest.mark.parametrize("dropped", ["a.onnx", "b.onnx"])
@@ -160,7 +146,7 @@ def test_maps_and_the_matrix_that_they_are_made_of_are_the_same(tmp_path: Path, 
     assert drop_zipmaps(plain) == ("probabilities",)
     for name in ("a.onnx", "b.onnx"):
         onnx.save(plain if name == dropped else zipped([0, 1, 2]), tmp_path / name)
-    assert compared_outputs(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is Verdict.PASS
+    assert compared(tmp_path / "a.onnx", tmp_path / "b.onnx").verdict is Verdict.PASS
 
 
 def test_a_file_that_imports_trees_only_imports_the_default_operators_for_its_matrix() -> None:
@@ -172,17 +158,17 @@ def test_a_file_that_imports_trees_only_imports_the_default_operators_for_its_ma
     onnx.checker.check_model(model, full_check=True)
 
 
-def test_a_file_without_maps_is_left_as_it_is() -> None:
-    model = parser.parse_model(f"{_HEAD} g {_SAME}")
+def test_a_file_without_maps_is_left_as_it_is(tmp_path: Path) -> None:
+    model = onnx.load(write_graph(tmp_path / "plain.onnx", _SAME))
     before = model.SerializeToString(deterministic=True)
     assert drop_zipmaps(model) == ()
     assert model.SerializeToString(deterministic=True) == before
 
 
 def test_a_file_too_new_for_the_target_is_refused_before_it_runs(tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "new.onnx", opset=99)
+    new = write_perceptron(tmp_path / "new.onnx", opset=99)
     with pytest.raises(UserError, match="accepts opset") as caught:
-        compared_outputs(tmp_path / "new.onnx", tmp_path / "new.onnx")
+        compared(new, new)
     assert caught.value.remedy
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.config.targets import load_profile
@@ -23,7 +22,7 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.judge import Judgement, JudgeRequest, SweepPoint, build_metric_gate, judge_candidate
 from onnx_ops.tools.probing import check_samples, generate_samples, shared_inputs
 from tests.measure.scripted import Scripted
-from tests.support.pairs import derive
+from tests.support.pairs import derive, write_changed
 
 CPU = load_profile("cpu-1t")
 FOUR_BITS = {"bits": 4, "block": 16}
@@ -31,9 +30,7 @@ FOUR_BITS = {"bits": 4, "block": 16}
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.onnx"
-    write_perceptron(path)
-    return path
+    return write_perceptron(tmp_path / "source.onnx")
 
 
 def dataset_of(source: Path, count: int = 3000, *, labels: bool = True) -> Dataset:
@@ -72,21 +69,7 @@ def results_of(found: Judgement) -> dict[str, GateResult]:
     return {result.metric: result for result in found.targets[0].decision.results}
 
 
-def changed(path: Path, tensor: str, change: Callable[[Any], Any]) -> Path:
-    """A copy with one constant changed."""
-    model = onnx.load(path)
-    for weight in model.graph.initializer:
-        if weight.name == tensor:
-            before = numpy_helper.to_array(weight)
-            weight.CopyFrom(numpy_helper.from_array(np.array(change(before)).astype(before.dtype), tensor))
-            copy = path.with_name("changed.onnx")
-            onnx.save(model, copy)
-            return copy
-    raise AssertionError(f"{tensor} is not among {[t.name for t in model.graph.initializer]}")
-
-
 def without_relu(path: Path) -> Path:
-    """A copy without the first ReLU that stands in the graph, or without the range that stands for it."""
     model = onnx.load(path)
     next(node for node in model.graph.node if node.op_type == "Relu").op_type = "Identity"
     copy = path.with_name("changed.onnx")
@@ -130,7 +113,7 @@ def test_variant_without_a_layer_fails_by_its_function(source: Path, method: str
 def test_variant_with_a_wrong_weight_fails_by_its_weights(
     source: Path, method: str, tensor: str, change: Callable[[Any], Any]
 ) -> None:
-    found = judged(source, changed(derive(source, method), tensor, change), dataset_of(source))
+    found = judged(source, write_changed(derive(source, method), tensor, change), dataset_of(source))
     assert results_of(found)["weights"].verdict is Verdict.FAIL
     assert found.verdict is Verdict.FAIL
 
@@ -156,14 +139,14 @@ def test_accuracy_is_bounded_by_answers_that_change_where_there_are_no_labels(so
 
 def test_float_candidate_is_judged_by_its_outputs_alone(source: Path) -> None:
     assert judged(source, source).verdict is Verdict.PASS
-    found = judged(source, changed(source, "third.bias", lambda a: a + 0.01))
+    found = judged(source, write_changed(source, "third.bias", lambda a: a + 0.01))
     assert (found.verdict, set(results_of(found))) == (Verdict.FAIL, {"outputs"})
 
 
 def test_quantized_baseline_is_measured_in_its_own_noise(source: Path) -> None:
     baseline = derive(source, "static")
     assert judged(baseline, baseline).verdict is Verdict.PASS
-    wrong = changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
+    wrong = write_changed(baseline, "third.weight_quantized", lambda a: np.roll(a, 1, axis=0))
     assert judged(baseline, wrong).verdict is Verdict.FAIL
 
 
@@ -176,8 +159,7 @@ def test_target_that_cannot_be_measured_is_an_error_and_the_others_are_judged(so
 
 
 def test_latency_is_judged_for_every_setting_of_the_sweep(source: Path) -> None:
-    slow = source.with_name("slow.onnx")
-    slow.write_bytes(source.read_bytes())
+    slow = write_perceptron(source.with_name("slow.onnx"))
     samples = generate_samples(shared_inputs(source), count=64, dims={})
     found = judged(
         source,

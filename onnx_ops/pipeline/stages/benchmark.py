@@ -32,14 +32,14 @@ from onnx_ops.measure.parity import find_hardware_divergence, measure_invariance
 from onnx_ops.measure.predictions import flatten_column
 from onnx_ops.measure.reference_outputs import get_reference
 from onnx_ops.measure.scoring import ScoringRequest, TaskMetrics, measure_metrics
-from onnx_ops.measure.speed import ComparisonSpec, measure_speed
+from onnx_ops.measure.speed import measure_speed
 from onnx_ops.measure.timing import build_feed
 from onnx_ops.measure.user_functions import importable, load_function
 from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
-from onnx_ops.ports import Dataset, PackagingRuntime, Ports
+from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
@@ -64,22 +64,19 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
         if champion and champion.manifest != manifest.digest():
             baselines["champion"] = Path(champion.location) / MODEL_FILE
         _check_compatibility(candidate, target, stage.id)
-        spec = ComparisonSpec(
-            runtime=runtime,
-            target=target,
-            candidate=candidate,
-            baselines=baselines,
-            feed=build_feed(candidate, data.inputs, settings["batch"]),
-            seed=int(key[-8:], 16),
+        seed = int(key[-8:], 16)
+        scorer = ScoringRequest(
+            runtime=runtime, target=target, models={CANDIDATE: candidate, **baselines}, dataset=data, seed=seed
         )
-        metrics = _measure_metrics(spec, data, None if is_export else export, stage, ports)
+        metrics = _measure_metrics(scorer, None if is_export else export, stage, ports)
         hints: Mapping[str, Any] = stage.hints
         request = MeasurementRequest(
             throughput=tuple(settings.get("throughput", ())),
             starts=bool(settings.get("starts", False)),
             tolerances=hints.get("tolerances", {}),
         )
-        speed = measure_speed(spec, request)
+        feed = build_feed(candidate, data.inputs, settings["batch"])
+        speed = measure_speed(runtime, target, candidate, baselines, feed, request, seed=seed)
         quantized = bool(settings["quantized"])
         execution = ExecutionReport()
         if not is_export:
@@ -87,7 +84,7 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
             execution = inspect_execution(runtime, export, candidate, target, excluded)
         reference = get_reference(store, inputs["export"]["reference.npz"])
         parity = () if quantized else measure_parity(runtime, candidate, target, reference)
-        package = _make_package(spec, folder / "package", ports)
+        package = _make_package(runtime, candidate, target, folder / "package", ports)
 
         divergence = next(iter(_read_documents(ports, inputs["validate"]["divergence.json"], Divergence)), None)
         evidence = Evidence(
@@ -133,18 +130,12 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     return Manifest(files={**package, **files})
 
 
-def _make_package(spec: ComparisonSpec, folder: Path, ports: Ports) -> dict[str, Digest]:
+def _make_package(runtime: Runtime, model: Path, target: Target, folder: Path, ports: Ports) -> dict[str, Digest]:
     """Return the files of a target with its own model format."""
-    if spec.target.ort_format is None:
+    if target.ort_format is None:
         return {}
-    if not isinstance(spec.runtime, PackagingRuntime):
-        raise UserError(
-            f"runtime {spec.target.runtime} makes no .ort files",
-            where=f"target {spec.target.name}: ort_format",
-            remedy="Use runtime onnxruntime, node or browser.",
-        )
     folder.mkdir()
-    spec.runtime.package(spec.candidate, spec.target, folder)
+    runtime.package(model, target, folder)
     return put_folder(ports.store, folder, PACKAGE)
 
 
@@ -173,9 +164,7 @@ def _read_documents(ports: Ports, digest: Digest, kind: Any) -> Any:
     return codec.loads(ports.store.read(digest), tuple[kind, ...])
 
 
-def _measure_metrics(
-    spec: ComparisonSpec, dataset: Dataset, export: Path | None, stage: Stage, ports: Ports
-) -> TaskMetrics:
+def _measure_metrics(scorer: ScoringRequest, export: Path | None, stage: Stage, ports: Ports) -> TaskMetrics:
     """Measure the task metrics of the variant, alone and on the same rows as its baselines.
 
     `export` is the file that the variant was made from; None if the variant is the export itself.
@@ -183,16 +172,10 @@ def _measure_metrics(
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints
     definitions = tuple(codec.from_json(entry["definition"], MetricDefinition) for entry in settings["metrics"])
-    definitions, default = add_default_metric(definitions, dataset)
+    definitions, default = add_default_metric(definitions, scorer.dataset)
     with importable(ports.root):
-        scorer = ScoringRequest(
-            runtime=spec.runtime,
-            target=spec.target,
-            models={CANDIDATE: spec.candidate, **spec.baselines},
-            dataset=dataset,
-            seed=spec.seed,
-            functions={d.use: load_function(d.use, "gates") for d in definitions if d.use},
-        )
+        functions = {d.use: load_function(d.use, "gates") for d in definitions if d.use}
+        scorer = replace(scorer, functions=functions)
         metrics = measure_metrics(scorer, definitions)
         failed = explain_unscored(hints.get("judged", ()), metrics.scores)
         if failed and export is not None:  # if only the variant answers differently, the file is right

@@ -167,7 +167,7 @@ def _make_variant_record(
         for file, digest in benchmark.subset(PACKAGE).files.items():
             evidence[f"packages/{target}/{file}"] = store.path(digest)
         measured = codec.loads(store.read(benchmark["evidence.json"]), Evidence)
-        metrics |= plain_figures(target, measured)
+        metrics |= {f"{target}/{figure}": value for figure, value in plain_figures(measured).items()}
         figures.append(figures_of(measured))
     return VariantRecord(
         variant=name,
