@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError, storag
 from onnx_ops.plugins import has_extra, imported, missing_package
 
 if TYPE_CHECKING:
+    from onnx_ops.app.project import Project
     from onnx_ops.release.reconcile import StepReport
 
 P = ParamSpec("P")
@@ -113,6 +114,13 @@ def print_result(document: Callable[[], Any], report: Callable[[], None], *, as_
         report()
 
 
+def open_project() -> Project:
+    """Return the project around the working directory."""
+    from onnx_ops.app import project
+
+    return project.open_project()
+
+
 def parse_duration(text: str, option: str) -> float:
     """Return a duration in seconds; `m` is accepted for minutes.
 
@@ -140,6 +148,16 @@ def parse_version(text: str, command: str) -> tuple[str, str]:
     return model, number
 
 
+@contextlib.contextmanager
+def writing(what: str, where: object) -> Iterator[None]:
+    """Turn what keeps a file from being written into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"{what} cannot be written", where=str(where), why=why) from error
+
+
 def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
     """Print the steps of reconciliations by endpoint, and the errors that ended some."""
     from onnx_ops.cli.terminal import say
@@ -153,11 +171,16 @@ def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str
         print_error(error, as_json=False)
 
 
+def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:
+    """Return errors for --json."""
+    return {name: error.as_document() for name, error in errors.items()}
+
+
 def steps_to_document(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
 ) -> dict[str, Any]:
     """Return by endpoint a list of its steps, or the error that it ended with."""
-    return {**codec.to_json(reports), **{name: error.as_document() for name, error in errors.items()}}
+    return {**codec.to_json(reports), **documents(errors)}
 
 
 def exit_after_steps(

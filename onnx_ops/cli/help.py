@@ -13,7 +13,8 @@ class Command(TyperCommand):
     """A command whose docstring may break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
-        settings["help"] = _reflow(settings.get("help") or "")
+        paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")
+        settings["help"] = "\n\n".join(" ".join(part.split()) for part in paragraphs)
         super().__init__(name, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -68,8 +69,3 @@ def _named(params: list[Any]) -> list[Any]:
         elif isinstance(param, TyperOption):
             param.__class__ = _Option
     return params
-
-
-def _reflow(text: str) -> str:
-    """Return the paragraphs as one line each."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))

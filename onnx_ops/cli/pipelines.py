@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, SetValue, handle_errors, print_json, print_result
+from onnx_ops.cli.common import (
+    AsJson,
+    Quiet,
+    SetValue,
+    documents,
+    handle_errors,
+    open_project,
+    print_json,
+    print_result,
+)
+from onnx_ops.cli.progress import RunProgress
 from onnx_ops.cli.terminal import console, error_console, print_text, render_error, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
+from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
-    from onnx_ops.app.batch import PipelineResult
     from onnx_ops.app.project import Project
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
@@ -122,30 +128,18 @@ def plan(
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    foreseen = projects.preview_plan(project, prepared, no_cache or ())
-    if as_json:
-        print_json(
-            {
-                "pipeline": prepared.plan.pipeline,
-                "stages": [
-                    {
-                        "stage": stage.id,
-                        "needs": [*stage.needs, *stage.tolerates],
-                        "would": _would(foreseen[stage.id]),
-                    }
-                    for stage in prepared.plan.stages
-                ],
-            }
-        )
-    else:
-        plan_table(prepared.plan, {name: _would(outcome) for name, outcome in foreseen.items()})
-
-
-def _would(outcome: object) -> str:
-    status = getattr(outcome, "status", None)
-    if status is StageStatus.CACHED:
-        return "unchanged"
-    return "run" if status is None else f"skip: {getattr(outcome, 'reason', '')}"
+    would = {}
+    for name, outcome in projects.preview_plan(project, prepared, no_cache or ()).items():
+        skipped = outcome is not None and outcome.status is not StageStatus.CACHED
+        would[name] = "run" if outcome is None else f"skip: {outcome.reason}" if skipped else "unchanged"
+    if not as_json:
+        plan_table(prepared.plan, would)
+        return
+    stages = [
+        {"stage": stage.id, "needs": [*stage.needs, *stage.tolerates], "would": would[stage.id]}
+        for stage in prepared.plan.stages
+    ]
+    print_json({"pipeline": prepared.plan.pipeline, "stages": stages})
 
 
 @handle_errors
@@ -172,13 +166,12 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
-    from onnx_ops.cli.progress import RunProgress
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
     project = projects.open_project()
     if len(files) > 1:
-        code = run_several(
+        code = _run_several(
             project,
             files,
             jobs=jobs,
@@ -218,13 +211,9 @@ def run(
         comparison_report(compared)
 
     print_result(
-        lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json
+        lambda: {**codec.to_json(summary), **with_base, "errors": documents(result.errors)}, report, as_json=as_json
     )
     raise typer.Exit(summary.exit_code)
-
-
-def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:
-    return {stage: error.as_document() for stage, error in errors.items()}
 
 
 @handle_errors
@@ -241,7 +230,6 @@ def affected(
     """
     from onnx_ops.app.affected import affected as use_case
     from onnx_ops.app.affected import changed_since
-    from onnx_ops.app.project import open_project
 
     project = open_project()
     pipelines = use_case(project, changed_since(project.settings.root, since))
@@ -300,7 +288,7 @@ def init(
     )
 
 
-def run_several(
+def _run_several(
     project: Project,
     files: Sequence[Path],
     *,
@@ -313,15 +301,14 @@ def run_several(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
+    """Run pipelines and print what came of each, in the order of the files; return the worst of their exit codes."""
     from onnx_ops.app.batch import run_files, worst_exit_code
-    from onnx_ops.cli.progress import RunProgress
+    from onnx_ops.cli.tables import choice_lines
 
-    out, err = console(), error_console()
-    make_observer = None if as_json or quiet else functools.partial(RunProgress, err, is_one_of_several=True)
+    observer = partial(RunProgress, error_console(), is_one_of_several=True)
     codes: list[int] = []
-    documents: list[dict[str, object]] = []
-    for ended in run_files(
+    ended: list[dict[str, object]] = []
+    for result in run_files(
         project,
         files,
         jobs=jobs,
@@ -330,36 +317,29 @@ def run_several(
         fresh=fresh,
         abandon=abandon,
         base=base,
-        observe=make_observer or (lambda: None),
+        observe=(lambda: None) if as_json or quiet else observer,
     ):
-        codes.append(ended.exit_code)
-        documents.append(_document(ended))
-        if not as_json:
-            _tell(out, ended)
+        codes.append(result.exit_code)
+        document: dict[str, object] = {"file": str(result.file), "exit_code": result.exit_code}
+        if result.summary is None:
+            refused = result.refused
+            ended.append(document | {"error": None if refused is None else refused.as_document()})
+        else:
+            ended.append({**document, **codec.to_json(result.summary), "errors": documents(result.errors)})
+        if as_json:
+            continue
+        done = ""
+        if result.summary is not None:
+            done = f" ({len(result.summary.executed)} of {len(result.summary.outcomes)} stages executed)"
+        print_text("[bold]{}[/bold]{}", result.file, done)
+        if result.summary is not None:
+            choice_lines(result.summary, result.errors)
+        elif result.refused is not None:
+            render_error(console(), result.refused, "not run")
+    worst = worst_exit_code(codes)
     print_result(
-        lambda: {"pipelines": documents, "exit_code": worst_exit_code(codes)},
-        lambda: out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
+        lambda: {"pipelines": ended, "exit_code": worst},
+        lambda: say(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
         as_json=as_json,
     )
-    return worst_exit_code(codes)
-
-
-def _document(ended: PipelineResult) -> dict[str, object]:
-    document: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
-    if ended.refused is not None or ended.summary is None:
-        return document | {"error": None if ended.refused is None else ended.refused.as_document()}
-    errors = {stage: error.as_document() for stage, error in ended.errors.items()}
-    return {**document, **codec.to_json(ended.summary), "errors": errors}
-
-
-def _tell(out: Console, ended: PipelineResult) -> None:
-    from onnx_ops.cli.tables import choice_lines
-
-    if ended.summary is None:
-        print_text(out, f"[bold]{escape(str(ended.file))}[/bold]")
-        if ended.refused is not None:
-            render_error(out, ended.refused, "not run")
-        return
-    done, known = len(ended.summary.executed), len(ended.summary.outcomes)
-    out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")
-    choice_lines(out, ended.summary, ended.errors)
+    return worst

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from onnx_ops.adapters.runtimes.onnxruntime_session import list_providers
 from onnx_ops.app.project import open_project
-from onnx_ops.cli.diagnosis import _providers
+from onnx_ops.cli.diagnosis import diagnose
 from onnx_ops.cli.main import app
 from onnx_ops.config.targets import profile_names
 
@@ -69,6 +69,6 @@ def test_what_is_not_in_the_build_is_not_measured_here(project: Path, capfd: Cap
 
 
 def test_the_doctor_names_the_devices(tmp_path: Path) -> None:
-    found = {finding.check: finding for finding in _providers(open_project(tmp_path))}
+    found = {finding.check: finding for finding in diagnose(open_project(tmp_path))}
     assert found["devices"].ok
     assert "CPUExecutionProvider on CPU (" in found["devices"].found
