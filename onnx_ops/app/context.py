@@ -15,6 +15,7 @@ from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.attestation import TrustedKeys
@@ -70,7 +71,7 @@ def build_ports(settings: Settings) -> Ports:
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
         git_sha=_once(lambda: read_git_sha(settings.root)),
-        conditions=_conditions,
+        conditions=read_conditions,
         journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
 
@@ -170,12 +171,6 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     for name, notifier in notifiers.items():
         plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
     return notifiers
-
-
-def _conditions() -> Mapping[str, str]:
-    from onnx_ops.adapters.runtimes.hardware import read_conditions
-
-    return read_conditions()
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from onnx_ops.app.context import ask_git
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.pipeline import EXPORT, Pipeline, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
@@ -33,12 +33,6 @@ class Summary:
     registration: Registration | None
     awaiting: tuple[str, ...]
     exit_code: int
-
-
-_RELEASE = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
-
-_ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
-"""Which verdict names the exit code when several targets have no choice."""
 
 
 def locate_report(registration: Registration) -> str:
@@ -64,45 +58,39 @@ def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
         for stage in result.plan.stages
         if stage.kind is StageKind.GATE and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
     ]
-    decisions = tuple(_decision(stage, result.outcomes, ports) for stage in gates)
+    decisions = []
+    for stage in gates:
+        manifest = result.outcomes[stage.id].manifest
+        if manifest is not None:
+            decisions.append(codec.loads(ports.store.read(manifest["decision.json"]), Decision))
+            continue
+        cause = _root(stage.id, result.outcomes)  # nothing was measured
+        reason = f"{cause.stage}: {cause.reason}"
+        unmeasured = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+        decisions.append(Decision(variant=stage.variant or "", target=stage.target or "", results=(unmeasured,)))
     choices = tuple(
-        choose(tuple(d for d in decisions if d.target == target), _policy(result.plan.stages, target))
+        choose(
+            tuple(d for d in decisions if d.target == target),
+            codec.from_json(next(g.hints for g in gates if g.target == target).get("policy", {}), TargetObjective),
+        )
         for target in pipeline.benchmark.targets
         if any(d.target == target for d in decisions)
     )
-    registration = _registration(result.outcomes, ports)
+    registered = result.outcomes.get("register")
+    registration = None
+    if registered is not None and registered.manifest is not None:
+        registration = codec.loads(ports.store.read(registered.manifest["registration.json"]), Registration)
     manual = registration is not None and pipeline.register is not None and pipeline.register.promote == "manual"
     return Summary(
         pipeline=pipeline.pipeline,
         executed=result.executed(),
         outcomes=tuple(result.outcomes[stage.id] for stage in result.plan.stages),
-        decisions=decisions,
+        decisions=tuple(decisions),
         choices=choices,
         registration=registration,
         awaiting=tuple(c.target for c in choices if c.variant is not None) if manual else (),
         exit_code=_exit_code(result, choices),
     )
-
-
-def _policy(stages: Sequence[Stage], target: str) -> TargetObjective:
-    gates = (stage for stage in stages if stage.kind is StageKind.GATE and stage.target == target)
-    hints = next(stage.hints for stage in gates)
-    return codec.from_json(hints.get("policy", {}), TargetObjective)
-
-
-def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:
-    """Return the decision of a gate stage: ERROR with the failed stage where nothing was measured."""
-    manifest = outcomes[stage.id].manifest
-    if manifest is not None:
-        return codec.loads(ports.store.read(manifest["decision.json"]), Decision)
-    reason = _cause(stage.id, outcomes)
-    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
-    return Decision(variant=stage.variant or "", target=stage.target or "", results=(result,))
-
-
-def _cause(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> str:
-    outcome = _root(stage_id, outcomes)
-    return f"{outcome.stage}: {outcome.reason}"
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
@@ -116,29 +104,23 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
     return outcome
 
 
-def _registration(outcomes: Mapping[str, StageOutcome], ports: Ports) -> Registration | None:
-    outcome = outcomes.get("register")
-    if outcome is None or outcome.manifest is None:
-        return None
-    return codec.loads(ports.store.read(outcome.manifest["registration.json"]), Registration)
-
-
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     """With a choice for every target only its release can fail; else a wrong input comes first, then the verdicts."""
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
-        release = {stage.id for stage in result.plan.stages if stage.kind in _RELEASE}
+        kinds = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
+        release = {stage.id for stage in result.plan.stages if stage.kind in kinds}
         return max((error.exit_code for stage, error in result.errors.items() if stage in release), default=0)
     codes = [error.exit_code for error in result.errors.values()]
     if UserError.exit_code in codes:
         return UserError.exit_code
-    for verdict in _ORDER:
+    for verdict in (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE):
         if verdict in missing:
             return verdict.exit_code
     return max(codes, default=0)
 
 
-_CHOICES, _EVIDENCE, _RAW = "choices.json", "evidence/", "raw/"
+_CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
 """Commits of the base branch that are looked through: most touch no model, so that nothing was measured for them."""
 
@@ -192,9 +174,8 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
     for digest, evidence in evidence_of(summary, store).items():
         if (evidence.variant, evidence.target) in wanted:
             files[f"{_EVIDENCE}{evidence.variant}@{evidence.target}.json"] = digest
-            files |= (
-                {f"{_RAW}{evidence.variant}@{evidence.target}.npz": evidence.raw} if evidence.raw is not None else {}
-            )
+            if evidence.raw is not None:
+                files[f"raw/{evidence.variant}@{evidence.target}.npz"] = evidence.raw
     store.record(_key(root, summary.pipeline, commit), Manifest(files=files))
 
 
@@ -251,21 +232,17 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
         for commit in listed:
             recorded = None if commit == own else store.lookup(_key(root, pipeline, commit))
             if recorded is not None:
-                return _read(store, name, commit, recorded)
+                evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
+                return BaseRelease(
+                    branch=name,
+                    commit=commit,
+                    choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
+                    evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
+                )
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
     why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
     return BaseRelease(branch=name, why=why)
-
-
-def _read(store: Store, name: str, commit: str, recorded: Manifest) -> BaseRelease:
-    evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
-    return BaseRelease(
-        branch=name,
-        commit=commit,
-        choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
-        evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
-    )
 
 
 def _key(root: Path, pipeline: str, commit: str) -> Digest:

@@ -7,6 +7,7 @@ there.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -15,13 +16,17 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.command import PROGRAM, Result, clean, run_command
+
+if TYPE_CHECKING:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = "configs/pipelines/digits-mlp.yaml"
@@ -76,6 +81,22 @@ class Project:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         return clean({"ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})})
+
+    def ask(self, endpoint: str, path: str, body: object, content_type: str = "application/json") -> Any:
+        """What an endpoint answers to one request of bytes, or of a document as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url = f"{self.status(endpoint)['address']}/{path}"
+        request = urllib.request.Request(url, data, {"content-type": content_type})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    @property
+    def registry(self) -> MlflowRegistry:
+        """The project's registry, read beside its commands."""
+        from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
+        state = self.root / ".onnx-ops"
+        return MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
 
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +44,8 @@ def project(fresh_project: Project) -> Project:
 
 
 def answer(project: Project) -> list[float]:
-    status = project.status("softsign")
-    body = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
-    request = urllib.request.Request(f"{status['address']}/invocations", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        found: list[list[float]] = json.load(response)["predictions"]["y"]
+    found: list[list[float]]
+    found = project.ask("softsign", "invocations", {"inputs": {"x": [[-1.0, 0.0, 3.0]]}})["predictions"]["y"]
     return found[0]
 
 
