@@ -241,7 +241,7 @@ def _call(command: Callable[..., None], *arguments: Any, changes: bool = False, 
     reset = collected_output.set(collected)
     try:
         with contextlib.redirect_stdout(screen), storage_errors():
-            command.__wrapped__(*arguments, **options)  # type: ignore[attr-defined]
+            command(*arguments, **options)
     except typer.Exit as ended:
         code = ended.exit_code
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from onnx_ops.app.context import ask_git
+from onnx_ops.app.context import ask_git, resolve_commit
 from onnx_ops.app.project import Project, check
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
@@ -69,7 +69,7 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
-    if not knows_commit(root, base):
+    if not resolve_commit(root, base):
         raise UserError(
             f"git knows no commit {base!r}",
             where=str(root),
@@ -80,13 +80,6 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     listed = ask_git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", fork, "--")
     loose = ask_git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset(name for name in (listed + loose).split("\0") if name)
-
-
-def knows_commit(root: Path, name: str) -> bool:
-    """Whether the repository around `root` has this commit."""
-    return bool(
-        ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True)
-    )
 
 
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:

@@ -107,6 +107,12 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     return process.stdout if process.returncode == 0 else ""
 
 
+def resolve_commit(root: Path, name: str) -> str:
+    """Return the digest of a commit that the repository around a folder has; else an empty text."""
+    revision = f"{name}^{{commit}}"
+    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
+
+
 def read_git_sha(root: Path) -> str:
     """Return the commit of the project's checkout; empty outside a repository."""
     return ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,41 +55,32 @@ class MeasurementLock:
         self._working = 0
         self._measuring = False
 
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
+    def work(self) -> AbstractContextManager[None]:
         """Do work whose duration is not measured."""
-        with self._turn(alone=False):
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._working -= 1
-                self._changed.notify_all()
+        return self._turn(alone=False)
 
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
+    def measure(self) -> AbstractContextManager[None]:
         """Do work whose results are times."""
-        with self._turn(alone=True):
-            self._measuring = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._measuring = False
-                self._changed.notify_all()
+        return self._turn(alone=True)
 
     @contextlib.contextmanager
     def _turn(self, *, alone: bool) -> Iterator[None]:
-        """Wait for this caller's turn; the next one sees what the block changes."""
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._changed.wait_for(
                 lambda: self._admitted == ticket and not self._measuring and not (alone and self._working)
             )
             self._admitted += 1
-            yield
+            self._measuring = alone
+            self._working += not alone
             self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._working -= not alone
+                self._changed.notify_all()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.execution import hold_key_lock
+from onnx_ops.app.execution import ExecuteStage, hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -30,8 +30,6 @@ from onnx_ops.release.journal import format_stream_name
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 
-Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
-
 CODE = "code.json"
 """Of a trained model: the modules of its classes, and what those rest on: the project's files, and packages."""
 
@@ -44,7 +42,7 @@ class StageHandler:
     """`perform` executes stages that compute something; release stages are operations, for which `actor` answers."""
 
     ports: Ports
-    perform: Execute
+    perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
     """Why what runs elsewhere under the name of an endpoint may be left behind; empty: it may not."""

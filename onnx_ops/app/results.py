@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.app.context import ask_git
+from onnx_ops.app.context import ask_git, resolve_commit
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
@@ -166,7 +166,7 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 
     Nothing is recorded outside a repository, or where files differ from the commit.
     """
-    commit = ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
+    commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):
         return
     wanted = {(choice.variant or EXPORT, choice.target) for choice in summary.choices}
@@ -184,7 +184,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
     The folder keeps the newest commits.
     """
-    commit = _commit(root, "HEAD")
+    commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
     if recorded is None:
         return
@@ -221,14 +221,14 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     """
     name = name or base
     try:
-        tip = _commit(root, base) or _commit(root, f"origin/{base}")
+        tip = resolve_commit(root, base) or resolve_commit(root, f"origin/{base}")
         if not tip:
             return BaseRelease(
                 branch=name, why=f"git knows no commit {base!r} here: fetch the branch with its history."
             )
         fork = ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip() or tip
         listed = ask_git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--").split()
-        own = "" if _is_changed(root) else _commit(root, "HEAD")
+        own = "" if _is_changed(root) else resolve_commit(root, "HEAD")
         for commit in listed:
             recorded = None if commit == own else store.lookup(_key(root, pipeline, commit))
             if recorded is not None:
@@ -249,11 +249,6 @@ def _key(root: Path, pipeline: str, commit: str) -> Digest:
     """One repository may hold several projects."""
     folder = ask_git(root, "rev-parse", "--show-prefix", may_fail=True).strip()
     return digest_json(["commit", folder, pipeline, commit])
-
-
-def _commit(root: Path, name: str) -> str:
-    revision = f"{name}^{{commit}}"
-    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
 
 
 def _is_changed(root: Path) -> bool:

@@ -31,6 +31,7 @@ Actor = Annotated[
     str, typer.Option("--actor", help="User recorded in the audit log (default: user@host).", show_default=False)
 ]
 Reason = Annotated[str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)]
+Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 SetValue = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
 ]

@@ -14,8 +14,8 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoints,
     Reason,
-    handle_errors,
     open_project,
     parse_duration,
     print_error,
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from onnx_ops.release.prune import OrphanSurvey, PrunePlan
     from onnx_ops.release.status import EndpointStatus, HistoryLine
 
-Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 OfModel = Annotated[str, typer.Option("--model", help="Only endpoints of this registered model.", show_default=False)]
 OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only endpoints of this target.", show_default=False)]
 
 
-@handle_errors
 def status(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -81,7 +79,6 @@ def status(
     raise typer.Exit(max(codes, default=0))
 
 
-@handle_errors
 def history(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -125,7 +122,6 @@ def history(
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
-@handle_errors
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
     keep: Annotated[int, typer.Option("--keep", min=0, help="Number of newest releases of each model to keep.")] = 5,
@@ -161,7 +157,6 @@ def prune(
         _prune_report(done, ports.clock.now(), removed=yes)
 
 
-@handle_errors
 def delete(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",

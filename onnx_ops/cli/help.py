@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from onnx_ops.cli.common import handle_errors
+
+F = TypeVar("F", bound=Callable[..., None])
 
 
 class Command(TyperCommand):
@@ -25,6 +30,16 @@ class Command(TyperCommand):
 def make_group(name: str, text: str, example: str) -> typer.Typer:
     """Return a command whose sub-commands are still to be added."""
     return typer.Typer(name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}")
+
+
+def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
+    """Add a function to the sub-commands of a group; the errors that it raises become exit codes."""
+
+    def add(function: F) -> F:
+        group.command(name, cls=Command)(handle_errors(function))
+        return function
+
+    return add
 
 
 class CommandGroup(TyperGroup):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, open_project, print_json
+from onnx_ops.cli.common import AsJson, open_project, print_json
 from onnx_ops.cli.terminal import console, markup, print_table, print_text
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from onnx_ops.onnx_graph.model_summary import ModelSummary
 
 
-@handle_errors
 def inspect(
     model: Annotated[
         str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, handle_errors, open_project, print_result, writing
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result, writing
 from onnx_ops.cli.terminal import Markup, print_table, print_text, say, verdict_markup
 from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import NotFoundError, UserError
@@ -29,7 +29,6 @@ _SHOWN = 3
 """Reasons that are printed; the table holds all verdicts."""
 
 
-@handle_errors
 def judge(
     baseline: Annotated[str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")],
     candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, open_project, print_json
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import say
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
@@ -26,8 +26,7 @@ keys = make_group(
 )
 
 
-@keys.command("list", cls=Command)
-@handle_errors
+@add_command(keys, "list")
 def keys_list(as_json: AsJson = False) -> None:
     """List the keys: which one signs here, which are trusted, which are retired.
 
@@ -50,8 +49,7 @@ def keys_list(as_json: AsJson = False) -> None:
         say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
 
-@keys.command("new", cls=Command)
-@handle_errors
+@add_command(keys, "new")
 def keys_new(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Another file than the signing key's.")
@@ -72,8 +70,7 @@ def keys_new(
         say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (copy it to every machine that verifies)")
 
 
-@keys.command("rotate", cls=Command)
-@handle_errors
+@add_command(keys, "rotate")
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
@@ -89,8 +86,7 @@ def keys_rotate(as_json: AsJson = False) -> None:
     say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
-@keys.command("retire", cls=Command)
-@handle_errors
+@add_command(keys, "retire")
 def keys_retire(
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
     force: Annotated[bool, typer.Option("--force", help="Even if versions in use lose their decision.")] = False,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, open_project, print_json
+from onnx_ops.cli.common import AsJson, open_project, print_json
 from onnx_ops.cli.progress import working
 from onnx_ops.cli.terminal import KEEP, Markup, markup, print_table
 from onnx_ops.config.binding import bind_settings
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from onnx_ops.ports import Runtime
 
 
-@handle_errors
 def doctor(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
@@ -65,7 +64,6 @@ def doctor(
         raise typer.Exit(4)
 
 
-@handle_errors
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
@@ -106,7 +104,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @_with_options
-@handle_errors
 def serve(
     state_dir: Annotated[Path, typer.Option(help="Folder of the endpoint: table, token, log.")],
     host: Annotated[str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")] = "127.0.0.1",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, open_project, print_json
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.common import AsJson, Endpoints, open_project, print_json
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from onnx_ops.config.settings import Settings
 
 
-@handle_errors
 def notify(
-    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    endpoints: Endpoints = None,
     test: Annotated[bool, typer.Option("--test", help="Send only a test message through every notifier.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -70,8 +69,7 @@ webhooks = make_group(
 WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need others.")]
 
 
-@webhooks.command("install", cls=Command)
-@handle_errors
+@add_command(webhooks, "install")
 def webhooks_install(
     url: Annotated[str, typer.Option(help="Where MLflow's server reaches the receiver; ends in /webhooks/mlflow.")],
     name: WebhookName = "onnx-ops",
@@ -89,8 +87,7 @@ def webhooks_install(
     _report_webhook(client.install(url, make_secret(settings.webhook_secret, os.environ)), as_json=as_json)
 
 
-@webhooks.command("check", cls=Command)
-@handle_errors
+@add_command(webhooks, "check")
 def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
     """Send test deliveries of the webhook.
 
@@ -102,8 +99,7 @@ def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> N
     _report_webhook(client.check(), as_json=as_json)
 
 
-@webhooks.command("remove", cls=Command)
-@handle_errors
+@add_command(webhooks, "remove")
 def webhooks_remove(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
     """Remove the webhook from MLflow.
 

@@ -17,7 +17,6 @@ from onnx_ops.cli.common import (
     Quiet,
     SetValue,
     documents,
-    handle_errors,
     open_project,
     print_json,
     print_result,
@@ -68,7 +67,6 @@ Jobs = Annotated[
 ]
 
 
-@handle_errors
 def check(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
     overrides: SetValue = None,
@@ -115,7 +113,6 @@ def check(
     )
 
 
-@handle_errors
 def plan(
     file: File, overrides: SetValue = None, until: Until = None, no_cache: NoCache = None, as_json: AsJson = False
 ) -> None:
@@ -142,7 +139,6 @@ def plan(
     print_json({"pipeline": prepared.plan.pipeline, "stages": stages})
 
 
-@handle_errors
 def run(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")],
     overrides: SetValue = None,
@@ -216,7 +212,6 @@ def run(
     raise typer.Exit(summary.exit_code)
 
 
-@handle_errors
 def affected(
     since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
     as_json: AsJson = False,
@@ -253,7 +248,6 @@ class TemplateChoice(StrEnum):
     ONNX = "onnx"
 
 
-@handle_errors
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
     template: Annotated[

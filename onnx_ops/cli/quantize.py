@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, handle_errors, open_project, print_json
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json
 from onnx_ops.cli.terminal import print_text, say
 from onnx_ops.cli.tools import advise, load_rows, show_progress
 from onnx_ops.domain.artifact import digest_file
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from onnx_ops.tools.quantize import QuantizedFile
 
 
-@handle_errors
 def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],

@@ -12,10 +12,10 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoints,
     Quiet,
     Reason,
     exit_after_steps,
-    handle_errors,
     open_project,
     parse_duration,
     parse_version,
@@ -25,7 +25,7 @@ from onnx_ops.cli.common import (
     steps_to_document,
     writing,
 )
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.progress import working
 from onnx_ops.cli.terminal import print_table, print_text, say, verdict_markup
 from onnx_ops.errors import UserError
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
 
-@handle_errors
 def explain(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
@@ -71,7 +70,6 @@ def explain(
     raise typer.Exit(combine_verdicts(e.decision.verdict for e in explanations).exit_code)
 
 
-@handle_errors
 def promote(
     model: Annotated[str, typer.Argument(help="Registered model.")],
     version: Annotated[str, typer.Argument(help="Its version.")],
@@ -110,9 +108,8 @@ def promote(
     exit_after_steps(reports, errors)
 
 
-@handle_errors
 def reconcile(
-    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    endpoints: Endpoints = None,
     actor: Actor = "",
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until SIGTERM or Ctrl-C.")] = False,
     interval: Annotated[str, typer.Option(metavar="DURATION", help="Time between two passes of --watch.")] = "5s",
@@ -168,7 +165,6 @@ def reconcile(
     exit_after_steps(reports, errors)
 
 
-@handle_errors
 def report(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     output: Annotated[
@@ -197,7 +193,6 @@ def report(
         typer.echo(str(path))
 
 
-@handle_errors
 def export_dvc(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="Any version of the release, e.g. digits/3.")],
     metrics: Annotated[Path, typer.Option(metavar="FILE", help="Output file for metrics.")] = Path("metrics.json"),
@@ -236,8 +231,7 @@ drift = make_group(
 )
 
 
-@drift.command("check", cls=Command)
-@handle_errors
+@add_command(drift, "check")
 def drift_check(
     pipelines: Annotated[
         list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default.")

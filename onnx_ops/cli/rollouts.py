@@ -21,7 +21,6 @@ from onnx_ops.cli.common import (
     Quiet,
     Reason,
     exit_after_steps,
-    handle_errors,
     open_project,
     parse_duration,
     print_error,
@@ -29,7 +28,7 @@ from onnx_ops.cli.common import (
     print_result,
     print_steps,
 )
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import Markup, console, markup, say
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import StillPendingError, UserError
@@ -49,8 +48,7 @@ rollout = make_group(
 Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 
 
-@rollout.command("status", cls=Command)
-@handle_errors
+@add_command(rollout, "status")
 def rollout_status(
     endpoint: Endpoint,
     watch: Annotated[bool, typer.Option("--watch", help="Keep refreshing until the rollout finishes.")] = False,
@@ -81,8 +79,7 @@ def rollout_status(
         raise typer.Exit(1)
 
 
-@rollout.command("resume", cls=Command)
-@handle_errors
+@add_command(rollout, "resume")
 def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Resume a paused rollout, or approve its next step.
 
@@ -91,8 +88,7 @@ def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", a
     _command(OperatorCommand.ADVANCE, endpoint, reason, actor, as_json=as_json)
 
 
-@rollout.command("pause", cls=Command)
-@handle_errors
+@add_command(rollout, "pause")
 def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Hold a rollout at its current step.
 
@@ -101,8 +97,7 @@ def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as
     _command(OperatorCommand.PAUSE, endpoint, reason, actor, as_json=as_json)
 
 
-@rollout.command("abort", cls=Command)
-@handle_errors
+@add_command(rollout, "abort")
 def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Abort a rollout: move all traffic back to the stable version.
 
@@ -193,7 +188,6 @@ def _describe_end(ports: Ports, endpoint: str) -> tuple[Text, bool]:
     return Text(text), last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-@handle_errors
 def rollback(
     endpoints: Annotated[list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, handle_errors, open_project, print_json
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json
 from onnx_ops.cli.progress import working
 from onnx_ops.cli.terminal import KEEP, error_console, markup, print_table, print_text, say
 from onnx_ops.errors import NotFoundError, UserError
@@ -41,7 +41,6 @@ Dims = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of random rows and of the order of runs.")]
 
 
-@handle_errors
 def bench(
     model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
     *,
