@@ -59,10 +59,6 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
 
     Without a `base` all paths count.
-
-    Raises:
-        UserError: there is no repository, or no such commit.
-        InfrastructureError: git failed.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")

@@ -53,12 +53,7 @@ class ChampionRecord:
 
 
 def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
-    """Return the champions of all targets, or those of some pipelines or models.
-
-    Raises:
-        UserError: a name has no champion.
-        ServiceUnavailableError: the registry does not answer.
-    """
+    """Return the champions of all targets, or those of some pipelines or models."""
     champions: list[ChampionRecord] = []
     for model, aliases in sorted(ports.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):

@@ -87,12 +87,7 @@ def _source(settings: Settings, name: str) -> DataSource:
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return what git prints; with `may_fail` nothing where it fails, or is not installed.
-
-    Raises:
-        UserError: Git failed.
-        InfrastructureError: Git is not installed.
-    """
+    """Return what git prints; with `may_fail` nothing where it fails, or is not installed."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False

@@ -227,19 +227,9 @@ def get_pool(stage: Stage) -> str:
 def ask(
     pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
 ) -> Manifest:
-    """Return what a worker of the stage's pool measured.
+    """Return what a worker of the stage's pool measured. Raise what was raised there.
 
-    Args:
-        pools: hands out the work.
-        store: shared with the workers.
-        stage: a benchmark.
-        key: its key.
-        inputs: its inputs.
-        attempt: new for each asking, so that an old answer is never taken for this one's.
-
-    Raises:
-        OnnxOpsError: what was raised there.
-        MeasurementError: nobody answered.
+    `attempt` is new for each request, so that an old answer is never taken for that of this one.
     """
     pool = get_pool(stage)
     pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)

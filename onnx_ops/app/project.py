@@ -96,12 +96,8 @@ def check(
 ) -> CheckedFile:
     """Check a pipeline file.
 
-    Args:
-        project: that the file belongs to.
-        file: path of the file.
-        overrides: `path=value`.
-        static: look at the file and the project's source code only, not at data and models.
-        machine: look also for the packages and credentials that a whole run needs here.
+    With `static` only the file and the project's source code are looked at, not data and models; with `machine` also
+    the packages and credentials that a whole run needs here.
 
     Raises:
         ConfigError: the file has problems; the error holds all of them.
@@ -236,12 +232,7 @@ def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
 def prepare(
     project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
 ) -> PreparedPipeline:
-    """Check a file and plan it.
-
-    Raises:
-        ConfigError: the file has problems.
-        UserError: something that it names does not exist.
-    """
+    """Check a file and plan it."""
     from onnx_ops.app.probe import ProjectProbe
     from onnx_ops.pipeline import plan
 
@@ -265,11 +256,7 @@ def preview_plan(
 
 
 def require_packages(project: Project, plan: Plan) -> None:
-    """Refuse a plan that needs packages which are not installed here, before any of its stages begins.
-
-    Raises:
-        MissingPackageError: names all of them, the first stage that needs each, and the extras that bring them.
-    """
+    """Refuse a plan that needs packages which are not installed here, before any of its stages begins."""
     if needed := _missing_packages(project, plan):
         missing = [name for _, names in needed for name in names]
         why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in needed)

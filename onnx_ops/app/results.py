@@ -135,13 +135,7 @@ _BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SY
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
-    """Return who made this state of the project, by git and else by the variables of a CI service.
-
-    Args:
-        root: folder of the project.
-        now: seconds since the epoch.
-        environ: environment variables.
-    """
+    """Return who made this state of the project, by git and else by the variables of a CI service."""
     head = "HEAD"
     if _first(environ, _BASE_VARIABLES) and ask_git(root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True):
         head = "HEAD^2"  # a pull request is checked out as its merge, which the service has made
@@ -212,12 +206,7 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
     """Return what is recorded of the commit where this branch left its base, or of the last one before it.
 
-    Args:
-        root: folder of the project.
-        store: where runs have recorded their figures.
-        pipeline: name of the pipeline.
-        base: branch, tag or commit; a branch may be known as that of `origin` only.
-        name: what people call it, if not by `base`.
+    The base is a branch, which may be known as that of `origin` only, a tag or a commit; `name` is what people call it.
     """
     name = name or base
     try:

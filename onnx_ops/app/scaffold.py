@@ -97,19 +97,7 @@ _WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
-    """Write a project into a folder that is empty or not there yet.
-
-    Args:
-        folder: its root.
-        name: of the pipeline, the registered model and the endpoint.
-        template: what it starts from.
-
-    Returns:
-        Its files, relative to the root, sorted.
-
-    Raises:
-        UserError: the name is none, or the folder holds something.
-    """
+    """Write a project into a folder that is empty or not there yet; return its files, sorted."""
     remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
@@ -146,12 +134,7 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
 
 
 def write_wheel(installed: Distribution, folder: Path) -> Path:
-    """Write the wheel of this release, from the files that run here.
-
-    Args:
-        installed: holds the metadata, of an installed wheel or of a checkout.
-        folder: gets the wheel.
-    """
+    """Write the wheel of this release, from the files that run here."""
     stem = f"onnx_ops-{installed.version}"
     metadata = f"{stem}.dist-info"
     file = PACKAGE.parent / "pyproject.toml"

@@ -123,11 +123,7 @@ def open_project() -> Project:
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Return a duration in seconds; `m` is accepted for minutes.
-
-    Raises:
-        UserError: It is not a duration.
-    """
+    """Return a duration in seconds; `m` is accepted for minutes."""
     from onnx_ops.config.quantities import parse_quantity
 
     try:
@@ -137,11 +133,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_version(text: str, command: str) -> tuple[str, str]:
-    """Return model and version of `MODEL/VERSION`. `command` is shown in the example.
-
-    Raises:
-        UserError: It is not of that form.
-    """
+    """Return model and version of `MODEL/VERSION`. `command` is shown in the example."""
     model, _, number = text.rpartition("/")
     number = number.removeprefix("v")
     if not model or not number:

@@ -62,11 +62,7 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
-    """Return what a provider finds for the endpoints of these pipeline files and for those that exist.
-
-    Raises:
-        UserError: there is no such provider, or a file is wrong.
-    """
+    """Return what a provider finds for the endpoints of these pipeline files and for those that exist."""
     deploys = [
         entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
     ]

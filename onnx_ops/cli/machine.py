@@ -176,9 +176,6 @@ def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     """Return why figures from here would not be the target's.
 
     A provider may be in the build, and its hardware absent.
-
-    Raises:
-        OnnxOpsError: the machine lacks something, or no session can be built.
     """
     from onnx_ops.measure.execution import require_hardware
 

@@ -190,13 +190,7 @@ def _seconds(value: float) -> str:
 
 @contextlib.contextmanager
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
-    """Show the progress of a command that may take longer than two seconds; begins with the first step.
-
-    Args:
-        command: whose durations are remembered.
-        steps: names of what it does, in order; `StepProgress.plan` gives them later where they are not known yet.
-        quiet: show nothing.
-    """
+    """Show the steps of a command that may take longer than two seconds; begin with the first."""
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = Durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)

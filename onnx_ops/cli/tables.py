@@ -84,15 +84,7 @@ def summary_report(
     *,
     details: bool,
 ) -> None:
-    """Print what a run came to.
-
-    Args:
-        summary: what it came to.
-        errors: of failed stages.
-        project: whose endpoints serve it.
-        evidence: by variant and target.
-        details: print every gate result instead of key metrics and failures.
-    """
+    """Print what a run came to; with `details` every gate result instead of key metrics and failures."""
     decisions = _without(errors, summary.decisions)
     if details and decisions:
         gate_report(result_table(decisions))

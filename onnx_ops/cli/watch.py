@@ -31,14 +31,7 @@ _LAST_WORDS_S = 15.0
 def keep_watching(
     project: Project, endpoints: tuple[str, ...], *, interval: str, listen: str | None, actor: str, as_json: bool
 ) -> None:
-    """Watch until SIGTERM or SIGINT.
-
-    Raises:
-        NotFoundError: an endpoint is not known, or there is no webhook secret to listen with.
-        UserError: a duration or address is wrong.
-        ServiceUnavailableError: the address cannot be bound.
-        MissingPackageError: the registry or the receiver cannot do without it.
-    """
+    """Watch until SIGTERM or SIGINT."""
     project.ports.registry()
     if listen is not None:
         require("starlette", "uvicorn", where="--listen")

@@ -464,12 +464,10 @@ def command(name: str, words: str, change: Change = lambda _: None, code: int = 
 
 
 COMMANDS = (
-    command("a misspelt command", "chekc configs/pipelines/shop.yaml"),
     command("no file", "run"),
     command("a misspelt option", "run configs/pipelines/shop.yaml --untl gate"),
     command("an unknown stage", "run configs/pipelines/shop.yaml --until gat"),
     command("a word for a number of jobs", "run configs/pipelines/shop.yaml --jobs all"),
-    command("a pipeline file that is missing", "run nope.yaml"),
     command("a misspelt pipeline file", "plan configs/pipelines/shp.yaml"),
     command("a folder for a pipeline file", "check configs/pipelines"),
     command("a model for a pipeline file", "run model.onnx"),
@@ -482,22 +480,12 @@ COMMANDS = (
     command(
         "onnx-ops.toml that is not TOML", "check configs/pipelines/shop.yaml", written("onnx-ops.toml", "store = x\n")
     ),
-    command("a misspelt model file", "inspect modle.onnx"),
     command("data for a model", "inspect data/test.npz"),
-    command("a folder without a model", "inspect models"),
     command("one model for two", "judge model.onnx"),
-    command("data that are missing", "judge model.onnx model.onnx --data nope.npz"),
-    command("a label that the data lack", "judge model.onnx model.onnx --data data/test.npz --labels target"),
     command("a limit without a percent sign", "judge model.onnx model.onnx --max-regression 5"),
-    command("an unknown target of a tool", "bench model.onnx --target cpu-4"),
-    command("an unknown method of a tool", "quantize model.onnx out.onnx --method dinamic"),
-    command("an endpoint that is not there", "status nope"),
-    command("a rollback of nothing", "rollback"),
     command("an unknown verb of rollouts", "rollout start shop"),
     command("m for minutes in an option", "history shop --since 20m"),
-    command("a model without a version", "explain shop"),
     command("a project in a folder that is not empty", "init ."),
     command("an unknown provider of doctor", "doctor --provider aws"),
-    command("a notifier that is not set", "notify --test"),
     command("a deletion that is not confirmed", "delete shop"),
 )
