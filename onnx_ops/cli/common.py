@@ -36,7 +36,6 @@ SetValue = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
 ]
 
-INTERRUPTED = 130
 _GROUPS = ("drift", "keys", "rollout", "webhooks")
 """Commands that have sub-commands."""
 
@@ -62,29 +61,22 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             with redirect, storage_errors():
                 return command(*args, **kwargs)
-        except OnnxOpsError as error:
-            shown = _name_command(error, command.__name__) if isinstance(error, MissingPackageError) else error
-            print_error(shown, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(error.exit_code) from error
-        except ModuleNotFoundError as error:
-            if not has_extra(imported(error)):
+        except (OnnxOpsError, ModuleNotFoundError) as error:
+            if not isinstance(error, OnnxOpsError) and not has_extra(imported(error)):
                 raise
-            missing = _name_command(missing_package(imported(error), where=""), command.__name__)
-            print_error(missing, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(missing.exit_code) from error
+            shown = error if isinstance(error, OnnxOpsError) else missing_package(imported(error), where="")
+            if isinstance(shown, MissingPackageError):  # name the command: `rollout_status` is `rollout status`
+                group, _, verb = command.__name__.partition("_")
+                name = f"{group} {verb}" if group in _GROUPS else command.__name__.replace("_", "-")
+                where = f"onnx-ops {name}{f', {shown.where}' if shown.where else ''}"
+                shown = MissingPackageError(shown.what, where=where, why=shown.why, remedy=shown.remedy)
+            print_error(shown, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(shown.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; finished work is kept, run again to continue", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(130) from None
 
     return wrapped
-
-
-def _name_command(error: MissingPackageError, function: str) -> MissingPackageError:
-    """Return the error with the command that needs the package: `rollout_status` is `rollout status`."""
-    group, _, command = function.partition("_")
-    name = f"{group} {command}" if group in _GROUPS else function.replace("_", "-")
-    where = f"onnx-ops {name}{f', {error.where}' if error.where else ''}"
-    return MissingPackageError(error.what, where=where, why=error.why, remedy=error.remedy)
 
 
 def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
