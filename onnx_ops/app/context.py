@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KEY_FILE_REMEDY = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
-
 
 def build_ports(settings: Settings) -> Ports:
     """Return the adapters that the settings describe. Nothing is opened before it is used."""
@@ -70,7 +68,7 @@ def build_ports(settings: Settings) -> Ports:
         runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
-        git_sha=_once(lambda: read_git_sha(settings.root)),
+        git_sha=_once(lambda: resolve_commit(settings.root, "HEAD")),
         conditions=read_conditions,
         journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
@@ -106,11 +104,6 @@ def resolve_commit(root: Path, name: str) -> str:
     """Return the digest of a commit that the repository around a folder has; else an empty text."""
     revision = f"{name}^{{commit}}"
     return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
-
-
-def read_git_sha(root: Path) -> str:
-    """Return the commit of the project's checkout; empty outside a repository."""
-    return ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
@@ -159,7 +152,8 @@ def _signer(settings: Settings) -> Signer | None:
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=KEY_FILE_REMEDY)
+        remedy = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
+        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return EcdsaSigner(settings.signing_key)
 
 

@@ -192,7 +192,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
 
 def import_commits(root: Path, store: Store, folder: Path) -> None:
-    """Record what `share_commit` left in a folder; nothing if there is no such folder."""
+    """Record what `export_commit` left in a folder; nothing if there is no such folder."""
     for place in sorted(folder.glob("*/*/")):
         files = {
             path.relative_to(place).as_posix(): store.put_file(path)
