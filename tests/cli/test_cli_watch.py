@@ -19,9 +19,10 @@ from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
-from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, until, watching
+from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, watching
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 

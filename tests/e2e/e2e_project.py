@@ -14,8 +14,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -24,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.command import PROGRAM, Result, clean, run_command
+from tests.support.processes import ROOT
+from tests.support.server import stop_endpoints
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
-ROOT = Path(__file__).resolve().parents[2]
 MLP = "configs/pipelines/digits-mlp.yaml"
 COPIED = ("configs", "examples", "flows", "prefect.yaml")
 ONLY_FP32 = "quantize=[]"
@@ -106,12 +105,8 @@ class Project:
         reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
-        from onnx_ops.adapters.endpoints.local_server import LocalServer
-
         self._end_what_a_rollback_left_to_do()
-        folder = self.root / ".onnx-ops" / "endpoints"
-        for endpoint in folder.iterdir() if folder.is_dir() else ():
-            LocalServer(endpoint, sys.executable).stop()
+        stop_endpoints(self.root / ".onnx-ops" / "endpoints")
 
     def _end_what_a_rollback_left_to_do(self) -> None:
         """A process in the background that would bring an endpoint back as soon as it is stopped."""
@@ -197,13 +192,3 @@ def _relocate(state: Path, old: str, new: str) -> None:
                 if kind.startswith(("VARCHAR", "TEXT")):
                     change = f"""UPDATE "{table}" SET "{column}" = replace("{column}", ?, ?)"""  # noqa: S608 (names from the schema)
                     database.execute(f"""{change} WHERE instr("{column}", ?)""", (old, new, old))
-
-
-def until(condition: Any, *, seconds: float = 60.0, what: str = "condition") -> Any:
-    """Wait for something to become true; the time is a limit of patience, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not come true within {seconds:.0f} s")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.e2e_project import ROOT, Project, until
+from tests.e2e.e2e_project import Project
 from tests.support.operators import build_library, write_softsign
+from tests.support.processes import ROOT, until
 
 pytestmark = pytest.mark.services
 

@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.e2e_project import ONLY_FP32, Project, until
+from tests.e2e.e2e_project import ONLY_FP32, Project
 from tests.e2e.prefect_site import PrefectSite, site_of
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 

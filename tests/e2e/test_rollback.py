@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project, until
+from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 
