@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,19 +11,15 @@ import pytest
 
 from onnx_ops.app.project import execute, open_project, prepare
 from tests.adapters.dvc_parts import Repository, dvc, source
+from tests.support.checkout import copy_parts
 from tests.support.command import Result, run_command
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with one release of one variant."""
     root = tmp_path_factory.mktemp("dvc-released")
-    for name in ("configs/targets", "examples"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "configs/pipelines").mkdir()
-    shutil.copyfile(ROOT / "configs/pipelines/iris-onnx.yaml", root / "configs/pipelines/iris-onnx.yaml")
+    copy_parts(root, "configs/targets", "examples", "configs/pipelines/iris-onnx.yaml")
     (root / "onnx-ops.toml").write_text("signing = 'auto'\n")
     project = open_project(root)
     execute(project, prepare(project, root / "configs/pipelines/iris-onnx.yaml"))

@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support.checkout import copy_parts
 from tests.support.command import PROGRAM, Result, clean, run_command
-from tests.support.processes import ROOT
 from tests.support.server import stop_endpoints
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow import MlflowRegistry
 
 MLP = "configs/pipelines/digits-mlp.yaml"
-COPIED = ("configs", "examples", "flows", "prefect.yaml")
 ONLY_FP32 = "quantize=[]"
 SECOND = "train.with.seed=8"
 """What makes the second release of `Releases` another one than the first."""
@@ -117,12 +116,7 @@ class Project:
 
 
 def make_project(folder: Path) -> Project:
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.is_file():
-            shutil.copyfile(source, folder / name)
+    copy_parts(folder, "configs", "examples", "flows", "prefect.yaml")
     for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
         # Tests share their machine with each other, and send no load that a canary could be judged by; where latency
         # or the rollout is the subject, a test sets it itself.
