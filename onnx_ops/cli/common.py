@@ -91,6 +91,12 @@ def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
     render_error(error_console(), error)
 
 
+def print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print errors for people."""
+    for error in errors.values():
+        print_error(error, as_json=False)
+
+
 def print_json(document: Any) -> None:
     """Print one document on standard output."""
     output = sys.__stdout__ or sys.stdout
@@ -152,8 +158,7 @@ def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str
             say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
         if steps[-1].registry_down:
             say(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
-    for error in (errors or {}).values():
-        print_error(error, as_json=False)
+    print_errors(errors or {})
 
 
 def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:

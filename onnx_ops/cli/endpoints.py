@@ -18,7 +18,7 @@ from onnx_ops.cli.common import (
     Reason,
     open_project,
     parse_duration,
-    print_error,
+    print_errors,
     print_json,
     print_result,
 )
@@ -71,7 +71,7 @@ def status(
     def report() -> None:
         if statuses or not errors:
             status_report(statuses, ports.clock.now())
-        _print_errors(errors)
+        print_errors(errors)
 
     print_result(lambda: [*map(status_document, statuses), *_failed(errors)], report, as_json=as_json)
     codes = [error.exit_code for error in errors.values()]
@@ -118,7 +118,7 @@ def history(
         print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
         (traffic_chart if traffic else history_table)(lines)
-        _print_errors(errors)
+        print_errors(errors)
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
@@ -183,11 +183,6 @@ def delete(
 
 def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
     return [{"endpoint": name, **error.as_document()} for name, error in errors.items()]
-
-
-def _print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
-    for error in errors.values():
-        print_error(error, as_json=False)
 
 
 def _parse_moment(text: str, now: float) -> float:

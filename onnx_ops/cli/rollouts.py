@@ -23,7 +23,7 @@ from onnx_ops.cli.common import (
     exit_after_steps,
     open_project,
     parse_duration,
-    print_error,
+    print_errors,
     print_json,
     print_result,
     print_steps,
@@ -243,8 +243,7 @@ def rollback(
                 say(f"{name}: {done.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
             else:
                 say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
-        for error in errors.values():
-            print_error(error, as_json=False)
+        print_errors(errors)
     owing = [name for name in names if name in moved and moved[name].pending_aliases]
     owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
     finish = partial(_finish, actor=actor) if wait else _hand_over
