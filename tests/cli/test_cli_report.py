@@ -29,10 +29,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             files={"model.onnx": model},
             manifest=Manifest(files={"model.onnx": digest_file(model)}),
             evidence=evidence,
-            metrics={},
-            decisions={},
-            signed={},
-            description="",
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
