@@ -313,11 +313,10 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
 def _orphan_report(survey: OrphanSurvey) -> None:
     """Print what providers hold that no release needs."""
     if survey.orphans:
-        rows = [
-            (one.endpoint, one.provider, left.kind, left.name, "yes" if left.paid else "", left.why)
-            for one in survey.orphans
-            for left in (one.leftover,)
-        ]
+        rows = []
+        for orphan in survey.orphans:
+            left = orphan.leftover
+            rows.append((orphan.endpoint, orphan.provider, left.kind, left.name, "yes" if left.paid else "", left.why))
         print_table(("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
     say(f"{len(survey.orphans)} orphans at providers.")
     for endpoint in survey.silent:

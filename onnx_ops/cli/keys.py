@@ -111,7 +111,7 @@ def keys_retire(
         if not force:
             raise
         say(f"not known which versions lose their decision: {error}", err=True)
-    names = [f"{one.model}/{one.version} as {one.alias}" for one in lost]
+    names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",

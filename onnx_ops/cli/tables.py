@@ -109,15 +109,15 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
     _print_choice(choice, decisions)
     if _is_unmeasured(decisions):
         return 0
-    measured = [one for d in decisions if (one := evidence.get((d.variant, d.target))) is not None]
+    measured = [record for d in decisions if (record := evidence.get((d.variant, d.target))) is not None]
     ratios = {r.metric: r.metric.removeprefix("ratio vs ") for d in decisions for r in d.results}
     names = {name for metric, name in ratios.items() if name != metric}
     against = "champion" if "champion" in names else min(names, default="")
     metric = headline(decisions, measured)
     rows = []
     for decision in decisions:
-        one = evidence.get((decision.variant, decision.target))
-        figures = [None, None] if one is None else [task_metric(one, metric), median_latency(one.latency)]
+        record = evidence.get((decision.variant, decision.target))
+        figures = [None, None] if record is None else [task_metric(record, metric), median_latency(record.latency)]
         ratio = next((r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"), None)
         rows.append(
             [
@@ -125,7 +125,7 @@ def _target_report(choice: Choice, decisions: Sequence[Decision], evidence: Mapp
                 verdict_markup(decision.verdict),
                 *("" if each is None else _interval(each.estimate, each.low, each.high, each.unit) for each in figures),
                 "" if ratio is None else _interval(ratio.estimate, ratio.low, ratio.high, "x"),
-                "" if one is None else format_figure(one.size_bytes, "B").replace(" ", KEEP),
+                "" if record is None else format_figure(record.size_bytes, "B").replace(" ", KEEP),
             ]
         )
     heads = ["  variant", "verdict", metric, "median latency", f"latency vs {against}" if against else "", "size"]
@@ -194,12 +194,12 @@ def _print_failures(decisions: Sequence[Decision]) -> bool:
 
 def comparison_report(comparisons: Sequence[ModelComparison]) -> None:
     """Print each metric of the release beside that of another model."""
-    for one in comparisons:
-        if one.rows:
-            title = markup("[bold]{}: {} against {}[/bold]", one.target, one.ours, one.theirs)
-            cells = [(row.metric, row.change, row.ours, row.theirs) for row in one.rows]
+    for comparison in comparisons:
+        if comparison.rows:
+            title = markup("[bold]{}: {} against {}[/bold]", comparison.target, comparison.ours, comparison.theirs)
+            cells = [(row.metric, row.change, row.ours, row.theirs) for row in comparison.rows]
             print_table(("metric", "change", "this release", "compared with"), [title, *cells])
-    for note in dict.fromkeys(one.note for one in comparisons if one.note):
+    for note in dict.fromkeys(comparison.note for comparison in comparisons if comparison.note):
         print_text("[dim]{}[/dim]", note)
 
 
