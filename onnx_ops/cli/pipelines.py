@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from onnx_ops.domain.pipeline import StageKind, StageStatus
 from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
-    from onnx_ops.app.project import Project
+    from onnx_ops.app.batch import PipelineResult
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)
@@ -162,12 +162,13 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
+    from onnx_ops.app.batch import run_files
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
     project = projects.open_project()
     if len(files) > 1:
-        code = _run_several(
+        results = run_files(
             project,
             files,
             jobs=jobs,
@@ -176,10 +177,9 @@ def run(
             fresh=no_cache or (),
             abandon=abandon,
             base=base,
-            as_json=as_json,
-            quiet=quiet,
+            observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
         )
-        raise typer.Exit(code)
+        raise typer.Exit(_print_results(results, as_json=as_json))
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     if not (as_json or quiet):
         for note in prepared.notes:
@@ -282,54 +282,30 @@ def init(
     )
 
 
-def _run_several(
-    project: Project,
-    files: Sequence[Path],
-    *,
-    jobs: int,
-    overrides: Sequence[str],
-    until: StageKind | None,
-    fresh: Collection[StageKind],
-    abandon: str,
-    base: str,
-    as_json: bool,
-    quiet: bool,
-) -> int:
-    """Run pipelines and print what came of each, in the order of the files; return the worst of their exit codes."""
-    from onnx_ops.app.batch import run_files, worst_exit_code
+def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
+    """Print what came of each pipeline when it has ended; return the worst of their exit codes."""
+    from onnx_ops.app.batch import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 
-    observer = partial(RunProgress, error_console(), is_one_of_several=True)
     codes: list[int] = []
     ended: list[dict[str, object]] = []
-    for result in run_files(
-        project,
-        files,
-        jobs=jobs,
-        overrides=overrides,
-        until=until,
-        fresh=fresh,
-        abandon=abandon,
-        base=base,
-        observe=(lambda: None) if as_json or quiet else observer,
-    ):
-        codes.append(result.exit_code)
+    for result in results:
+        summary, refused = result.summary, result.refused
         document: dict[str, object] = {"file": str(result.file), "exit_code": result.exit_code}
-        if result.summary is None:
-            refused = result.refused
-            ended.append(document | {"error": None if refused is None else refused.as_document()})
+        if summary is None:
+            document["error"] = None if refused is None else refused.as_document()
         else:
-            ended.append({**document, **codec.to_json(result.summary), "errors": documents(result.errors)})
+            document |= {**codec.to_json(summary), "errors": documents(result.errors)}
+        codes.append(result.exit_code)
+        ended.append(document)
         if as_json:
             continue
-        done = ""
-        if result.summary is not None:
-            done = f" ({len(result.summary.executed)} of {len(result.summary.outcomes)} stages executed)"
+        done = "" if summary is None else f" ({len(summary.executed)} of {len(summary.outcomes)} stages executed)"
         print_text("[bold]{}[/bold]{}", result.file, done)
-        if result.summary is not None:
-            choice_lines(result.summary, result.errors)
-        elif result.refused is not None:
-            render_error(console(), result.refused, "not run")
+        if summary is not None:
+            choice_lines(summary, result.errors)
+        elif refused is not None:
+            render_error(console(), refused, "not run")
     worst = worst_exit_code(codes)
     print_result(
         lambda: {"pipelines": ended, "exit_code": worst},
