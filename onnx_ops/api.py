@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from onnx_ops.errors import OnnxOpsError
-
 __all__ = ["Result", "check", "judge", "promote", "rollback", "run", "status"]
 
 
@@ -185,7 +183,7 @@ def promote(
     """
     from onnx_ops.cli.releases import promote as command
 
-    return _done(command, model, str(version), target, reason=reason, actor=actor, override=override)
+    return _call(command, model, str(version), target, reason=reason, actor=actor, override=override, changes=True)
 
 
 def rollback(
@@ -215,7 +213,7 @@ def rollback(
     """
     from onnx_ops.cli.rollouts import rollback as command
 
-    return _done(
+    return _call(
         command,
         list(endpoints),
         to=None if to is None else str(to),
@@ -225,25 +223,15 @@ def rollback(
         actor=actor,
         force=force,
         all_=not endpoints,
+        changes=True,
     )
 
 
-def _call(command: Callable[..., None], *arguments: Any, **options: Any) -> Result:
-    """Call a command as its line would, and collect what it says."""
-    return _called(command, *arguments, **options)[0]
+def _call(command: Callable[..., None], *arguments: Any, changes: bool = False, **options: Any) -> Result:
+    """Call a command as its line would, and collect what it prints.
 
-
-def _done(command: Callable[..., None], *arguments: Any, **options: Any) -> Result:
-    """Call a command that changes something; raise the worst error that it met, with its screen as a note."""
-    result, errors = _called(command, *arguments, **options)
-    if errors:
-        worst = max(errors, key=lambda error: error.exit_code)
-        worst.add_note(repr(result))
-        raise worst
-    return result
-
-
-def _called(command: Callable[..., None], *arguments: Any, **options: Any) -> tuple[Result, list[OnnxOpsError]]:
+    One that changes something raises the worst error that it met, with its screen as a note.
+    """
     import typer
 
     from onnx_ops.cli.common import CollectedOutput, collected_output
@@ -253,9 +241,14 @@ def _called(command: Callable[..., None], *arguments: Any, **options: Any) -> tu
     reset = collected_output.set(collected)
     try:
         with contextlib.redirect_stdout(screen), storage_errors():
-            command.__wrapped__(*arguments, **options)  # type: ignore[attr-defined]
+            command(*arguments, **options)
     except typer.Exit as ended:
         code = ended.exit_code
     finally:
         collected_output.reset(reset)
-    return Result(collected.document, code, screen.getvalue()), collected.errors
+    result = Result(collected.document, code, screen.getvalue())
+    if changes and collected.errors:
+        worst = max(collected.errors, key=lambda error: error.exit_code)
+        worst.add_note(repr(result))
+        raise worst
+    return result

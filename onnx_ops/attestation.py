@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -42,7 +43,6 @@ _PREDICATES: dict[type, str] = {
 _UNSIGNED = "Promote a version whose gates passed, or override them with a reason: `onnx-ops promote`."
 _ENCODED = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
 """How the base64 of every public key of ECDSA P-256 in DER begins."""
-_SHOWN = 48
 _SUBJECT = "manifest.json"
 """The subject's digest is that of the manifest's canonical JSON, which names every file of a version."""
 
@@ -130,11 +130,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
         raise RefusedError("no signed decision names its files", where=where, remedy=_UNSIGNED)
-    about: Record
-    if deployment.evidence is None:
-        about = verify_envelope(deployment.authority, OverrideRecord, verifier, where=where)
-    else:
-        about = verify_envelope(deployment.authority, DecisionRecord, verifier, where=where)
+    about = verify_envelope(deployment.authority, _get_record_type(deployment), verifier, where=where)
     if not is_about(about, deployment, about.target):
         raise RefusedError(
             "the signed decision names other files",
@@ -159,9 +155,12 @@ def read_authority_target(deployment: Deployment) -> str:
     """Return the target that a deployment's authority names, unverified; empty if it has none."""
     if deployment.authority is None:
         return ""
-    if deployment.evidence is None:
-        return read_envelope(deployment.authority, OverrideRecord).record.target
-    return read_envelope(deployment.authority, DecisionRecord).record.target
+    return read_envelope(deployment.authority, _get_record_type(deployment)).record.target
+
+
+def _get_record_type(deployment: Deployment) -> type[Record]:
+    """Return the type of a deployment's authority: a decision rests on evidence, an override does not."""
+    return OverrideRecord if deployment.evidence is None else DecisionRecord
 
 
 class TrustedKeys:
@@ -219,16 +218,18 @@ class TrustedKeys:
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
-        texts = [text for text in self._encoded.split(",") if text]
-        loaded = [*map(_public_key, self._files()), *map(_encoded_key, texts)]
-        return {compute_key_digest(key): key for key in loaded}
+        from cryptography.hazmat.primitives.serialization import load_der_public_key, load_pem_public_key
 
-    def _files(self) -> Iterator[Path]:
-        for path in self._paths:
-            if path.is_dir():
-                yield from sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
-            elif path.exists():
-                yield path
+        files = [
+            file
+            for path in self._paths
+            for file in (sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path] if path.exists() else [])
+        ]
+        keys = [_parse_key(load_pem_public_key, file.read_bytes, str(file)) for file in files]
+        for text in filter(None, self._encoded.split(",")):
+            decode = functools.partial(base64.b64decode, text, validate=True)
+            keys.append(_parse_key(load_der_public_key, decode, text[:48]))
+        return {compute_key_digest(key): key for key in keys}
 
 
 def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
@@ -245,24 +246,12 @@ def build_key_error(kind: str, where: str) -> UserError:
     )
 
 
-def _public_key(path: Path) -> EllipticCurvePublicKey:
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    return _loaded(lambda: load_pem_public_key(path.read_bytes()), str(path))
-
-
-def _encoded_key(text: str) -> EllipticCurvePublicKey:
-    from cryptography.hazmat.primitives.serialization import load_der_public_key
-
-    return _loaded(lambda: load_der_public_key(base64.b64decode(text, validate=True)), text[:_SHOWN])
-
-
-def _loaded(load: Callable[[], object], where: str) -> EllipticCurvePublicKey:
+def _parse_key(load: Callable[[bytes], object], read: Callable[[], bytes], where: str) -> EllipticCurvePublicKey:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
 
     try:
-        key = load()
+        key = load(read())
     except (ValueError, OSError, UnsupportedAlgorithm) as error:
         raise build_key_error("public", where) from error
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):

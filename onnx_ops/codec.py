@@ -78,13 +78,18 @@ def _converter() -> JsonConverter:
     converter = make_converter(forbid_extra_keys=True, unstruct_collection_overrides={frozenset: sorted})
     converter.register_structure_hook_func(_is_json, lambda value, _: value)
     converter.register_unstructure_hook_func(_is_json, lambda value: value)
-    converter.register_structure_hook_factory(_is_tagged_union, lambda kind: _tagged_hook(kind, converter))
+    converter.register_structure_hook_factory(
+        lambda kind: bool(_tags(kind)), lambda kind: _tagged_hook(kind, converter)
+    )
     converter.register_structure_hook_func(_is_scalar_union, _scalar)
     converter.register_structure_hook(float, _float)
     converter.register_structure_hook(int, _int)
     converter.register_structure_hook(str, _exactly(str))
     converter.register_structure_hook(bool, _exactly(bool))
-    converter.register_unstructure_hook_factory(_grew, lambda kind: _without_later(kind, converter))
+    converter.register_unstructure_hook_factory(
+        lambda kind: bool(_later_fields(kind)),
+        lambda kind: make_dict_unstructure_fn(kind, converter, **_later_fields(kind)),
+    )
     converter.register_unstructure_hook(Enum, lambda value: value.value)
     converter.register_unstructure_hook(StrEnum, lambda value: value.value)
     converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))  # else the hook of str would take it
@@ -93,14 +98,10 @@ def _converter() -> JsonConverter:
     return converter
 
 
-def _grew(kind: Any) -> bool:
-    return is_dataclass(kind) and any(field.metadata.get("later") for field in fields(kind))
-
-
-def _without_later(kind: Any, converter: JsonConverter) -> Callable[[Any], Any]:
-    """See `domain.quantities.LATER`."""
-    overrides = {f.name: override(omit_if_default=True) for f in fields(kind) if f.metadata.get("later")}
-    return make_dict_unstructure_fn(kind, converter, **overrides)  # type: ignore[arg-type]
+def _later_fields(kind: Any) -> dict[str, Any]:
+    """Return how to leave out fields that were added later, see `domain.quantities.LATER`."""
+    grown = (f.name for f in fields(kind) if f.metadata.get("later")) if is_dataclass(kind) else ()
+    return dict.fromkeys(grown, override(omit_if_default=True))
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -119,18 +120,20 @@ def _tag(kind: Any) -> str | None:
     return get_args(hint)[0] if get_origin(hint) is Literal else None
 
 
-def _is_tagged_union(kind: Any) -> bool:
+def _tags(kind: Any) -> dict[str, Any]:
+    """Return the members of a tagged union by their tags; none of another type."""
     members = _members(kind)
-    return len(members) > 1 and all(_tag(member) for member in members)
+    tags = {tag: member for member in members if (tag := _tag(member))}
+    return tags if len(members) > 1 and len(tags) == len(members) else {}
 
 
 def _tagged_hook(kind: Any, converter: JsonConverter) -> Callable[[Any, Any], Any]:
-    by_tag = {_tag(member): member for member in _members(kind)}
+    by_tag = _tags(kind)
 
     def structure(value: Any, _: Any) -> Any:
         tag = value.get("kind") if isinstance(value, dict) else None
         if tag not in by_tag:
-            raise ValueError(f"kind {tag!r} is none of {sorted(str(t) for t in by_tag)}")
+            raise ValueError(f"kind {tag!r} is none of {sorted(by_tag)}")
         return converter.structure(value, by_tag[tag])
 
     return structure

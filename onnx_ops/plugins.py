@@ -97,11 +97,7 @@ def find(kind: str, name: str) -> EntryPoint:
 
 
 def distribution(kind: str, name: str) -> str | None:
-    """Name of the distribution that offers a plugin; None if there is none.
-
-    Raises:
-        NotFoundError: as for `find`.
-    """
+    """Name of the distribution that offers a plugin; None if there is none."""
     return _distribution(tuple(sys.path), kind, name)
 
 
@@ -142,15 +138,7 @@ def _packages() -> Mapping[str, list[str]]:
 
 
 def require(*distributions: str, where: str) -> None:
-    """Refuse to begin what needs distributions that are not installed. Nothing is imported.
-
-    Args:
-        distributions: names as package indexes have them.
-        where: the command, stage or setting that needs them.
-
-    Raises:
-        MissingPackageError: names all that are missing, and the extras that bring them.
-    """
+    """Raise MissingPackageError if distributions are not installed. Nothing is imported."""
     if missing := absent(distributions):
         raise missing_package(*missing, where=where)
 

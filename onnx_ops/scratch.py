@@ -26,8 +26,17 @@ class Scratch:
 
     def __init__(self) -> None:
         _sweep(Path(tempfile.gettempdir()))
-        self._folder, handle = _locked()
-        self.path = Path(self._folder.name)
+        while True:
+            folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
+                handle = os.open(folder.name, _FLAGS)
+                with contextlib.suppress(OSError):  # a file system without locks: nobody gets one to remove it either
+                    fcntl.flock(handle, fcntl.LOCK_SH)
+                if Path(folder.name).exists():
+                    break
+                os.close(handle)
+            folder.cleanup()
+        self._folder, self.path = folder, Path(folder.name)
         self._unlock = weakref.finalize(self, os.close, handle)
 
     def __enter__(self) -> Path:
@@ -44,34 +53,15 @@ class Scratch:
         self._unlock()
 
 
-def _locked() -> tuple[tempfile.TemporaryDirectory[str], int]:
-    """Make a folder; return it with the descriptor that holds its lock."""
-    while True:
-        folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # another process found it before it was locked
-            handle = os.open(folder.name, _FLAGS)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody gets one to remove it either
-                fcntl.flock(handle, fcntl.LOCK_SH)
-            if Path(folder.name).exists():
-                return folder, handle
-            os.close(handle)
-        folder.cleanup()
-
-
 @functools.cache
 def _sweep(place: Path) -> None:
     """Remove what killed processes of this user have left; once a process, as looking through a folder takes time."""
     for path in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            _remove_unlocked(path)
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a folder; raise BlockingIOError if another process holds its lock."""
-    handle = os.open(path, _FLAGS)
-    try:
-        if os.fstat(handle).st_uid == os.getuid():
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
+        with contextlib.suppress(OSError):  # also of a lock that another process holds
+            handle = os.open(path, _FLAGS)
+            try:
+                if os.fstat(handle).st_uid == os.getuid():
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)

@@ -16,19 +16,7 @@ from onnx_ops.domain.decision import Decision, DecisionRecord, GateResult, Signe
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState, TrafficSplit
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate, LatencyGate, MetricGate, ParityGate, SizeGate
-from onnx_ops.domain.ledger import (
-    ActionOutcome,
-    AliasesWritten,
-    EndpointBound,
-    Intent,
-    LedgerEntry,
-    NotificationSent,
-    OperatorCommandSent,
-    OverrideRecorded,
-    ReleaseState,
-    RolloutPaused,
-    VersionRefused,
-)
+from onnx_ops.domain.ledger import EntryBody, LedgerEntry, ReleaseState
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome
 from onnx_ops.domain.release import Choice, Lineage, Registration, VersionRecord
 from onnx_ops.domain.rollout import Action, Roles
@@ -97,15 +85,7 @@ TYPES = (
     RolloutPolicy,
     Roles,
     Action,
-    EndpointBound,
-    Intent,
-    ActionOutcome,
-    OperatorCommandSent,
-    AliasesWritten,
-    VersionRefused,
-    OverrideRecorded,
-    RolloutPaused,
-    NotificationSent,
+    *get_args(EntryBody),
     LedgerEntry,
     ReleaseState,
     StageOutcome,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from onnx_ops.app.context import ask_git
+from onnx_ops.app.context import ask_git, resolve_commit
 from onnx_ops.app.project import Project, check
 from onnx_ops.config.settings import FILE
 from onnx_ops.config.substitution import PARAMETERS_FILE
@@ -20,8 +20,6 @@ from onnx_ops.pipeline.stages.data import get_source_name
 from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 
 PIPELINES = Path("configs") / "pipelines"
-_POINTERS = (".dvc",)
-"""A large file may stand in the repository as a small one that names its content: `data.npz.dvc`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +46,11 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     for path in sorted((root / PIPELINES).glob("*.yaml")):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
-            rests_on = frozenset(_rests_on(project, name, check(project, path, static=True).pipeline))
+            rests_on = frozenset(_list_sources(project, name, check(project, path, static=True).pipeline))
         except OnnxOpsError as error:
             rests_on, problem = frozenset((name, *changed)), str(error)
-        because = tuple(sorted(path for path in changed if _touches(path, rests_on)))
-        if because:
+        touched = (path for path in changed if not rests_on.isdisjoint([path, *map(str, PurePosixPath(path).parents)]))
+        if because := tuple(sorted(touched)):
             pipelines.append(Affected(file=name, because=because, problem=problem))
     return tuple(pipelines)
 
@@ -61,17 +59,13 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     """Paths that differ from where this branch left `base`, committed or not, relative to the project's root.
 
     Without a `base` all paths count.
-
-    Raises:
-        UserError: there is no repository, or no such commit.
-        InfrastructureError: git failed.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError("this is no git repository", where=str(root), remedy="Call it in a checkout of the project.")
     if not base:
         listed = ask_git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
         return frozenset(name for name in listed.split("\0") if name)
-    if not knows_commit(root, base):
+    if not resolve_commit(root, base):
         raise UserError(
             f"git knows no commit {base!r}",
             where=str(root),
@@ -84,15 +78,11 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     return frozenset(name for name in (listed + loose).split("\0") if name)
 
 
-def knows_commit(root: Path, name: str) -> bool:
-    """Whether the repository around `root` has this commit."""
-    return bool(
-        ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", may_fail=True)
-    )
+def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
+    """Yield paths of the project that shape what the pipeline gives; a folder stands for all in it.
 
-
-def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
-    """Paths of the project that shape what the pipeline gives; a folder stands for all in it."""
+    A large file may stand in the repository as a small one that names its content: `data.npz.dvc`.
+    """
     root = project.settings.root
     yield from (name, FILE)
     yield from ((FOLDER / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
@@ -103,13 +93,13 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
     for section in pipeline.data.values():
         source = project.ports.source(get_source_name(section))
         if isinstance(section, FileData):
-            yield from _with_pointers(section.file)
+            yield from (section.file, f"{section.file}.dvc")
         elif isinstance(source, TracedSource):
             yield from source.rests_on(section)
     if pipeline.parameters:
         yield PARAMETERS_FILE
     if pipeline.model:
-        yield from _with_pointers(pipeline.model)
+        yield from (pipeline.model, f"{pipeline.model}.dvc")
         if pipeline.export.framework != "onnx":  # whose files hold all that they compute
             yield from collect_user_code(find_referenced_modules(root / pipeline.model, root), root).files
     if pipeline.train is not None:
@@ -125,15 +115,6 @@ def _rests_on(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
             yield from collect_user_code((gate.use,), root).files
 
 
-def _with_pointers(path: str) -> Iterator[str]:
-    yield path
-    yield from (f"{path}{suffix}" for suffix in _POINTERS)
-
-
 def _inside(path: str, root: Path) -> str:
     place = Path(path)
     return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
-
-
-def _touches(changed: str, rests_on: frozenset[str]) -> bool:
-    return changed in rests_on or any(parent.as_posix() in rests_on for parent in Path(changed).parents)

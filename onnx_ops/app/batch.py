@@ -50,18 +50,6 @@ def run_files(
     """Plan and run every file, at most `jobs` of them at once; results come in the order of the files.
 
     A file that is wrong, or fails, stops no other. What was yielded is not kept, nor is a plan once it has run.
-
-    Args:
-        project: measurements of its pipelines take turns.
-        files: pipeline files.
-        jobs: pipelines that run side by side at most.
-        overrides: values to override in each of them.
-        until: stop after this kind of stage.
-        fresh: kinds of stages to do again.
-        abandon: why endpoints may be left behind that a file names no longer, or elsewhere.
-        observe: a new observer for each pipeline.
-        actor: who is answerable for what they release.
-        base: branch, tag or commit that their reports compare with.
     """
     root = project.settings.root
 

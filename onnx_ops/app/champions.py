@@ -53,17 +53,22 @@ class ChampionRecord:
 
 
 def list_champions(ports: Ports, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
-    """Return the champions of all targets, or those of some pipelines or models.
-
-    Raises:
-        UserError: a name has no champion.
-        ServiceUnavailableError: the registry does not answer.
-    """
-    champions = []
+    """Return the champions of all targets, or those of some pipelines or models."""
+    champions: list[ChampionRecord] = []
     for model, aliases in sorted(ports.registry().all_aliases().items()):
         for name, version in sorted(aliases.items()):
             if name.startswith(_CHAMPION):
-                champions += _read_champion(ports, model, version, name.removeprefix(_CHAMPION))
+                target = name.removeprefix(_CHAMPION)
+                try:
+                    record = ports.registry().version(model, version)
+                except NotFoundError:  # something else than onnx-ops registered it
+                    continue
+                basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
+                try:
+                    basis = load_decision_basis(ports, record, target)
+                except OnnxOpsError as error:
+                    basis = error
+                champions.append(ChampionRecord(record=record, target=target, basis=basis))
     known = {name for champion in champions for name in (champion.pipeline, champion.record.model) if name}
     for name in names:
         if name not in known:
@@ -92,33 +97,8 @@ def measure_again(ports: Ports, perform: ExecuteStage, champion: ChampionRecord)
 def _measured(
     ports: Ports, perform: ExecuteStage, champion: ChampionRecord, then: Evidence, gates: tuple[Gate, ...]
 ) -> Drift:
-    now = _evidence(ports, perform, champion)
-    results = judge_drift(gates, then, now)
-    decision = Decision(variant=then.variant, target=then.target, results=results)
-    return replace(
-        champion.found(decision.verdict, decision.reason),
-        results=results,
-        changed=list_environment_changes(then, now),
-        measured=1,
-    )
-
-
-def _read_champion(ports: Ports, model: str, version: str, target: str) -> list[ChampionRecord]:
-    """None for a version that something else than onnx-ops registered."""
-    try:
-        record = ports.registry().version(model, version)
-    except NotFoundError:
-        return []
-    try:
-        return [ChampionRecord(record=record, target=target, basis=load_decision_basis(ports, record, target))]
-    except OnnxOpsError as error:
-        return [ChampionRecord(record=record, target=target, basis=error)]
-
-
-def _evidence(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> Evidence:
     record = champion.record
-    digest = record.decisions[champion.target].record.evidence
-    memory = load_benchmark(ports.store, digest)
+    memory = load_benchmark(ports.store, record.decisions[champion.target].record.evidence)
     if memory is None:
         raise MeasurementError(
             "the benchmark that it was decided upon is not in this store",
@@ -127,7 +107,15 @@ def _evidence(ports: Ports, perform: ExecuteStage, champion: ChampionRecord) -> 
         )
     stage, key, inputs = parse_request(json.loads(ports.store.read(memory[REQUEST])))
     manifest = perform(stage, key, inputs)
-    return codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
+    now = codec.loads(ports.store.read(manifest["evidence.json"]), Evidence, where=stage.id)
+    results = judge_drift(gates, then, now)
+    decision = Decision(variant=then.variant, target=then.target, results=results)
+    return replace(
+        champion.found(decision.verdict, decision.reason),
+        results=results,
+        changed=list_environment_changes(then, now),
+        measured=1,
+    )
 
 
 REQUEST = "request.json"

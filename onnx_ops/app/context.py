@@ -15,6 +15,7 @@ from onnx_ops.adapters.files import FileJournal
 from onnx_ops.adapters.host import LocalHost, SystemClock
 from onnx_ops.adapters.ledgers.log import ObjectLedger
 from onnx_ops.adapters.objects import open_objects
+from onnx_ops.adapters.runtimes.hardware import read_conditions
 from onnx_ops.adapters.store.content import ContentStore
 from onnx_ops.adapters.store.models import ModelFolders
 from onnx_ops.attestation import TrustedKeys
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KEY_FILE_REMEDY = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
-
 
 def build_ports(settings: Settings) -> Ports:
     """Return the adapters that the settings describe. Nothing is opened before it is used."""
@@ -69,8 +68,8 @@ def build_ports(settings: Settings) -> Ports:
         runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
-        git_sha=_once(lambda: read_git_sha(settings.root)),
-        conditions=_conditions,
+        git_sha=_once(lambda: resolve_commit(settings.root, "HEAD")),
+        conditions=read_conditions,
         journal=lambda key: FileJournal(settings.state / "search" / f"{key.rpartition(':')[2]}.jsonl"),
     )
 
@@ -86,12 +85,7 @@ def _source(settings: Settings, name: str) -> DataSource:
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
-    """Return what git prints; with `may_fail` nothing where it fails, or is not installed.
-
-    Raises:
-        UserError: Git failed.
-        InfrastructureError: Git is not installed.
-    """
+    """Return what git prints; with `may_fail` nothing where it fails, or is not installed."""
     try:
         process = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, errors="surrogateescape", check=False
@@ -106,9 +100,10 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     return process.stdout if process.returncode == 0 else ""
 
 
-def read_git_sha(root: Path) -> str:
-    """Return the commit of the project's checkout; empty outside a repository."""
-    return ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
+def resolve_commit(root: Path, name: str) -> str:
+    """Return the digest of a commit that the repository around a folder has; else an empty text."""
+    revision = f"{name}^{{commit}}"
+    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
@@ -157,7 +152,8 @@ def _signer(settings: Settings) -> Signer | None:
     if settings.signing == "auto":
         return create_key(settings.signing_key)
     if not settings.signing_key.exists():
-        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=KEY_FILE_REMEDY)
+        remedy = "Make one with `onnx-ops keys new`, or set signing = 'auto'."
+        raise UserError("there is no signing key", where=str(settings.signing_key), remedy=remedy)
     return EcdsaSigner(settings.signing_key)
 
 
@@ -170,12 +166,6 @@ def _notifiers(settings: Settings) -> Mapping[str, Notifier]:
     for name, notifier in notifiers.items():
         plugins.require(*plugins.tools(notifier), where=f"notifier {name}")
     return notifiers
-
-
-def _conditions() -> Mapping[str, str]:
-    from onnx_ops.adapters.runtimes.hardware import read_conditions
-
-    return read_conditions()
 
 
 @functools.cache

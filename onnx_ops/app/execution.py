@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,68 +55,56 @@ class MeasurementLock:
         self._working = 0
         self._measuring = False
 
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
+    def work(self) -> AbstractContextManager[None]:
         """Do work whose duration is not measured."""
-        with self._turn(alone=False):
-            self._working += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._working -= 1
-                self._changed.notify_all()
+        return self._turn(alone=False)
 
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
+    def measure(self) -> AbstractContextManager[None]:
         """Do work whose results are times."""
-        with self._turn(alone=True):
-            self._measuring = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._measuring = False
-                self._changed.notify_all()
+        return self._turn(alone=True)
 
     @contextlib.contextmanager
     def _turn(self, *, alone: bool) -> Iterator[None]:
-        """Wait for this caller's turn; the next one sees what the block changes."""
         with self._changed:
             ticket, self._tickets = self._tickets, self._tickets + 1
             self._changed.wait_for(
                 lambda: self._admitted == ticket and not self._measuring and not (alone and self._working)
             )
             self._admitted += 1
-            yield
+            self._measuring = alone
+            self._working += not alone
             self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._working -= not alone
+                self._changed.notify_all()
 
 
 @contextlib.contextmanager
 def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
     """Hold the lock of a key among the threads and processes on this machine that name this folder.
 
-    Whoever had to wait looks for the result first. A claim goes with its holder, however that ends.
+    It is released with its holder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hex_digits(key)}.lock"
     while True:
         with path.open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
-            if not _still_there(path, stream.fileno()):  # its last holder has taken the file away
+            try:
+                is_there = path.stat().st_ino == os.fstat(stream.fileno()).st_ino
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:  # its last holder has taken the file away
                 continue
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
             return
-
-
-def _still_there(path: Path, descriptor: int) -> bool:
-    try:
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
 
 
 PROGRESS = b"\x1eprogress "
@@ -166,67 +155,50 @@ class StageExecutor:
 def run_in_subprocess(
     settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
 ) -> Manifest:
-    """Execute a stage in a child process. Raise what it raised; StageError if it crashed, was killed or timed out."""
+    """Execute a stage in a child process. Raise what it raised; StageError if it crashed, was killed or timed out.
+
+    The child ends with this process: it watches its standard input, which stays open until then. Its temporary files
+    lie in a scratch folder, as one that is killed leaves them: gigabytes where a model is large.
+    """
     with Scratch() as folder:
         result, scratch = folder / "result.json", folder / "tmp"
         scratch.mkdir()
-        request = {
-            "stage": codec.to_json(stage),
-            "key": key,
-            "inputs": {name: dict(manifest.files) for name, manifest in inputs.items()},
-            "result": str(result),
-            "scratch": str(scratch),
-        }
-        code, output = _spawn(settings, json.dumps(request), stage, scratch, tell)
+        request = {**build_request(stage, key, inputs), "result": str(result), "scratch": str(scratch)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "onnx_ops.app.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
+            start_new_session=True,
+        )
+        tail = OutputTail(process.stdout, LineListener(PROGRESS, lambda line: tell(stage, line)))  # type: ignore[arg-type]
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+            code = process.wait(timeout=stage.timeout)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise StageError(
+                f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                where=stage.id,
+                why=tail.summary(),
+                remedy="Raise `timeout` in the pipeline file if the work is really that long.",
+            ) from None
+        finally:
+            _end(process)
         if not result.exists():
             raise StageError(
                 f"its process ended with {describe_exit(code)}",
                 where=stage.id,
-                why=output or "it printed nothing",
+                why=tail.summary() or "it printed nothing",
                 remedy="Run the stage again; if it crashes again, the lines above are its last words.",
             )
         document = json.loads(result.read_text(encoding="utf-8"))
     if "error" in document:
         raise from_document(document["error"])
     return Manifest(files=document["files"])
-
-
-def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: Told) -> tuple[int, str]:
-    """Start the child. It ends with this process: it watches its standard input, which stays open until then.
-
-    Its temporary files lie in `scratch`, as one that is killed leaves them: gigabytes where a model is large.
-
-    Returns:
-        How it ended, and the last of what it printed.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "onnx_ops.app.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
-        start_new_session=True,
-    )
-    heard = LineListener(PROGRESS, lambda line: tell(stage, line))
-    tail = OutputTail(process.stdout, heard)  # type: ignore[arg-type]
-    try:
-        if process.stdin is not None:
-            process.stdin.write(request.encode("utf-8") + b"\n")
-            process.stdin.flush()
-        code = process.wait(timeout=stage.timeout)
-    except BrokenPipeError:
-        code = process.wait()
-    except subprocess.TimeoutExpired:
-        _end(process)
-        raise StageError(
-            f"it ran longer than its time-out of {stage.timeout:g} s and was stopped",
-            where=stage.id,
-            why=tail.summary(),
-            remedy="Raise `timeout` in the pipeline file if the work is really that long.",
-        ) from None
-    finally:
-        _end(process)
-    return code, tail.summary()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -255,19 +227,9 @@ def get_pool(stage: Stage) -> str:
 def ask(
     pools: Pools, store: Store, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], attempt: str
 ) -> Manifest:
-    """Return what a worker of the stage's pool measured.
+    """Return what a worker of the stage's pool measured. Raise what was raised there.
 
-    Args:
-        pools: hands out the work.
-        store: shared with the workers.
-        stage: a benchmark.
-        key: its key.
-        inputs: its inputs.
-        attempt: new for each asking, so that an old answer is never taken for this one's.
-
-    Raises:
-        OnnxOpsError: what was raised there.
-        MeasurementError: nobody answered.
+    `attempt` is new for each request, so that an old answer is never taken for that of this one.
     """
     pool = get_pool(stage)
     pools.measure(pool, stage.id, {**build_request(stage, key, inputs), "attempt": attempt}, timeout=stage.timeout)
@@ -307,8 +269,16 @@ def answer(perform: ExecuteStage, store: Store, request: Mapping[str, Json]) -> 
     """
     attempt = str(request["attempt"])
     stage, key, inputs = parse_request(request)
+    revision = stage.settings.get("revision")
     try:
-        _check(stage)
+        if stage.kind is not StageKind.BENCHMARK:
+            raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
+        if revision != REVISIONS[stage.kind]:
+            raise ConflictError(
+                f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {revision}, as asked",
+                where=stage.id,
+                remedy="Install the same release of onnx-ops on both machines.",
+            )
         manifest = perform(stage, key, inputs)
     except OnnxOpsError as error:
         document = json.dumps(error.as_document()).encode("utf-8")
@@ -320,16 +290,3 @@ def answer(perform: ExecuteStage, store: Store, request: Mapping[str, Json]) -> 
 
 def _answer_key(attempt: str) -> Digest:
     return digest_json(["answer", attempt])
-
-
-def _check(stage: Stage) -> None:
-    """Only benchmarks are done for others, and only as the asking side would do them."""
-    if stage.kind is not StageKind.BENCHMARK:
-        raise RefusedError(f"a worker measures, and does nothing else: {stage.kind.value}", where=stage.id)
-    revision = stage.settings.get("revision")
-    if revision != REVISIONS[stage.kind]:
-        raise ConflictError(
-            f"this worker measures by revision {REVISIONS[stage.kind]} of the benchmark, not {revision}, as asked",
-            where=stage.id,
-            remedy="Install the same release of onnx-ops on both machines.",
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.execution import hold_key_lock
+from onnx_ops.app.execution import ExecuteStage, hold_key_lock
 from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -30,8 +30,6 @@ from onnx_ops.release.journal import format_stream_name
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 
-Execute = Callable[[Stage, Digest, Mapping[str, Manifest]], Manifest]
-
 CODE = "code.json"
 """Of a trained model: the modules of its classes, and what those rest on: the project's files, and packages."""
 
@@ -44,7 +42,7 @@ class StageHandler:
     """`perform` executes stages that compute something; release stages are operations, for which `actor` answers."""
 
     ports: Ports
-    perform: Execute
+    perform: ExecuteStage
     actor: str = ""
     abandon: str = ""
     """Why what runs elsewhere under the name of an endpoint may be left behind; empty: it may not."""
@@ -66,56 +64,74 @@ class StageHandler:
 
     def cached(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest | None:
         """Return the stored result of a stage; None if it must be done."""
-        if stage.kind is StageKind.REGISTER:
-            return self._registered(key)
-        if stage.kind not in RELEASE:
-            manifest = self.ports.store.lookup(key)
-            return None if manifest is not None and self._outdated(stage, manifest) else manifest
-        chosen = _chosen(self.ports, stage, inputs)
-        current = _promoted if stage.kind is StageKind.PROMOTE else _deployed
-        return Manifest(files={}) if current(self.ports, stage, *chosen) else None
+        if stage.kind in RELEASE:
+            return Manifest(files={}) if self._is_released(stage, inputs) else None
+        manifest = self.ports.store.lookup(key)
+        if manifest is None:
+            return None
+        if stage.kind is StageKind.REGISTER and self.confirms:
+            registration = codec.loads(self.ports.store.read(manifest["registration.json"]), Registration)
+            return manifest if _is_current(self.ports, registration) else None
+        if CODE in manifest:  # a trained model whose classes may be other ones by now, or gone
+            known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
+            with contextlib.suppress(NotFoundError):
+                return manifest if self._code(stage, known["modules"]) == known else None
+            return None
+        return manifest
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
         """Return why a stage is skipped; empty if it is not."""
-        if stage.kind is StageKind.QUANTIZE and "search" in stage.settings:
-            return _vacant(self.ports, stage, inputs)
+        settings: Mapping[str, Any] = stage.settings
+        if stage.kind is StageKind.QUANTIZE and "search" in settings:
+            record = codec.loads(self.ports.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
+            vacant = (slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None)
+            return next(vacant, "")
         if stage.kind not in RELEASE:
             return ""
-        registration, choice = _chosen(self.ports, stage, inputs)
-        if choice.variant is not None:
-            return _unpromoted(self.ports, stage, inputs)
-        return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
+        registration, choice = _read_choice(self.ports, stage, inputs)
+        if choice.variant is None:
+            return f"no variant of {registration.model} passed on {choice.target}: {choice.reason}"
+        # An endpoint that is bound gets its settings and its policy whatever is promoted.
+        failed = [name for name in stage.tolerates if name not in inputs] if stage.kind is StageKind.DEPLOY else []
+        if not failed or self.ports.ledger.state(binding(stage)[0].endpoint).config is not None:
+            return ""
+        return f"needs {failed[0]}, which did not take place"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage and store its result."""
+        ports = self.ports
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
         with self.releasing if released else contextlib.nullcontext():
-            return self._done(stage, key, inputs)
+            if stage.kind is StageKind.PROMOTE:
+                registration, choice = _read_choice(ports, stage, inputs)
+                settings: Mapping[str, Any] = stage.settings
+                version, endpoints = _get_version(registration, choice), tuple(settings["endpoints"])
+                done = promote(ports, registration.model, version, choice.target, actor=self.actor, expects=endpoints)
+                return Manifest(files={"promotion.json": ports.store.put_bytes(codec.dumps(done))})
+            if stage.kind is StageKind.DEPLOY:
+                config, section = binding(stage)
+                bind_endpoint(ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
+                reports = reconcile_until_stable(ports, config.endpoint, actor=self.actor)
+                at_rest(config.endpoint, reports)
+                return Manifest(files={"steps.json": ports.store.put_bytes(codec.dumps(reports))})
+            manifest = self.perform(stage, key, inputs)
+            if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
+                # What the model's files compute changes with the code that they name, and they do not.
+                files = manifest.subset(TRAINED).files.values()
+                named = (find_referenced_modules(ports.store.path(digest), ports.root) for digest in files)
+                code = self._code(stage, sorted(frozenset[str]().union(*named)))
+                if code["files"] or code["packages"]:
+                    manifest = replace(manifest, files={**manifest.files, CODE: put_document(ports.store, code)})
+            ports.store.record(key, manifest)
+            if stage.kind is StageKind.BENCHMARK:
+                save_benchmark(ports.store, stage, key, inputs, manifest["evidence.json"])
+            return manifest
 
-    def _done(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        match stage.kind:
-            case StageKind.PROMOTE:
-                registration, choice = _chosen(self.ports, stage, inputs)
-                return self._promote(stage, registration, choice)
-            case StageKind.DEPLOY:
-                return self._deploy(stage)
-            case _:
-                manifest = self.perform(stage, key, inputs)
-                if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":  # whose files hold all
-                    manifest = self._with_code(stage, manifest)
-                self.ports.store.record(key, manifest)
-                if stage.kind is StageKind.BENCHMARK:
-                    save_benchmark(self.ports.store, stage, key, inputs, manifest["evidence.json"])
-                return manifest
-
-    def _with_code(self, stage: Stage, trained: Manifest) -> Manifest:
-        """With the code that the model's files name: what they compute changes with it, and they do not."""
-        ports, files = self.ports, trained.subset(TRAINED).files.values()
-        named = (find_referenced_modules(ports.store.path(digest), ports.root) for digest in files)
-        code = self._code(stage, sorted(frozenset[str]().union(*named)))
-        if not code["files"] and not code["packages"]:
-            return trained
-        return replace(trained, files={**trained.files, CODE: put_document(ports.store, code)})
+    def decision(self, manifest: Manifest) -> Decision | None:
+        """Return the decision in the result of a gate stage."""
+        if "decision.json" not in manifest:
+            return None
+        return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
 
     def _code(self, stage: Stage, modules: list[str]) -> dict[str, Any]:
         """Return the code of modules. Raise NotFoundError if one is gone."""
@@ -126,64 +142,19 @@ class StageHandler:
         packages = {} if is_isolated(stage) else dict(code.packages)
         return {"modules": modules, "files": dict(code.files), "packages": packages}
 
-    def _outdated(self, stage: Stage, manifest: Manifest) -> bool:
-        """Whether a trained model's classes are other ones by now, or are gone."""
-        if CODE not in manifest:
-            return False
-        known = codec.loads(self.ports.store.read(manifest[CODE]), dict[str, Any])
-        with contextlib.suppress(NotFoundError):
-            return self._code(stage, known["modules"]) != known
-        return True
-
-    def _registered(self, key: Digest) -> Manifest | None:
-        """Return what this key registered, if the registry shows it."""
-        manifest = self.ports.store.lookup(key)
-        if manifest is None or not self.confirms:
-            return manifest
-        registration = codec.loads(self.ports.store.read(manifest["registration.json"]), Registration)
-        return manifest if _is_current(self.ports, registration) else None
-
-    def decision(self, manifest: Manifest) -> Decision | None:
-        """Return the decision in the result of a gate stage."""
-        if "decision.json" not in manifest:
-            return None
-        return codec.loads(self.ports.store.read(manifest["decision.json"]), Decision)
-
-    def _promote(self, stage: Stage, registration: Registration, choice: Choice) -> Manifest:
+    def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
+        registration, choice = _read_choice(self.ports, stage, inputs)
+        version, state_of = _get_version(registration, choice), self.ports.ledger.state
         settings: Mapping[str, Any] = stage.settings
-        promoted = promote(
-            self.ports,
-            registration.model,
-            _version(registration, choice),
-            choice.target,
-            actor=self.actor,
-            expects=tuple(settings["endpoints"]),
-        )
-        return Manifest(files={"promotion.json": self.ports.store.put_bytes(codec.dumps(promoted))})
-
-    def _deploy(self, stage: Stage) -> Manifest:
-        config, section = binding(stage)
-        bind_endpoint(self.ports, config, section.rollout, actor=self.actor, abandon=self.abandon)
-        reports = reconcile_until_stable(self.ports, config.endpoint, actor=self.actor)
-        at_rest(config.endpoint, reports)
-        return Manifest(files={"steps.json": self.ports.store.put_bytes(codec.dumps(reports))})
-
-
-def _vacant(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-    """Why a search has found nothing for this variant's role; empty if it has."""
-    settings: Mapping[str, Any] = stage.settings
-    record = codec.loads(ports.store.read(inputs[settings["search"]][SEARCH_FILE]), SearchRecord)
-    return next((slot.reason for slot in record.slots if slot.role == settings["role"] and slot.trial is None), "")
-
-
-def _unpromoted(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-    """Why a deploy stage has nothing to do: the promotion before it failed, and the endpoint is not bound yet. One
-    that is bound gets its settings and its policy whatever is promoted."""
-    promotions = [name for name in stage.tolerates if name not in inputs]
-    if stage.kind is not StageKind.DEPLOY or not promotions:
-        return ""
-    bound = ports.ledger.state(codec.from_json(stage.settings["section"], Deploy, where=stage.id).endpoint).config
-    return "" if bound is not None else f"needs {promotions[0]}, which did not take place"
+        if stage.kind is StageKind.DEPLOY:
+            config, section = binding(stage)
+            state = state_of(config.endpoint)
+            is_bound = (state.config, state.policy) == (config, section.rollout)
+            return is_bound and (not settings["auto"] or _serves(state, version))
+        if settings["endpoints"]:
+            return all(_serves(state_of(name), version) for name in settings["endpoints"])
+        aliases = state_of(format_stream_name(registration.model, choice.target)).aliases
+        return aliases.get(format_alias("champion", choice.target)) == version
 
 
 def _is_current(ports: Ports, registration: Registration) -> bool:
@@ -197,51 +168,28 @@ def _is_current(ports: Ports, registration: Registration) -> bool:
         listed = {entry.version: entry for entry in ports.registry().versions(registration.model)}
     except InfrastructureError:
         return False
-    expected = {
-        (v, registration.release, name, registration.evidence.get(name)) for name, v in registration.versions.items()
-    }
-    return expected == {
-        (entry.version, entry.release, entry.variant, entry.evidence)
-        for version in registration.versions.values()
-        if (entry := listed.get(version)) is not None
-    }
+    return all(
+        (entry := listed.get(version)) is not None
+        and (entry.release, entry.variant, entry.evidence)
+        == (registration.release, name, registration.evidence.get(name))
+        for name, version in registration.versions.items()
+    )
 
 
-def _chosen(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
+def _read_choice(ports: Ports, stage: Stage, inputs: Mapping[str, Manifest]) -> tuple[Registration, Choice]:
     registration = codec.loads(ports.store.read(inputs["register"]["registration.json"]), Registration)
     return registration, next(c for c in registration.choices if c.target == stage.target)
 
 
-def _version(registration: Registration, choice: Choice) -> str:
+def _get_version(registration: Registration, choice: Choice) -> str:
     return registration.versions.get(choice.variant or "", "")
 
 
-def _states(ports: Ports, names: list[str]) -> list[ReleaseState]:
-    return [ports.ledger.state(name) for name in names]
-
-
 def _serves(state: ReleaseState, version: str) -> bool:
-    """Whether the endpoint has been given this version, wholly or as a candidate, and owes nothing."""
+    """Return whether the endpoint has been given a version, wholly or as a candidate, and owes nothing."""
     roles = (state.roles.stable, state.roles.candidate)
     given = any(role is not None and role.version == version for role in roles)
     return given and state.open_intent is None and not state.pending_aliases
-
-
-def _promoted(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:
-    settings: Mapping[str, Any] = stage.settings
-    version = _version(registration, choice)
-    if settings["endpoints"]:
-        return all(_serves(state, version) for state in _states(ports, settings["endpoints"]))
-    (state,) = _states(ports, [format_stream_name(registration.model, choice.target)])
-    return state.aliases.get(format_alias("champion", choice.target)) == version
-
-
-def _deployed(ports: Ports, stage: Stage, registration: Registration, choice: Choice) -> bool:
-    config, section = binding(stage)
-    (state,) = _states(ports, [config.endpoint])
-    if (state.config, state.policy) != (config, section.rollout):
-        return False
-    return not stage.settings["auto"] or _serves(state, _version(registration, choice))
 
 
 def binding(stage: Stage) -> tuple[EndpointConfig, Deploy]:

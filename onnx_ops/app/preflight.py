@@ -6,6 +6,7 @@ the stage which would meet the problem.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
-from onnx_ops.ports import Dataset, Ports, Sample, SampledSource
+from onnx_ops.ports import Dataset, Ports, SampledSource
 
 if TYPE_CHECKING:
     from onnx_ops.config.rules import Draft
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Set:
+class _Rows:
     """The first rows of one data set, under the names that the model uses."""
 
     section: DataSection
@@ -52,25 +53,31 @@ class Preflight:
     targets: Mapping[str, Target]
     notes: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    _told: set[str] = field(default_factory=set)
+    _sets: dict[str, _Rows] = field(default_factory=dict)
 
     def findings(self) -> list[Issue]:
-        """Everything that is wrong with what the sections name."""
-        sets: dict[str, _Set] = {}
-        findings = [finding for name in self.draft.data for finding in self._open(name, sets)]
-        findings += [*self._trained_files(), *self._imports()]
-        place = ready_file(self.ports.root, self.draft)
-        model = None
-        if place is not None:
-            problems, model = self._model(place)
-            findings += [Issue(("model",), message) for message in problems]
-        if model is not None:
-            findings += self._inputs(sets, model)
-        findings += [*self._labels(sets, model), *self._export_options(sets), *self._quantize_options()]
-        self._note_labels(sets)
+        """Return everything that is wrong with what the sections name."""
+        findings = [finding for name in self.draft.data for finding in self._open(name)]
+        findings += [*self._files(), *self._imports()]
+        model, problems = self._read_model()
+        findings += [Issue(("model",), message) for message in problems]
+        findings += [
+            *(self._inputs(model) if model else ()),
+            *self._labels(model),
+            *self._export_options(),
+            *self._quantize_options(),
+        ]
+        self._note_new_labels()
         return findings
 
-    def _open(self, name: str, sets: dict[str, _Set]) -> Iterator[Issue]:
+    @property
+    def _scored(self) -> _Rows | None:
+        """Return the rows that the model is validated on, if they are at hand."""
+        return self._sets.get(self.draft.validate.samples.data) if self.draft.validate else None
+
+    def _open(self, name: str) -> Iterator[Issue]:
+        import numpy as np
+
         section = self.draft.data[name]
         loc: Loc = ("data", name)
         if get_source_name(section) not in plugins.names("data"):
@@ -81,21 +88,17 @@ class Preflight:
         except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:
-            yield Issue(_source_loc(loc, section), _source_message(error, section, self.ports.root))
+            yield _describe_source_error(loc, section, error, self.ports.root)
             return
         if sample is None:
             return
         problems = list(find_data_problems(sample.arrays, section, ""))
         for below, problem in problems:
             yield Issue(loc + below, str(problem))
-        if not problems:
-            dataset = build_dataset(sample.arrays, section, "")
-            sets[name] = _Set(section, dataset, sample.whole)
-            self._note_gaps(name, sample, dataset)
-
-    def _note_gaps(self, name: str, sample: Sample, dataset: Dataset) -> None:
-        import numpy as np
-
+        if problems:
+            return
+        dataset = build_dataset(sample.arrays, section, "")
+        self._sets[name] = _Rows(section, dataset, sample.whole)
         for key, array in dataset.inputs.items():
             if array.dtype.kind == "f" and (rows := int((~np.isfinite(array)).reshape(len(array), -1).any(1).sum())):
                 among = "" if sample.whole else "the first "
@@ -104,103 +107,92 @@ class Preflight:
                     "the model must take that"
                 )
 
-    def _trained_files(self) -> Iterator[Issue]:
+    def _files(self) -> Iterator[Issue]:
         root, draft = self.ports.root, self.draft
         for index, name in enumerate(draft.train.depends if draft.train else ()):
             if not (root / name).is_file():
                 yield Issue(("train", "depends", index), f"no file {name!r} below the project's root")
-        if draft.model and is_path(draft.model) and not (root / draft.model).exists():
+        if draft.model and _is_path(draft.model) and not (root / draft.model).exists():
             folder = (root / draft.model).parent
             beside = [path.name for path in folder.iterdir()] if folder.is_dir() else []
             hint = did_you_mean(Path(draft.model).name, beside) or "; the path is relative to the project's root"
             yield Issue(("model",), f"no such model: '{draft.model}'{hint}")
 
     def _imports(self) -> Iterator[Issue]:
-        for loc, reference in self._functions():
-            yield from self._imports_of(loc, reference)
-
-    def _functions(self) -> Iterator[tuple[Loc, str]]:
-        """Functions of the project that are called in this installation."""
-        train, export = self.draft.train, self.draft.export
-        if train and export and not self._isolated(export.framework, train.env or export.env):
-            yield ("train", "run"), train.run
-        for loc, gate in self.draft.gates:
-            if isinstance(gate, MetricGate) and gate.use:
-                yield (*loc, "use"), gate.use
-
-    def _imports_of(self, loc: Loc, reference: str) -> Iterator[Issue]:
-        for module, text in find_missing_imports(reference, self.ports.root):
-            if module in self._told:
-                continue
-            self._told.add(module)
-            first = module.partition(".")[0]
-            if plugins.has_extra(first):
-                self.absent.append(plugins.distribution_of(first))
-                message = f"{text}, which is not installed. {plugins.install_hint(first)}"
-                yield Issue(loc, message, environment=True)
-            else:
-                own = (self.ports.root / first).is_dir()
-                hint = did_you_mean(module, list_siblings(module, self.ports.root))
-                hint = hint if own else hint or did_you_mean(first, plugins.packages())
-                message = f"{text}, which is neither in the project nor installed{hint}"
-                yield Issue(loc, message)
-
-    def _isolated(self, framework: str, env: Any) -> bool:
+        """Yield missing imports of the project's functions that are called in this installation, each once."""
         from onnx_ops.app.context import select_environment
 
-        try:
-            return select_environment(plugins.load("exporters", framework), env) is not None
-        except OnnxOpsError:  # a problem of its own
-            return True
+        train, export = self.draft.train, self.draft.export
+        functions: list[tuple[Loc, str]] = []
+        # A framework that is none is a problem of its own.
+        plugin = self._plugin("exporters", export.framework) if train and export else None
+        if train and export and plugin is not None:
+            with contextlib.suppress(OnnxOpsError):
+                if select_environment(plugin, train.env or export.env) is None:
+                    functions.append((("train", "run"), train.run))
+        functions += [((*loc, "use"), g.use) for loc, g in self.draft.gates if isinstance(g, MetricGate) and g.use]
+        seen: set[str] = set()
+        for loc, reference in functions:
+            for module, text in find_missing_imports(reference, self.ports.root):
+                if module in seen:
+                    continue
+                seen.add(module)
+                first = module.partition(".")[0]
+                if plugins.has_extra(first):
+                    self.absent.append(plugins.distribution_of(first))
+                    message = f"{text}, which is not installed. {plugins.install_hint(first)}"
+                    yield Issue(loc, message, environment=True)
+                    continue
+                hint = did_you_mean(module, list_siblings(module, self.ports.root))
+                if not hint and not (self.ports.root / first).is_dir():
+                    hint = did_you_mean(first, plugins.packages())
+                yield Issue(loc, f"{text}, which is neither in the project nor installed{hint}")
 
-    def _model(self, place: Path) -> tuple[list[str], ModelInfo | None]:
-        """Return why the ready ONNX file is refused, and its own description."""
+    def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
+        """Return the description of the project's ready ONNX file, if there is one, and why it is refused."""
         from onnx_ops.onnx_graph.compatibility import list_user_model_notes, list_user_model_problems
         from onnx_ops.onnx_graph.files import find_model_file
         from onnx_ops.onnx_graph.model_info import read_model_info
 
-        if self.draft.export is None:
-            return [], None
+        export, place = self.draft.export, self.ports.root / (self.draft.model or "")
+        is_file = self.draft.model and _is_path(self.draft.model) and place.exists()
+        if not is_file or export is None or export.framework != "onnx":
+            return None, []
         try:
-            problems = list_user_model_problems(place, self.draft.export, self.targets.values())
+            problems = list_user_model_problems(place, export, self.targets.values())
             self.notes += [f"{self.draft.model}: {note}" for note in list_user_model_notes(place)]
-            return problems, read_model_info(find_model_file(place))
+            return read_model_info(find_model_file(place)), problems
         except OnnxOpsError as error:
-            return [error.without_place()], None
+            return None, [error.without_place()]
 
-    def _inputs(self, sets: Mapping[str, _Set], model: ModelInfo) -> Iterator[Issue]:
-        """Yield problems of rows that the model does not accept."""
+    def _inputs(self, model: ModelInfo) -> Iterator[Issue]:
+        """Yield problems of rows to score, calibrate or tune with that the model does not accept."""
         from onnx_ops.measure.files import convert_inputs
         from onnx_ops.tools.probing import find_input_problems
 
-        for name in self._run_on():
-            if name not in sets:
-                continue
-            loc, found = ("data", name), sets[name]
-            try:
-                inputs = convert_inputs(found.dataset.inputs, model)
-            except OnnxOpsError as error:
-                yield Issue(loc, error.without_place())
-                continue
-            for key, message in find_input_problems(model.inputs, inputs):
-                below = ("inputs", key) if key in found.section.inputs else ("inputs",) if found.section.inputs else ()
-                yield Issue((*loc, *below), message)
-
-    def _run_on(self) -> list[str]:
-        """Names of the sets that are scored, calibrated or tuned with."""
         draft = self.draft
         names = [draft.validate.samples.data] if draft.validate else []
         names += [entry.calibrate.data for _, entry in draft.quantize if entry.calibrate]
         names += [entry.tune.data for _, entry in draft.quantize if entry.tune]
-        return list(dict.fromkeys(names))
+        for name in dict.fromkeys(names):
+            if name not in self._sets:
+                continue
+            loc, rows = ("data", name), self._sets[name]
+            try:
+                inputs = convert_inputs(rows.dataset.inputs, model)
+            except OnnxOpsError as error:
+                yield Issue(loc, error.without_place())
+                continue
+            for key, message in find_input_problems(model.inputs, inputs):
+                below = ("inputs", key) if key in rows.section.inputs else ("inputs",) if rows.section.inputs else ()
+                yield Issue((*loc, *below), message)
 
-    def _export_options(self, sets: Mapping[str, _Set]) -> Iterator[Issue]:
-        """Free axes of inputs that do not exist, and options that the exporter does not have."""
+    def _export_options(self) -> Iterator[Issue]:
+        """Yield free axes of inputs that do not exist, and options that the exporter does not have."""
         from onnx_ops.adapters.exporters.signature import find_section_problems
 
-        export = self.draft.export
+        export, scored = self.draft.export, self._scored
         plugin = self._plugin("exporters", export.framework) if export else None
-        scored = sets.get(self.draft.validate.samples.data) if self.draft.validate else None
         if export is None or plugin is None or not hasattr(plugin, "options"):
             return
         if scored is None:
@@ -209,7 +201,7 @@ class Preflight:
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Issue]:
-        """Options that an optimizer does not take."""
+        """Yield options that an optimizer does not take."""
         from onnx_ops.adapters.optimizers.library import read_options
 
         for loc, entry in self.draft.quantize:
@@ -226,61 +218,47 @@ class Preflight:
         except OnnxOpsError:
             return None
 
-    def _labels(self, sets: Mapping[str, _Set], model: ModelInfo | None) -> Iterator[Issue]:
-        """Gates whose metric cannot be computed with the labels, or with a ready model's outputs."""
+    def _labels(self, model: ModelInfo | None) -> Iterator[Issue]:
+        """Yield gates whose metric cannot be computed with the labels, or with a ready model's outputs."""
         from onnx_ops.measure.scoring import find_label_problem
 
-        scored = sets.get(self.draft.validate.samples.data) if self.draft.validate else None
+        scored = self._scored
         if scored is None or scored.section.label is None:
             return
         label = scored.dataset.label
-        outputs = _outputs(model, len(scored.dataset)) if model is not None and scored.whole else None
-        messages: set[str] = set()
-        for _, gate in self.draft.gates:
-            if not isinstance(gate, MetricGate):
-                continue
-            message = find_label_problem(gate.definition(), label, outputs)
-            if message and message not in messages:
-                messages.add(message)
-                name = self.draft.validate.samples.data if self.draft.validate else ""
+        outputs = _build_zeros(model, len(scored.dataset)) if model is not None and scored.whole else None
+        gates = [gate for _, gate in self.draft.gates if isinstance(gate, MetricGate)]
+        name = self.draft.validate.samples.data if self.draft.validate else ""
+        for message in dict.fromkeys(find_label_problem(gate.definition(), label, outputs) for gate in gates):
+            if message:
                 yield Issue(("data", name, "label"), message)
 
-    def _note_labels(self, sets: Mapping[str, _Set]) -> None:
-        """Classes that are scored and were never trained."""
+    def _note_new_labels(self) -> None:
+        """Note classes that are scored and were never trained."""
         import numpy as np
 
-        name = self.draft.validate.samples.data if self.draft.validate else ""
-        label = sets[name].dataset.label if name in sets and self.draft.train else None
-        others = [one for other, one in sets.items() if other != name]
-        trained = [one.dataset.label for one in others if one.dataset.label is not None]
-        if not all(one.whole for one in others):
+        scored = self._scored
+        label = scored.dataset.label if scored and self.draft.train else None
+        others = [rows for rows in self._sets.values() if rows is not scored]
+        trained = [rows.dataset.label for rows in others if rows.dataset.label is not None]
+        if label is None or not trained or not all(rows.whole for rows in others):
             return
-        if (
-            label is None
-            or not trained
-            or any(one.dtype.kind not in "iubUS" or one.ndim != 1 for one in [label, *trained])
-        ):
+        if any(labels.dtype.kind not in "iubUS" or labels.ndim != 1 for labels in (label, *trained)):
             return
-        if new := sorted(set(np.unique(label).tolist()).difference(*(np.unique(one).tolist() for one in trained))):
+        known = (np.unique(labels).tolist() for labels in trained)
+        if new := sorted(set(np.unique(label).tolist()).difference(*known)):
             shown = ", ".join(map(str, new[:5])) + (", …" if len(new) > 5 else "")
+            name = self.draft.validate.samples.data if self.draft.validate else ""
             self.notes.append(f"data.{name}: label {shown} occurs in no set that the model is trained on")
 
 
-def is_path(model: str) -> bool:
-    """Whether `model:` is a path of the project."""
+def _is_path(model: str) -> bool:
+    """Return whether `model:` is a path of the project."""
     return "://" not in model and not model.startswith("models:/")
 
 
-def ready_file(root: Path, draft: Draft) -> Path | None:
-    """Return the path of the project's ready ONNX file; None for a model from elsewhere, or of a framework."""
-    if not draft.model or draft.export is None or draft.export.framework != "onnx" or not is_path(draft.model):
-        return None
-    place = root / draft.model
-    return place if place.exists() else None
-
-
-def _outputs(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
-    """Zeros of the shapes and types that a model answers with; None if these are not known."""
+def _build_zeros(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
+    """Return zeros of the shapes and types that a model answers with; None if these are not known."""
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -295,21 +273,12 @@ def _outputs(model: ModelInfo, rows: int) -> Mapping[str, Any] | None:
     return arrays
 
 
-def _source_loc(loc: Loc, section: DataSection) -> Loc:
-    match section:
-        case FileData():
-            return (*loc, "file")
-        case PluginData():
-            return (*loc, "with")
-        case _:
-            return loc
-
-
-def _source_message(error: OnnxOpsError, section: DataSection, root: Path) -> str:
-    """Return the error's text without the project's path, which its place in the file shows."""
+def _describe_source_error(loc: Loc, section: DataSection, error: OnnxOpsError, root: Path) -> Issue:
+    """Return the issue of data that cannot be read, without the project's path, which its place in the file shows."""
     if not isinstance(section, FileData):
-        return str(error)
+        return Issue((*loc, "with") if isinstance(section, PluginData) else loc, str(error))
     path = str((root / section.file).resolve())
     where = error.where.removeprefix(path).removeprefix(": ")
     what = f"{where}: {error.what}" if where not in ("", section.file) else error.what
-    return f"'{section.file}': {type(error)(what, why=error.why, remedy=error.remedy)}"
+    text = type(error)(what, why=error.why, remedy=error.remedy)
+    return Issue((*loc, "file"), f"'{section.file}': {text}")

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnx_ops import plugins
+from onnx_ops import codec, plugins
 from onnx_ops.app.context import build_ports
 from onnx_ops.app.execution import MeasurementLock
 from onnx_ops.config.settings import Settings, load_settings
-from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
 
@@ -97,12 +96,8 @@ def check(
 ) -> CheckedFile:
     """Check a pipeline file.
 
-    Args:
-        project: that the file belongs to.
-        file: path of the file.
-        overrides: `path=value`.
-        static: look at the file and the project's source code only, not at data and models.
-        machine: look also for the packages and credentials that a whole run needs here.
+    With `static` only the file and the project's source code are looked at, not data and models; with `machine` also
+    the packages and credentials that a whole run needs here.
 
     Raises:
         ConfigError: the file has problems; the error holds all of them.
@@ -124,7 +119,11 @@ def check(
             return [finding for finding in findings if not finding.environment]
         if pipeline is not None and all(finding.environment for finding in findings):
             findings += _machine_findings(project, pipeline, targets, preflight_.absent)
-            notes.extend(_silent_notifiers(project) if pipeline.deploy else ())
+            for name in project.settings.notifiers if pipeline.deploy else ():
+                try:
+                    project.ports.notifiers()[name].check()
+                except OnnxOpsError as error:  # it reaches nobody, which stops no rollout
+                    notes.append(f"notifier {name}: {error}")
         return findings
 
     pipeline = load_pipeline(
@@ -132,7 +131,7 @@ def check(
         root=project.settings.root,
         plugins=known,
         settings=lambda provider, settings: project.ports.provider(provider).validate_settings(settings),
-        metrics=_check_source,
+        metrics=lambda source, settings: plugins.load("metrics", source, settings),
         capabilities=lambda entry: list_capabilities(project, entry),
         unservable=lambda entry, target: project.ports.provider(entry.provider).explain_unservable(target),
         preflight=(lambda *_: ()) if static else preflight,
@@ -147,9 +146,12 @@ def _machine_findings(
     project: Project, pipeline: Pipeline, targets: Mapping[str, Target], reported: Collection[str]
 ) -> list[Issue]:
     """Return missing packages and credentials that a whole run needs, but for those reported already."""
+    from onnx_ops.app.handler import binding
     from onnx_ops.app.probe import OutlineProbe
     from onnx_ops.config.document import Issue
+    from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
+    from onnx_ops.ports import PrerequisiteChecker
 
     probe = OutlineProbe(project.ports, signing=project.settings.signing)
     try:
@@ -163,39 +165,20 @@ def _machine_findings(
             findings.append(Issue(_location(pipeline, stage), text, environment=True))
     seen: set[str] = set()
     for stage in planned.stages:
-        for lack in _lacking(project, stage):
-            if lack.what not in seen:  # a provider's own metrics need what it needs itself
-                loc = _location(pipeline, stage)
-                findings.append(Issue(loc, lack.without_place(), environment=True))
-            seen.add(lack.what)
+        if stage.kind is not StageKind.DEPLOY:
+            continue
+        config, _ = binding(stage)
+        for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
+            lack = part.find_missing_requirement(config) if isinstance(part, PrerequisiteChecker) else None
+            if lack is not None and lack.what not in seen:  # a provider's own metrics need what it needs itself
+                seen.add(lack.what)
+                findings.append(Issue(_location(pipeline, stage), lack.without_place(), environment=True))
     return findings
 
 
-def _silent_notifiers(project: Project) -> Iterator[str]:
-    """Notifiers that reach nobody, which stops no rollout."""
-    for name in project.settings.notifiers:
-        try:
-            project.ports.notifiers()[name].check()
-        except OnnxOpsError as error:
-            yield f"notifier {name}: {error}"
-
-
-def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
-    """Yield what a stage that deploys lacks here, as far as that shows without network."""
-    from onnx_ops.app.handler import binding
-    from onnx_ops.domain.pipeline import StageKind
-    from onnx_ops.ports import PrerequisiteChecker
-
-    if stage.kind is not StageKind.DEPLOY:
-        return
-    config, _ = binding(stage)
-    for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
-        if isinstance(part, PrerequisiteChecker) and (error := part.find_missing_requirement(config)):
-            yield error
-
-
 def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
-    """Where a pipeline file asks for a stage."""
+    """Return where a pipeline file asks for a stage."""
+    from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
 
     match stage.kind:
@@ -211,15 +194,10 @@ def _location(pipeline: Pipeline, stage: Stage) -> tuple[str | int, ...]:
         case StageKind.BENCHMARK | StageKind.GATE:
             return ("benchmark", "targets", pipeline.benchmark.targets.index(stage.target or ""))
         case StageKind.DEPLOY:
-            return ("deploy", [entry.endpoint for entry in pipeline.deploy].index(_endpoint(stage)), "provider")
+            endpoint = binding(stage)[0].endpoint
+            return ("deploy", [entry.endpoint for entry in pipeline.deploy].index(endpoint), "provider")
         case _:
             return ("register",)
-
-
-def _endpoint(stage: Stage) -> str:
-    from onnx_ops.app.handler import binding
-
-    return binding(stage)[0].endpoint
 
 
 def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
@@ -238,11 +216,6 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
     return (able - provider.metrics().capabilities()) | (offered - ({"shadow", "outcomes", "cold_starts"} - able))
 
 
-def _check_source(source: str, settings: Mapping[str, Json]) -> None:
-    """Raise UserError for settings that this source of metrics does not take."""
-    plugins.load("metrics", source, settings)
-
-
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
     """Return how long its rollouts will take, for the author of the file."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
@@ -259,12 +232,7 @@ def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
 def prepare(
     project: Project, file: Path, *, overrides: Sequence[str] = (), until: StageKind | None = None
 ) -> PreparedPipeline:
-    """Check a file and plan it.
-
-    Raises:
-        ConfigError: the file has problems.
-        UserError: something that it names does not exist.
-    """
+    """Check a file and plan it."""
     from onnx_ops.app.probe import ProjectProbe
     from onnx_ops.pipeline import plan
 
@@ -288,11 +256,7 @@ def preview_plan(
 
 
 def require_packages(project: Project, plan: Plan) -> None:
-    """Refuse a plan that needs packages which are not installed here, before any of its stages begins.
-
-    Raises:
-        MissingPackageError: names all of them, the first stage that needs each, and the extras that bring them.
-    """
+    """Refuse a plan that needs packages which are not installed here, before any of its stages begins."""
     if needed := _missing_packages(project, plan):
         missing = [name for _, names in needed for name in names]
         why = "; ".join(f"{stage.id} needs {', '.join(names)}" for stage, names in needed)
@@ -300,17 +264,18 @@ def require_packages(project: Project, plan: Plan) -> None:
 
 
 def _missing_packages(project: Project, plan: Plan) -> list[tuple[Stage, list[str]]]:
-    """Yield packages that are not installed, each with the first stage that needs it."""
-    missing: dict[str, Stage] = {}
+    """Return the stages that need packages which are not installed; each package stands with the first one."""
+    seen: set[str] = set()
+    needed = []
     for stage in plan.stages:
-        for name in plugins.absent(_packages(project, stage)):
-            missing.setdefault(name, stage)
-    stages = dict.fromkeys(stage.id for stage in missing.values())
-    return [(plan[stage], [name for name, first in missing.items() if first.id == stage]) for stage in stages]
+        missing = [name for name in plugins.absent(_list_packages(project, stage)) if name not in seen]
+        seen.update(missing)
+        needed += [(stage, missing)] if missing else []
+    return needed
 
 
-def _packages(project: Project, stage: Stage) -> Iterator[str]:
-    """Distributions that a stage needs in this installation, those that are missing among them."""
+def _list_packages(project: Project, stage: Stage) -> Iterator[str]:
+    """Yield distributions that a stage needs in this installation, those that are missing among them."""
     from onnx_ops.app.execution import get_pool
     from onnx_ops.app.handler import RELEASE, binding
     from onnx_ops.domain.pipeline import StageKind
@@ -354,9 +319,10 @@ def execute(
         UserError: an endpoint that exists cannot be changed as the file says.
     """
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
+    from onnx_ops.app.results import find_base, read_base_branch, read_provenance, record_commit, summarize
     from onnx_ops.domain.pipeline import StageKind, StageStatus
     from onnx_ops.pipeline import InlineExecutor, SilentObserver, run
+    from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
     from onnx_ops.release.promote import abandon_dropped, require_no_orphans
 
     require_packages(project, prepared.plan)
@@ -368,8 +334,17 @@ def execute(
         require_no_orphans(project.ports, name, configs, abandon=abandon)
     if base is None and (branch := read_base_branch(os.environ)):
         base = find_base(project.settings.root, project.ports.store, name, branch)
+    planned = prepared.plan
+    if releases:  # the registration knows who made the release, and what it is compared with
+        made = read_provenance(project.settings.root, project.ports.clock.now(), os.environ)
+        hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
+        hinted = (
+            replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
+            for stage in stages
+        )
+        planned = replace(planned, stages=tuple(hinted))
     result = run(
-        _with_hints(project, prepared.plan, base),
+        planned,
         handler=project.handler(actor, observer, abandon),
         executor=executor or InlineExecutor(),
         observer=observer or SilentObserver(),
@@ -385,21 +360,3 @@ def execute(
         with suppress(OnnxOpsError, OSError):
             record_commit(project.settings.root, project.ports.store, summary)
     return result
-
-
-def _with_hints(project: Project, plan: Plan, base: BaseRelease | None) -> Plan:
-    """Return the plan whose registration knows who made the release, and what it is compared with."""
-    from onnx_ops import codec
-    from onnx_ops.app.results import read_provenance
-    from onnx_ops.domain.pipeline import StageKind
-    from onnx_ops.pipeline.stages.register import BASE, PROVENANCE
-
-    if not any(stage.kind is StageKind.REGISTER for stage in plan.stages):
-        return plan
-    made = read_provenance(project.settings.root, project.ports.clock.now(), os.environ)
-    hints = {PROVENANCE: codec.to_json(made), **({} if base is None else {BASE: codec.to_json(base)})}
-    stages = (
-        replace(stage, hints={**stage.hints, **hints}) if stage.kind is StageKind.REGISTER else stage
-        for stage in plan.stages
-    )
-    return replace(plan, stages=tuple(stages))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from onnx_ops import codec
-from onnx_ops.app.context import ask_git
+from onnx_ops.app.context import ask_git, resolve_commit
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json
 from onnx_ops.domain.decision import Decision, GateResult, TargetObjective, Verdict
 from onnx_ops.domain.evidence import Evidence
-from onnx_ops.domain.pipeline import EXPORT, Pipeline, Stage, StageKind, StageOutcome, StageStatus
+from onnx_ops.domain.pipeline import EXPORT, Pipeline, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.release import BaseRelease, Choice, Provenance, Registration
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import RunResult
@@ -33,12 +33,6 @@ class Summary:
     registration: Registration | None
     awaiting: tuple[str, ...]
     exit_code: int
-
-
-_RELEASE = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
-
-_ORDER = (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE)
-"""Which verdict names the exit code when several targets have no choice."""
 
 
 def locate_report(registration: Registration) -> str:
@@ -64,45 +58,39 @@ def summarize(pipeline: Pipeline, result: RunResult, ports: Ports) -> Summary:
         for stage in result.plan.stages
         if stage.kind is StageKind.GATE and _root(stage.id, result.outcomes).status is not StageStatus.SKIPPED
     ]
-    decisions = tuple(_decision(stage, result.outcomes, ports) for stage in gates)
+    decisions = []
+    for stage in gates:
+        manifest = result.outcomes[stage.id].manifest
+        if manifest is not None:
+            decisions.append(codec.loads(ports.store.read(manifest["decision.json"]), Decision))
+            continue
+        cause = _root(stage.id, result.outcomes)  # nothing was measured
+        reason = f"{cause.stage}: {cause.reason}"
+        unmeasured = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+        decisions.append(Decision(variant=stage.variant or "", target=stage.target or "", results=(unmeasured,)))
     choices = tuple(
-        choose(tuple(d for d in decisions if d.target == target), _policy(result.plan.stages, target))
+        choose(
+            tuple(d for d in decisions if d.target == target),
+            codec.from_json(next(g.hints for g in gates if g.target == target).get("policy", {}), TargetObjective),
+        )
         for target in pipeline.benchmark.targets
         if any(d.target == target for d in decisions)
     )
-    registration = _registration(result.outcomes, ports)
+    registered = result.outcomes.get("register")
+    registration = None
+    if registered is not None and registered.manifest is not None:
+        registration = codec.loads(ports.store.read(registered.manifest["registration.json"]), Registration)
     manual = registration is not None and pipeline.register is not None and pipeline.register.promote == "manual"
     return Summary(
         pipeline=pipeline.pipeline,
         executed=result.executed(),
         outcomes=tuple(result.outcomes[stage.id] for stage in result.plan.stages),
-        decisions=decisions,
+        decisions=tuple(decisions),
         choices=choices,
         registration=registration,
         awaiting=tuple(c.target for c in choices if c.variant is not None) if manual else (),
         exit_code=_exit_code(result, choices),
     )
-
-
-def _policy(stages: Sequence[Stage], target: str) -> TargetObjective:
-    gates = (stage for stage in stages if stage.kind is StageKind.GATE and stage.target == target)
-    hints = next(stage.hints for stage in gates)
-    return codec.from_json(hints.get("policy", {}), TargetObjective)
-
-
-def _decision(stage: Stage, outcomes: Mapping[str, StageOutcome], ports: Ports) -> Decision:
-    """Return the decision of a gate stage: ERROR with the failed stage where nothing was measured."""
-    manifest = outcomes[stage.id].manifest
-    if manifest is not None:
-        return codec.loads(ports.store.read(manifest["decision.json"]), Decision)
-    reason = _cause(stage.id, outcomes)
-    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
-    return Decision(variant=stage.variant or "", target=stage.target or "", results=(result,))
-
-
-def _cause(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> str:
-    outcome = _root(stage_id, outcomes)
-    return f"{outcome.stage}: {outcome.reason}"
 
 
 def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
@@ -116,29 +104,23 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
     return outcome
 
 
-def _registration(outcomes: Mapping[str, StageOutcome], ports: Ports) -> Registration | None:
-    outcome = outcomes.get("register")
-    if outcome is None or outcome.manifest is None:
-        return None
-    return codec.loads(ports.store.read(outcome.manifest["registration.json"]), Registration)
-
-
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     """With a choice for every target only its release can fail; else a wrong input comes first, then the verdicts."""
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
-        release = {stage.id for stage in result.plan.stages if stage.kind in _RELEASE}
+        kinds = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
+        release = {stage.id for stage in result.plan.stages if stage.kind in kinds}
         return max((error.exit_code for stage, error in result.errors.items() if stage in release), default=0)
     codes = [error.exit_code for error in result.errors.values()]
     if UserError.exit_code in codes:
         return UserError.exit_code
-    for verdict in _ORDER:
+    for verdict in (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE):
         if verdict in missing:
             return verdict.exit_code
     return max(codes, default=0)
 
 
-_CHOICES, _EVIDENCE, _RAW = "choices.json", "evidence/", "raw/"
+_CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
 """Commits of the base branch that are looked through: most touch no model, so that nothing was measured for them."""
 
@@ -153,13 +135,7 @@ _BASE_VARIABLES = ("GITHUB_BASE_REF", "CI_MERGE_REQUEST_TARGET_BRANCH_NAME", "SY
 
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
-    """Return who made this state of the project, by git and else by the variables of a CI service.
-
-    Args:
-        root: folder of the project.
-        now: seconds since the epoch.
-        environ: environment variables.
-    """
+    """Return who made this state of the project, by git and else by the variables of a CI service."""
     head = "HEAD"
     if _first(environ, _BASE_VARIABLES) and ask_git(root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True):
         head = "HEAD^2"  # a pull request is checked out as its merge, which the service has made
@@ -184,7 +160,7 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 
     Nothing is recorded outside a repository, or where files differ from the commit.
     """
-    commit = ask_git(root, "rev-parse", "HEAD", may_fail=True).strip()
+    commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):
         return
     wanted = {(choice.variant or EXPORT, choice.target) for choice in summary.choices}
@@ -192,9 +168,8 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
     for digest, evidence in evidence_of(summary, store).items():
         if (evidence.variant, evidence.target) in wanted:
             files[f"{_EVIDENCE}{evidence.variant}@{evidence.target}.json"] = digest
-            files |= (
-                {f"{_RAW}{evidence.variant}@{evidence.target}.npz": evidence.raw} if evidence.raw is not None else {}
-            )
+            if evidence.raw is not None:
+                files[f"raw/{evidence.variant}@{evidence.target}.npz"] = evidence.raw
     store.record(_key(root, summary.pipeline, commit), Manifest(files=files))
 
 
@@ -203,7 +178,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
     The folder keeps the newest commits.
     """
-    commit = _commit(root, "HEAD")
+    commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None
     if recorded is None:
         return
@@ -217,7 +192,7 @@ def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None
 
 
 def import_commits(root: Path, store: Store, folder: Path) -> None:
-    """Record what `share_commit` left in a folder; nothing if there is no such folder."""
+    """Record what `export_commit` left in a folder; nothing if there is no such folder."""
     for place in sorted(folder.glob("*/*/")):
         files = {
             path.relative_to(place).as_posix(): store.put_file(path)
@@ -231,52 +206,38 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
 def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = "") -> BaseRelease:
     """Return what is recorded of the commit where this branch left its base, or of the last one before it.
 
-    Args:
-        root: folder of the project.
-        store: where runs have recorded their figures.
-        pipeline: name of the pipeline.
-        base: branch, tag or commit; a branch may be known as that of `origin` only.
-        name: what people call it, if not by `base`.
+    The base is a branch, which may be known as that of `origin` only, a tag or a commit; `name` is what people call it.
     """
     name = name or base
     try:
-        tip = _commit(root, base) or _commit(root, f"origin/{base}")
+        tip = resolve_commit(root, base) or resolve_commit(root, f"origin/{base}")
         if not tip:
             return BaseRelease(
                 branch=name, why=f"git knows no commit {base!r} here: fetch the branch with its history."
             )
         fork = ask_git(root, "merge-base", "--end-of-options", tip, "HEAD", may_fail=True).strip() or tip
         listed = ask_git(root, "rev-list", "--first-parent", f"--max-count={_COMMITS}", fork, "--").split()
-        own = "" if _is_changed(root) else _commit(root, "HEAD")
+        own = "" if _is_changed(root) else resolve_commit(root, "HEAD")
         for commit in listed:
             recorded = None if commit == own else store.lookup(_key(root, pipeline, commit))
             if recorded is not None:
-                return _read(store, name, commit, recorded)
+                evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
+                return BaseRelease(
+                    branch=name,
+                    commit=commit,
+                    choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
+                    evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
+                )
     except OnnxOpsError as error:
         return BaseRelease(branch=name, why=str(error))
     why = f"Nothing is recorded for {name}: a run of this pipeline on one of its commits, with this store, records it."
     return BaseRelease(branch=name, why=why)
 
 
-def _read(store: Store, name: str, commit: str, recorded: Manifest) -> BaseRelease:
-    evidence = [digest for file, digest in recorded.files.items() if file.startswith(_EVIDENCE)]
-    return BaseRelease(
-        branch=name,
-        commit=commit,
-        choices=codec.loads(store.read(recorded[_CHOICES]), tuple[Choice, ...]),
-        evidence=tuple(codec.loads(store.read(digest), Evidence) for digest in evidence),
-    )
-
-
 def _key(root: Path, pipeline: str, commit: str) -> Digest:
     """One repository may hold several projects."""
     folder = ask_git(root, "rev-parse", "--show-prefix", may_fail=True).strip()
     return digest_json(["commit", folder, pipeline, commit])
-
-
-def _commit(root: Path, name: str) -> str:
-    revision = f"{name}^{{commit}}"
-    return ask_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", revision, may_fail=True).strip()
 
 
 def _is_changed(root: Path) -> bool:

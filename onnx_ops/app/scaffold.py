@@ -97,20 +97,17 @@ _WORKFLOWS = ("model-commit.yml", "promote.yml", "rollback.yml")
 
 
 def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]:
-    """Write a project into a folder that is empty or not there yet.
-
-    Args:
-        folder: its root.
-        name: of the pipeline, the registered model and the endpoint.
-        template: what it starts from.
-
-    Returns:
-        Its files, relative to the root, sorted.
-
-    Raises:
-        UserError: the name is none, or the folder holds something.
-    """
-    _validate_name(name)
+    """Write a project into a folder that is empty or not there yet; return its files, sorted."""
+    remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
+    lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    taken = {"models", "onnx-ops", *(line.partition("==")[0].lower().replace("_", "-") for line in lines)}
+    if keyword.iskeyword(name) or name in taken:
+        package = "a package that the project installs has this name"
+        why = "it is a keyword of Python" if keyword.iskeyword(name) else package
+        remedy = "Choose another name: --name."
+        raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy=remedy)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("there is something already", where=str(folder), remedy="Name a folder that is new or empty.")
     chosen = PROJECTS[template]
@@ -136,32 +133,19 @@ def scaffold(folder: Path, name: str, template: TemplateName) -> tuple[str, ...]
     return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
 
 
-def _validate_name(name: str) -> None:
-    """Raise UserError if a name cannot be that of a pipeline, a Python package and a distribution."""
-    remedy = "Use lower-case letters, digits and dashes, beginning with a letter or digit."
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise UserError(f"{name!r} cannot name a pipeline", where="--name", remedy=remedy)
-    lines = (TEMPLATES / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    taken = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
-    if keyword.iskeyword(name):
-        why = "it is a keyword of Python"
-    elif name in ("models", "onnx-ops") or name in taken:
-        why = "a package that the project installs has this name"
-    else:
-        return
-    raise UserError(f"{name!r} cannot name a project", where="--name", why=why, remedy="Choose another name: --name.")
-
-
 def write_wheel(installed: Distribution, folder: Path) -> Path:
-    """Write the wheel of this release, from the files that run here.
-
-    Args:
-        installed: holds the metadata, of an installed wheel or of a checkout.
-        folder: gets the wheel.
-    """
+    """Write the wheel of this release, from the files that run here."""
     stem = f"onnx_ops-{installed.version}"
     metadata = f"{stem}.dist-info"
-    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in _packaged()}
+    file = PACKAGE.parent / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if project.get("project", {}).get("name") == "onnx-ops":  # a checkout: what a build takes
+        globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
+        paths = {*PACKAGE.rglob("*.py"), *(path for pattern in globs for path in PACKAGE.glob(pattern))}
+    else:  # some packages leave such a file in site-packages
+        paths = {path for path in PACKAGE.rglob("*") if path.parent.name != "__pycache__"}
+    packaged = sorted(path for path in paths if path.is_file())
+    files = {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in packaged}
     files[f"{metadata}/METADATA"] = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").encode()
     files[f"{metadata}/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
     files[f"{metadata}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: onnx-ops\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -179,17 +163,6 @@ def write_wheel(installed: Distribution, folder: Path) -> Path:
             # One time for all, so that the same release makes the same bytes.
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
     return wheel
-
-
-def _packaged() -> list[Path]:
-    """List the files of the package: all that are installed, or of a checkout what a build takes."""
-    file = PACKAGE.parent / "pyproject.toml"
-    project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if project.get("project", {}).get("name") != "onnx-ops":  # some packages leave such a file in site-packages
-        return sorted(path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    globs = project["tool"]["setuptools"]["package-data"]["onnx_ops"]
-    data = (path for pattern in globs for path in PACKAGE.glob(pattern) if path.is_file())
-    return sorted({*PACKAGE.rglob("*.py"), *data})
 
 
 def _sources(chosen: Template) -> Iterator[tuple[Path, str]]:

@@ -14,13 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnx_ops import codec
 from onnx_ops.adapters.files import durable_file
 from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import PROGRESS
+from onnx_ops.app.execution import PROGRESS, parse_request
 from onnx_ops.config.settings import load_settings
-from onnx_ops.domain.artifact import Digest, Manifest
-from onnx_ops.domain.pipeline import Stage
 from onnx_ops.errors import OnnxOpsError, StageError, storage_errors
 from onnx_ops.pipeline.stages import execute
 
@@ -50,15 +47,14 @@ def _die_with_parent(scratch: Path) -> None:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    stage = codec.from_json(request["stage"], Stage)
-    inputs = {name: Manifest(files=files) for name, files in request["inputs"].items()}
+    stage, key, inputs = parse_request(request)
     limit = stage.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))  # its own children may have other limits
     try:
         with storage_errors(stage.id):
             ports = replace(build_ports(load_settings()), tell=_tell)
-            manifest = execute(stage, Digest(request["key"]), inputs, ports)
+            manifest = execute(stage, key, inputs, ports)
     except OnnxOpsError as error:
         return {"error": error.as_document()}
     except MemoryError:

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError, storag
 from onnx_ops.plugins import has_extra, imported, missing_package
 
 if TYPE_CHECKING:
+    from onnx_ops.app.project import Project
     from onnx_ops.release.reconcile import StepReport
 
 P = ParamSpec("P")
@@ -30,11 +31,11 @@ Actor = Annotated[
     str, typer.Option("--actor", help="User recorded in the audit log (default: user@host).", show_default=False)
 ]
 Reason = Annotated[str, typer.Option("--reason", "-m", help="Reason, recorded in the ledger.", show_default=False)]
+Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 SetValue = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a value, e.g. train.with.seed=3.")
 ]
 
-INTERRUPTED = 130
 _GROUPS = ("drift", "keys", "rollout", "webhooks")
 """Commands that have sub-commands."""
 
@@ -60,29 +61,22 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             with redirect, storage_errors():
                 return command(*args, **kwargs)
-        except OnnxOpsError as error:
-            shown = _name_command(error, command.__name__) if isinstance(error, MissingPackageError) else error
-            print_error(shown, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(error.exit_code) from error
-        except ModuleNotFoundError as error:
-            if not has_extra(imported(error)):
+        except (OnnxOpsError, ModuleNotFoundError) as error:
+            if not isinstance(error, OnnxOpsError) and not has_extra(imported(error)):
                 raise
-            missing = _name_command(missing_package(imported(error), where=""), command.__name__)
-            print_error(missing, as_json=bool(kwargs.get("as_json")))
-            raise typer.Exit(missing.exit_code) from error
+            shown = error if isinstance(error, OnnxOpsError) else missing_package(imported(error), where="")
+            if isinstance(shown, MissingPackageError):  # name the command: `rollout_status` is `rollout status`
+                group, _, verb = command.__name__.partition("_")
+                name = f"{group} {verb}" if group in _GROUPS else command.__name__.replace("_", "-")
+                where = f"onnx-ops {name}{f', {shown.where}' if shown.where else ''}"
+                shown = MissingPackageError(shown.what, where=where, why=shown.why, remedy=shown.remedy)
+            print_error(shown, as_json=bool(kwargs.get("as_json")))
+            raise typer.Exit(shown.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted; finished work is kept, run again to continue", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(130) from None
 
     return wrapped
-
-
-def _name_command(error: MissingPackageError, function: str) -> MissingPackageError:
-    """Return the error with the command that needs the package: `rollout_status` is `rollout status`."""
-    group, _, command = function.partition("_")
-    name = f"{group} {command}" if group in _GROUPS else function.replace("_", "-")
-    where = f"onnx-ops {name}{f', {error.where}' if error.where else ''}"
-    return MissingPackageError(error.what, where=where, why=error.why, remedy=error.remedy)
 
 
 def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
@@ -95,6 +89,12 @@ def print_error(error: OnnxOpsError, *, as_json: bool) -> None:
     from onnx_ops.cli.terminal import error_console, render_error
 
     render_error(error_console(), error)
+
+
+def print_errors(errors: Mapping[str, OnnxOpsError]) -> None:
+    """Print errors for people."""
+    for error in errors.values():
+        print_error(error, as_json=False)
 
 
 def print_json(document: Any) -> None:
@@ -113,12 +113,15 @@ def print_result(document: Callable[[], Any], report: Callable[[], None], *, as_
         report()
 
 
-def parse_duration(text: str, option: str) -> float:
-    """Return a duration in seconds; `m` is accepted for minutes.
+def open_project() -> Project:
+    """Return the project around the working directory."""
+    from onnx_ops.app import project
 
-    Raises:
-        UserError: It is not a duration.
-    """
+    return project.open_project()
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return a duration in seconds; `m` is accepted for minutes."""
     from onnx_ops.config.quantities import parse_quantity
 
     try:
@@ -128,16 +131,22 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_version(text: str, command: str) -> tuple[str, str]:
-    """Return model and version of `MODEL/VERSION`. `command` is shown in the example.
-
-    Raises:
-        UserError: It is not of that form.
-    """
+    """Return model and version of `MODEL/VERSION`. `command` is shown in the example."""
     model, _, number = text.rpartition("/")
     number = number.removeprefix("v")
     if not model or not number:
         raise UserError(f"{text!r} is not MODEL/VERSION", remedy=f"For example: onnx-ops {command} digits-mlp/3")
     return model, number
+
+
+@contextlib.contextmanager
+def writing(what: str, where: object) -> Iterator[None]:
+    """Turn what keeps a file from being written into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"{what} cannot be written", where=str(where), why=why) from error
 
 
 def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError] | None = None) -> None:
@@ -149,15 +158,19 @@ def print_steps(reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str
             say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
         if steps[-1].registry_down:
             say(f"{name}: the registry does not answer: {steps[-1].registry_down}", err=True)
-    for error in (errors or {}).values():
-        print_error(error, as_json=False)
+    print_errors(errors or {})
+
+
+def documents(errors: Mapping[str, OnnxOpsError]) -> dict[str, Any]:
+    """Return errors for --json."""
+    return {name: error.as_document() for name, error in errors.items()}
 
 
 def steps_to_document(
     reports: Mapping[str, Sequence[StepReport]], errors: Mapping[str, OnnxOpsError]
 ) -> dict[str, Any]:
     """Return by endpoint a list of its steps, or the error that it ended with."""
-    return {**codec.to_json(reports), **{name: error.as_document() for name, error in errors.items()}}
+    return {**codec.to_json(reports), **documents(errors)}
 
 
 def exit_after_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from onnx_ops import plugins
 from onnx_ops.app.affected import PIPELINES
 from onnx_ops.app.project import Project, check
 from onnx_ops.attestation import TrustedKeys
-from onnx_ops.cli.endpoint_tables import describe_pending
-from onnx_ops.config.settings import Settings
+from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import NotFoundError, OnnxOpsError
@@ -41,6 +40,15 @@ EXTRAS = {
 """Parts of the platform, and what needs them."""
 
 
+_Check = Callable[[Project], Iterator[Diagnosis]]
+_CHECKS: dict[str, _Check] = {}
+
+
+def _named(name: str) -> Callable[[_Check], _Check]:
+    """Add a check to those that `diagnose` makes."""
+    return lambda check: _CHECKS.setdefault(name, check)
+
+
 def diagnose(project: Project, begin: Callable[[str], object] = lambda name: None) -> list[Diagnosis]:
     """Return all findings; a check that cannot be made is a finding too. `begin` is called with the name of each."""
     findings: list[Diagnosis] = []
@@ -54,11 +62,7 @@ def diagnose(project: Project, begin: Callable[[str], object] = lambda name: Non
 
 
 def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> list[Diagnosis]:
-    """Return what a provider finds for the endpoints of these pipeline files and for those that exist.
-
-    Raises:
-        UserError: there is no such provider, or a file is wrong.
-    """
+    """Return what a provider finds for the endpoints of these pipeline files and for those that exist."""
     deploys = [
         entry for file in files for entry in check(project, file, static=True).pipeline.deploy if entry.provider == name
     ]
@@ -78,12 +82,14 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     return findings
 
 
+@_named("python")
 def _python(project: Project) -> Iterator[Diagnosis]:
     del project
     python = ".".join(str(part) for part in sys.version_info[:3])
     yield Diagnosis(check="python", ok=sys.version_info >= (3, 11), found=python, remedy="Use Python 3.11 or newer.")
 
 
+@_named("packages")
 def _packages(project: Project) -> Iterator[Diagnosis]:
     del project
     for name, (wanted, breaks) in PINS.items():
@@ -98,13 +104,15 @@ def _packages(project: Project) -> Iterator[Diagnosis]:
         yield _optional(f"extra {extra}", missing, f"not installed; it is for {purpose}")
 
 
+@_named("plugins")
 def _plugins(project: Project) -> Iterator[Diagnosis]:
     del project
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
-            missing = plugins.absent(plugins.tools(plugins.load(kind, name)))
-            text = f"not installed: {', '.join(missing)}"
-            yield from tuple(_own(kind, name)) or (_optional(f"{kind} {name}", missing, text),)
+            plugin = plugins.load(kind, name)
+            own = tuple(plugin.diagnose()) if kind == "runtimes" and isinstance(plugin, EnvironmentRuntime) else ()
+            missing = plugins.absent(plugins.tools(plugin))
+            yield from own or (_optional(f"{kind} {name}", missing, f"not installed: {', '.join(missing)}"),)
 
 
 def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
@@ -114,12 +122,7 @@ def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
     return Diagnosis(check=check, ok=True, absent=True, found=text, remedy=f"{plugins.install_hint(*missing)}.")
 
 
-def _own(kind: str, name: str) -> Iterable[Diagnosis]:
-    """Yield the findings of a runtime."""
-    runtime = plugins.load(kind, name) if kind == "runtimes" else None
-    return runtime.diagnose() if isinstance(runtime, EnvironmentRuntime) else ()
-
-
+@_named("execution providers")
 def _providers(project: Project) -> Iterator[Diagnosis]:
     del project
     from onnx_ops.adapters.runtimes.onnxruntime_session import list_devices, list_providers
@@ -134,6 +137,7 @@ def _providers(project: Project) -> Iterator[Diagnosis]:
     yield Diagnosis(check="devices", ok=True, found="; ".join(list_devices()))
 
 
+@_named("state folder")
 def _state(project: Project) -> Iterator[Diagnosis]:
     state = project.settings.state
     parent = state if state.exists() else state.parent
@@ -145,9 +149,12 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     )
 
 
+@_named("keys")
 def _keys(project: Project) -> Iterator[Diagnosis]:
+    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
+
     settings = project.settings
-    path = settings.signing_key
+    path, folder = settings.signing_key, settings.trusted_keys
     if settings.signing == "off":
         yield Diagnosis(check="signing", ok=True, found="off: runs stop at the gates")
     elif not path.exists():
@@ -155,39 +162,21 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         found = "no key yet; the first run makes one" if made else "no key"
         yield Diagnosis(check="signing", ok=made, found=found, remedy="Make one with `onnx-ops keys new`.")
     else:
-        yield _key_file(path)
-        yield _trust(settings)
-    yield from _trusted(settings)
-
-
-def _key_file(path: Path) -> Diagnosis:
-    mode = stat.S_IMODE(path.stat().st_mode)
-    return Diagnosis(
-        check="signing key", ok=not mode & 0o077, found=f"{path} mode {mode:04o}", remedy=f"chmod 600 {path}"
-    )
-
-
-def _trust(settings: Settings) -> Diagnosis:
-    """Check that decisions can be verified."""
-    from onnx_ops.adapters.signers.ecdsa import EcdsaSigner, public_path
-
-    key = EcdsaSigner(settings.signing_key).key
-    trusted = TrustedKeys(settings.trusted_keys).keys()
-    found = f"{short_digest(key)} is {'' if key in trusted else 'not '}among the trusted keys"
-    remedy = f"Copy {public_path(settings.signing_key)} into {settings.trusted_keys}."
-    return Diagnosis(check="signatures", ok=key in trusted, found=found, remedy=remedy)
-
-
-def _trusted(settings: Settings) -> Iterator[Diagnosis]:
-    keys = TrustedKeys(settings.trusted_keys).keys()
-    if keys:
-        names = ", ".join(map(short_digest, keys))
-        yield Diagnosis(check="trusted keys", ok=True, found=f"{names} in {settings.trusted_keys}")
+        mode = stat.S_IMODE(path.stat().st_mode)
+        found = f"{path} mode {mode:04o}"
+        yield Diagnosis(check="signing key", ok=not mode & 0o077, found=found, remedy=f"chmod 600 {path}")
+        key, trusted = EcdsaSigner(path).key, TrustedKeys(folder).keys()
+        found = f"{short_digest(key)} is {'' if key in trusted else 'not '}among the trusted keys"
+        remedy = f"Copy {public_path(path)} into {folder}."
+        yield Diagnosis(check="signatures", ok=key in trusted, found=found, remedy=remedy)
+    if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
+        yield Diagnosis(check="trusted keys", ok=True, found=f"{names} in {folder}")
     elif settings.signing == "off":
-        remedy = f"Copy the public keys of whoever signs into {settings.trusted_keys}."
+        remedy = f"Copy the public keys of whoever signs into {folder}."
         yield Diagnosis(check="trusted keys", ok=False, found="none: no version can be promoted", remedy=remedy)
 
 
+@_named("registry")
 def _registry(project: Project) -> Iterator[Diagnosis]:
     uri = project.settings.tracking_uri
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
@@ -197,8 +186,8 @@ def _registry(project: Project) -> Iterator[Diagnosis]:
     yield Diagnosis(check="registry", ok=True, found="answers")
 
 
+@_named("webhook")
 def _webhook(project: Project) -> Iterator[Diagnosis]:
-    """Yield whether the webhook's deliveries arrive."""
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
 
     uri = project.settings.tracking_uri
@@ -218,6 +207,7 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
     )
 
 
+@_named("notifications")
 def _notifications(project: Project) -> Iterator[Diagnosis]:
     """One line for each notifier, whatever the others are."""
     if not project.settings.notifiers:
@@ -232,6 +222,7 @@ def _notifications(project: Project) -> Iterator[Diagnosis]:
             yield Diagnosis(check=f"notifier {name}", ok=False, found=str(error), remedy=error.remedy)
 
 
+@_named("endpoints")
 def _endpoints(project: Project) -> Iterator[Diagnosis]:
     statuses, errors = read_statuses(project.ports, list_bound_endpoints(project.ports))
     for name, error in errors.items():
@@ -248,6 +239,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
         )
 
 
+@_named("pipelines")
 def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Endpoints whose pipeline no file describes, as after a pipeline and its endpoint were renamed together."""
     states = [read_readable_state(project.ports, name) for name in list_bound_endpoints(project.ports)]
@@ -260,6 +252,7 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
             yield Diagnosis(check=f"pipeline of {config.endpoint}", ok=True, found=found)
 
 
+@_named("rollbacks")
 def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
     for name in list_bound_endpoints(project.ports):
         pending = read_readable_state(project.ports, name).pending_rollback
@@ -271,21 +264,6 @@ def _owed_rollbacks(project: Project) -> Iterator[Diagnosis]:
                 remedy=f"onnx-ops reconcile {name} tries again",
             )
 
-
-_CHECKS: dict[str, Callable[[Project], Iterator[Diagnosis]]] = {
-    "python": _python,
-    "packages": _packages,
-    "plugins": _plugins,
-    "execution providers": _providers,
-    "state folder": _state,
-    "keys": _keys,
-    "registry": _registry,
-    "webhook": _webhook,
-    "notifications": _notifications,
-    "endpoints": _endpoints,
-    "pipelines": _without_file,
-    "rollbacks": _owed_rollbacks,
-}
 
 CHECKS = tuple(_CHECKS)
 """Names of the checks, in order."""

@@ -1,4 +1,4 @@
-"""Commands about what there is: status, history, prune, delete."""
+"""Commands about endpoints and versions: status, history, prune, delete."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoints,
     Reason,
-    handle_errors,
+    open_project,
     parse_duration,
-    print_error,
+    print_errors,
     print_json,
     print_result,
 )
-from onnx_ops.cli.terminal import say
+from onnx_ops.cli.progress import working
+from onnx_ops.cli.terminal import KEEP, Markup, console, markup, print_table, print_text, say
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
-    from onnx_ops.ports import Ports
+    from onnx_ops.domain.ledger import PendingRollback
+    from onnx_ops.release.prune import OrphanSurvey, PrunePlan
+    from onnx_ops.release.status import EndpointStatus, HistoryLine
 
-Endpoints = Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")]
 OfModel = Annotated[str, typer.Option("--model", help="Only endpoints of this registered model.", show_default=False)]
 OfTarget = Annotated[str, typer.Option("--target", "-t", help="Only endpoints of this target.", show_default=False)]
 
-_AGO = re.compile(r"[0-9.]+ ?[a-z]+")
 
-
-@handle_errors
 def status(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -49,34 +50,35 @@ def status(
 
     Example: onnx-ops status --target cpu-1t
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.endpoint_tables import status_document, status_report
-    from onnx_ops.cli.progress import working
+    from onnx_ops.release.prune import find_orphans
     from onnx_ops.release.status import HistoryFilter, filter_endpoints, read_statuses
 
     ports = open_project().ports
     names = filter_endpoints(ports, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target))
     if orphans:
-        _orphans(ports, names, as_json=as_json)
-        return
+        with working("status", "asking the providers", quiet=as_json):
+            survey = find_orphans(ports, names)
+        if as_json:
+            print_json(codec.to_json(survey))
+        else:
+            _orphan_report(survey)
+            if survey.orphans:
+                say("`onnx-ops prune MODEL --yes` removes them.")
+        raise typer.Exit(4 if survey.silent else 0)
     with working("status", "asking the endpoints", quiet=as_json):
         statuses, errors = read_statuses(ports, names)
 
     def report() -> None:
         if statuses or not errors:
             status_report(statuses, ports.clock.now())
-        for error in errors.values():
-            print_error(error, as_json=False)
+        print_errors(errors)
 
-    print_result(
-        lambda: [*(status_document(status_) for status_ in statuses), *_failed(errors)], report, as_json=as_json
-    )
+    print_result(lambda: [*map(status_document, statuses), *_failed(errors)], report, as_json=as_json)
     codes = [error.exit_code for error in errors.values()]
     codes += [4 for status_ in statuses if status_.state.roles.stable is not None and status_.actual is None]
     raise typer.Exit(max(codes, default=0))
 
 
-@handle_errors
 def history(
     endpoints: Endpoints = None,
     model: OfModel = "",
@@ -98,8 +100,6 @@ def history(
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.endpoint_tables import history_table, traffic_chart
     from onnx_ops.release.status import HistoryFilter
     from onnx_ops.release.status import read_history as read_entries
 
@@ -109,7 +109,7 @@ def history(
         model=model,
         target=target,
         actor=by,
-        since=_moment(since, ports.clock.now()) if since else 0.0,
+        since=_parse_moment(since, ports.clock.now()) if since else 0.0,
         limit=limit,
         traffic=traffic,
     )
@@ -118,12 +118,10 @@ def history(
         print_json([*(codec.to_json(line) for line in lines), *_failed(errors)])
     else:
         (traffic_chart if traffic else history_table)(lines)
-        for error in errors.values():
-            print_error(error, as_json=False)
+        print_errors(errors)
     raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
-@handle_errors
 def prune(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Registered models.")],
     keep: Annotated[int, typer.Option("--keep", min=0, help="Number of newest releases of each model to keep.")] = 5,
@@ -143,9 +141,6 @@ def prune(
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.endpoint_tables import prune_report
-    from onnx_ops.cli.progress import working
     from onnx_ops.release.prune import plan_pruning
     from onnx_ops.release.prune import prune as remove
 
@@ -159,10 +154,9 @@ def prune(
     if as_json:
         print_json({"removed": yes, **codec.to_json(done)})
     else:
-        prune_report(done, ports.clock.now(), removed=yes)
+        _prune_report(done, ports.clock.now(), removed=yes)
 
 
-@handle_errors
 def delete(
     endpoint: Annotated[str, typer.Argument(help="Name of the endpoint.")],
     reason: Reason = "",
@@ -176,7 +170,6 @@ def delete(
 
     Example: onnx-ops delete digits-old --reason "moved to digits" --yes
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.release.promote import delete_with_timeout as end
 
     if not yes and not (sys.stdin.isatty() and typer.confirm(f"Delete endpoint {endpoint}? Requests to it will fail")):
@@ -192,26 +185,9 @@ def _failed(errors: Mapping[str, OnnxOpsError]) -> list[dict[str, Any]]:
     return [{"endpoint": name, **error.as_document()} for name, error in errors.items()]
 
 
-def _orphans(ports: Ports, names: Sequence[str], *, as_json: bool) -> None:
-    from onnx_ops.cli.endpoint_tables import orphan_report
-    from onnx_ops.cli.progress import working
-    from onnx_ops.release.prune import find_orphans
-
-    with working("status", "asking the providers", quiet=as_json):
-        survey = find_orphans(ports, names)
-    if as_json:
-        print_json(codec.to_json(survey))
-    else:
-        orphan_report(survey)
-        if survey.orphans:
-            say("`onnx-ops prune MODEL --yes` removes them.")
-    if survey.silent:
-        raise typer.Exit(4)
-
-
-def _moment(text: str, now: float) -> float:
-    """Seconds since the epoch."""
-    if _AGO.fullmatch(text):
+def _parse_moment(text: str, now: float) -> float:
+    """Return seconds since the epoch of a date, a time or a duration ago."""
+    if re.fullmatch(r"[0-9.]+ ?[a-z]+", text):
         return now - parse_duration(text, "--since")
     try:
         at = datetime.datetime.fromisoformat(text)
@@ -219,3 +195,158 @@ def _moment(text: str, now: float) -> float:
         remedy = "Write 2026-11-21, 2026-11-21T08:00, or how long ago: 7d, 20m."
         raise UserError(f"{text!r} is neither a date nor a duration", where="--since", remedy=remedy) from error
     return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def status_document(status: EndpointStatus) -> dict[str, Any]:
+    """Return an endpoint's status for --json."""
+    state, pending = status.state, status.state.pending_rollback
+    return {
+        "endpoint": state.endpoint,
+        "address": status.address,
+        "answers": status.actual is not None or status.unsupervised,
+        "supervised": status.actual is not None,
+        "config": codec.to_json(state.config),
+        "roles": codec.to_json(state.roles),
+        "traffic": dict(status.actual.split.weights) if status.actual is not None else None,
+        "drift": list(status.actual.drift) if status.actual is not None else [],
+        "open_intent": state.open_intent.action.why if state.open_intent is not None else None,
+        "pending_rollback": None
+        if pending is None
+        else {
+            "to": stable.name if (stable := pending.action.roles.stable) is not None else None,
+            "reason": pending.action.why,
+            "actor": pending.actor,
+            "requested_at": pending.at,
+            "attempts": pending.attempts,
+            "error": pending.error,
+        },
+        "registry_pending": dict(state.pending_aliases),
+        "rejected": dict(state.rejected),
+        "deleting": state.deleting,
+    }
+
+
+def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
+    """Print what endpoints serve."""
+    if not statuses:
+        say("No endpoints yet. The first `onnx-ops run` of a pipeline with `deploy:` binds one.")
+    for status in statuses:
+        state, config = status.state, status.state.config
+        if config is None:
+            continue
+        address, repair = status.address or "?", f"onnx-ops reconcile {state.endpoint}"
+        print_text("[bold]{}[/bold] {} on {}", state.endpoint, config.model, config.target)
+        if state.deleting:
+            print_text("[yellow]is being deleted[/yellow]", indent=2)
+        if state.pending_rollback is not None:
+            print_text("[red]rollback owed[/red]: {}", describe_pending(state.pending_rollback, now), indent=2)
+            say(f"{repair} tries again; rollback --withdraw takes it back", indent=2)
+        if status.actual is not None:
+            waits = "" if state.roles.candidate is None else state.roles.candidate.name
+            weights = status.actual.split.weights.items()
+            split = ", ".join(f"{name} {weight} %" for name, weight in weights if weight or name == waits)
+            say(f"answers at {address}: {split or 'no traffic'}", indent=2)
+            for drift in status.actual.drift:
+                print_text("[yellow]differs from its settings[/yellow]: {}", drift, indent=2)
+        elif status.unsupervised:
+            text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
+            print_text(text, address, indent=2)
+            say(f"{repair} restarts its supervisor without a lost request", indent=2)
+        elif state.roles.stable is not None:
+            print_text("[red]does not answer[/red]; {} starts it again", repair, indent=2)
+        for role in ("stable", "candidate", "previous"):
+            deployment = getattr(state.roles, role)
+            if deployment is not None:
+                say(f"{role:<9} {deployment.name} ({deployment.variant})", indent=2)
+        if state.open_intent is not None:
+            left = max(0, round(state.open_intent.expires_at - now))
+            say(f"at work: {state.open_intent.action.why} (lease for {left} s more)", indent=2)
+        if state.pending_aliases:
+            owed = ", ".join(f"{name} -> {version or 'none'}" for name, version in state.pending_aliases.items())
+            print_text("[yellow]registry pending[/yellow]: {}", owed, indent=2)
+
+
+def describe_pending(pending: PendingRollback, now: float) -> str:
+    """Return where a rollback leads, who asked for it how many seconds ago and why it is still owed."""
+    stable = pending.action.roles.stable
+    to = stable.name if stable is not None else "nothing"
+    text = f"to {to}, asked for by {pending.actor} {max(0.0, now - pending.at):.0f} s ago ({pending.action.why})"
+    return f"{text}; {pending.attempts} failed, the last: {pending.error}" if pending.attempts else text
+
+
+def history_table(lines: Sequence[HistoryLine]) -> None:
+    """Print entries of ledgers as a table."""
+    if not lines:
+        say("No entries: nothing of what is asked for has happened yet.")
+        return
+    first = 0 if len({line.endpoint for line in lines}) > 1 else 1
+    rows = [
+        (line.endpoint, str(line.sequence), line.at.replace(" ", KEEP), line.actor, line.what, line.why)[first:]
+        for line in lines
+    ]
+    print_table(("endpoint", "#", "when", "who", "what", "why")[first:], rows)
+
+
+def traffic_chart(lines: Sequence[HistoryLine]) -> None:
+    """Print each endpoint's shares of traffic as bars, one for each change, with the reason below it."""
+    palette, width = (("█", "green"), ("▒", "cyan"), ("▓", "magenta"), ("░", "yellow")), 40
+    for endpoint in dict.fromkeys(line.endpoint for line in lines):
+        print_text("[bold]{}[/bold]: shares of traffic; times in UTC", endpoint)
+        shades: dict[str, tuple[str, str]] = {}
+        last: dict[str, int] = {}
+        for line in (entry for entry in lines if entry.endpoint == endpoint):
+            shares = {name: share for name, share in line.traffic.items() if share}
+            if shares == last:
+                continue
+            last = shares
+            bar = Markup()
+            for name, share in shares.items():
+                shade, colour = shades.setdefault(name, palette[len(shades) % len(palette)])
+                bar = Markup(f"{bar}[{colour}]{shade * round(width * share / 100)}[/]")
+            text = ", ".join(f"{name} {share} %" for name, share in shares.items())
+            console().print(markup("{} {} {} {}", line.at[:10], line.at[11:19], bar, text), soft_wrap=True)
+            print_text("[dim]{} ({})[/dim]", line.why, line.actor, indent=20, hang=0)
+    if not lines:
+        say("No traffic was moved yet.")
+
+
+def _orphan_report(survey: OrphanSurvey) -> None:
+    """Print what providers hold that no release needs."""
+    if survey.orphans:
+        rows = []
+        for orphan in survey.orphans:
+            left = orphan.leftover
+            rows.append((orphan.endpoint, orphan.provider, left.kind, left.name, "yes" if left.paid else "", left.why))
+        print_table(("endpoint", "provider", "what", "name", "costs", "why it is not needed"), rows)
+    say(f"{len(survey.orphans)} orphans at providers.")
+    for endpoint in survey.silent:
+        print_text("[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint)
+
+
+def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
+    """Print what a prune removes, or would remove."""
+    fate = markup("[yellow]{}[/yellow]", "removed" if removed else "would go")
+    leaving = [(model, version, fate) for model, versions in plan.remove.items() for version in versions]
+    rows = [
+        (
+            model,
+            version.version,
+            version.variant,
+            short_digest(version.release),
+            f"{max(0.0, now - version.created_at) / 86_400:.1f}{KEEP}d",
+            what,
+        )
+        for model, version, what in (*leaving, *((k.model, k.version, f"stays: {k.why}") for k in plan.kept))
+    ]
+    if rows:
+        print_table(("model", "version", "variant", "release", "age", ""), rows)
+    verb = "Removed" if removed else "Would remove"
+    size = sum(folder.size_bytes for folder in plan.folders) / 1e6
+    say(f"{verb} {len(leaving)} versions, and {len(plan.folders)} model folders of this machine ({size:.1f} MB).")
+    size = sum(stored.size_bytes for stored in plan.contents) / 1e6
+    say(f"{verb} {len(plan.contents)} unreferenced objects of the store ({size:.1f} MB).")
+    _orphan_report(plan.orphans)
+    if not removed and (leaving or plan.folders or plan.contents or plan.orphans.orphans):
+        say("Add --yes to remove them.")
+    if removed and leaving:
+        say("`mlflow gc` frees their space in MLflow.")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from onnx_ops.cli.common import handle_errors
+
+F = TypeVar("F", bound=Callable[..., None])
 
 
 class Command(TyperCommand):
     """A command whose docstring may break its lines anywhere, with `FILE`, `N` or `a|b` for the values of options."""
 
     def __init__(self, name: str | None, **settings: Any) -> None:
-        settings["help"] = _reflow(settings.get("help") or "")
+        paragraphs = inspect.cleandoc(settings.get("help") or "").split("\n\n")
+        settings["help"] = "\n\n".join(" ".join(part.split()) for part in paragraphs)
         super().__init__(name, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -24,6 +30,16 @@ class Command(TyperCommand):
 def make_group(name: str, text: str, example: str) -> typer.Typer:
     """Return a command whose sub-commands are still to be added."""
     return typer.Typer(name=name, cls=CommandGroup, no_args_is_help=True, help=text, epilog=f"Example: {example}")
+
+
+def add_command(group: typer.Typer, name: str) -> Callable[[F], F]:
+    """Add a function to the sub-commands of a group; the errors that it raises become exit codes."""
+
+    def add(function: F) -> F:
+        group.command(name, cls=Command)(handle_errors(function))
+        return function
+
+    return add
 
 
 class CommandGroup(TyperGroup):
@@ -68,8 +84,3 @@ def _named(params: list[Any]) -> list[Any]:
         elif isinstance(param, TyperOption):
             param.__class__ = _Option
     return params
-
-
-def _reflow(text: str) -> str:
-    """Return the paragraphs as one line each."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, print_json
-from onnx_ops.cli.terminal import console, print_table, print_text
+from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.terminal import console, markup, print_table, print_text
 from onnx_ops.cli.tools import parse_sizes
 from onnx_ops.domain.artifact import TensorSpec, short_digest
 from onnx_ops.errors import UserError
@@ -21,10 +20,9 @@ from onnx_ops.reporting.formatting import format_figure, number
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
-    from onnx_ops.onnx_graph.model_summary import ModelCost, ModelSummary
+    from onnx_ops.onnx_graph.model_summary import ModelSummary
 
 
-@handle_errors
 def inspect(
     model: Annotated[
         str, typer.Argument(help="ONNX file, folder with one, models:/NAME/VERSION, or a URL.", show_default=False)
@@ -56,9 +54,9 @@ def inspect(
 
     Example: onnx-ops inspect model.onnx --batch 8
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.config.targets import list_targets
     from onnx_ops.onnx_graph.compatibility import explain_missing_operators, explain_version_limits
+    from onnx_ops.onnx_graph.model_info import write_copy
     from onnx_ops.onnx_graph.model_summary import summarize_model
     from onnx_ops.onnx_graph.python_source import write_python_source
 
@@ -69,7 +67,16 @@ def inspect(
     with local_model(model) as path:
         written = [output] if set_ and output else []
         if set_ and output:
-            _write(path, output, set_)
+            values = {}
+            for entry in set_:
+                key, sign, value = entry.partition("=")
+                if not (key and sign):
+                    remedy = "For example: --set license=MIT"
+                    raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy=remedy)
+                values[key] = value
+            if not output.parent.is_dir():
+                raise UserError("there is no such folder", where=str(output.parent))
+            write_copy(path, output, values)
         looked_at = output if set_ and output else path
         written += write_python_source(looked_at, source) if source else ()
         summary = summarize_model(looked_at, batch=batch, dims=parse_sizes(dims or []))
@@ -80,11 +87,15 @@ def inspect(
             for name, target in known.items()
         }
         if as_json:
-            print_json(survey_document(looked_at, summary, targets, written))
+            print_json(_document(looked_at, summary, targets, written))
         else:
-            survey_report(looked_at, summary, targets, written)
+            _report(looked_at, summary, targets, written)
         if serve:
-            _show(looked_at, port)
+            from onnx_ops.adapters.viewer import view
+
+            with view(looked_at, port) as (address, wait):
+                typer.echo(f"{looked_at.name} at {address}; Ctrl-C ends it", err=True)
+                wait()
     if summary.problem:
         raise typer.Exit(2)
 
@@ -104,32 +115,7 @@ def local_model(place: str) -> Iterator[Path]:
         yield find_model_file(build_ports(load_settings()).models.path(place, folder / "model"))
 
 
-def _write(path: Path, output: Path, entries: list[str]) -> None:
-    from onnx_ops.onnx_graph.model_info import write_copy
-
-    values = {}
-    for entry in entries:
-        key, sign, value = entry.partition("=")
-        if not (key and sign):
-            raise UserError(f"{entry!r} is not KEY=VALUE", where="--set", remedy="For example: --set license=MIT")
-        values[key] = value
-    if not output.parent.is_dir():
-        raise UserError("there is no such folder", where=str(output.parent))
-    write_copy(path, output, values)
-
-
-def _show(path: Path, port: int) -> None:
-    from onnx_ops.adapters.viewer import view
-
-    with view(path, port) as (address, wait):
-        typer.echo(f"{path.name} at {address}; Ctrl-C ends it", err=True)
-        wait()
-
-
-def survey_document(
-    path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()
-) -> dict[str, Any]:
-    """Return the summary of a model for --json."""
+def _document(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> dict[str, Any]:
     return {
         "tool": "inspect",
         "path": str(path),
@@ -143,13 +129,19 @@ def survey_document(
     }
 
 
-def survey_report(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path] = ()) -> None:
-    """Print the summary of a model."""
+def _report(path: Path, summary: ModelSummary, targets: Mapping[str, str], written: Sequence[Path]) -> None:
     from onnx_ops.onnx_graph.ort_format import is_ort_format
 
-    out, info = console(), summary.info
+    info, cost = summary.info, summary.cost
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in sorted(info.opsets.items()))
     beside = f", weights in {', '.join(summary.external)}" if summary.external else ""
+    sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
+    at = f"with {sizes}: " if sizes else ""
+    rest = f"; not counted: {_counts(cost.uncounted)}" if cost.uncounted else ""
+    parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
+    weights, activations = format_figure(cost.weight_bytes, "B"), format_figure(cost.activation_bytes, "B")
+    unknown = f", without {cost.unknown_values} values of unknown shape" if cost.unknown_values else ""
+    flops = f"{at}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'}){rest}"
     lines = {
         "file": f"{path.name}, {format_figure(info.size_bytes, 'B')}{beside}, sha256 {short_digest(summary.file)}",
         "versions": f"IR {info.ir_version}, opset {opsets or 'none'}",
@@ -163,35 +155,20 @@ def survey_report(path: Path, summary: ModelSummary, targets: Mapping[str, str],
         "nodes": f"{sum(summary.operators.values())}: {_counts(summary.versions)}",
         "custom": "\n".join(f"{name} at {', '.join(at[:5])}" for name, at in summary.foreign.items()),
         "weights": _counts(summary.parameters) or "none",
-        **_cost(summary.cost),
+        "cost": f"not known: {cost.problem}" if cost.problem else flops,
+        "memory": "" if cost.problem else f"{at}weights {weights}, activations at most {activations}{unknown}",
         "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items()) or "none",
         "targets": "\n".join(f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()),
     }
-    print_table(out, ("", ""), [[name, escape(text)] for name, text in lines.items() if text])
+    print_table(("", ""), [(name, text) for name, text in lines.items() if text])
     for file in written:
-        out.print(f"wrote {escape(str(file))}", soft_wrap=True)
+        console().print(markup("wrote {}", file), soft_wrap=True)
     if summary.problem:
-        print_text(out, f"[red]not valid ONNX[/red]: {escape(summary.problem)}")
+        print_text("[red]not valid ONNX[/red]: {}", summary.problem)
     elif is_ort_format(path):
-        text = "[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime"
-        print_text(out, text)
+        print_text("[green]readable[/green]: ORT format, a graph that is optimised for one build of ONNX Runtime")
     else:
-        out.print("[green]valid ONNX[/green]")
-
-
-def _cost(cost: ModelCost) -> dict[str, str]:
-    sizes = ", ".join(f"{name} {size}" for name, size in cost.dims.items())
-    at = f"with {sizes}: " if sizes else ""
-    if cost.problem:
-        return {"cost": f"not known: {cost.problem}"}
-    rest = f"; not counted: {_counts(cost.uncounted)}" if cost.uncounted else ""
-    parts = ", ".join(f"{name} {number(count)}" for name, count in cost.macs.items())
-    unknown = f", without {cost.unknown_values} values of unknown shape" if cost.unknown_values else ""
-    return {
-        "cost": f"{at}{number(cost.flops)} FLOPs (multiply-adds: {parts or 'none'}){rest}",
-        "memory": f"{at}weights {format_figure(cost.weight_bytes, 'B')}, activations at most "
-        f"{format_figure(cost.activation_bytes, 'B')}{unknown}",
-    }
+        print_text("[green]valid ONNX[/green]")
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> str:

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, handle_errors, print_result
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_result, writing
+from onnx_ops.cli.terminal import Markup, print_table, print_text, say, verdict_markup
+from onnx_ops.domain.decision import Decision, Verdict
 from onnx_ops.errors import NotFoundError, UserError
 
 if TYPE_CHECKING:
@@ -26,7 +29,6 @@ _SHOWN = 3
 """Reasons that are printed; the table holds all verdicts."""
 
 
-@handle_errors
 def judge(
     baseline: Annotated[str, typer.Argument(help="The model in use: a file, folder, models:/NAME/VERSION or URL.")],
     candidate: Annotated[str, typer.Argument(help="The model that is to replace it.")],
@@ -96,37 +98,32 @@ def judge(
     Example: onnx-ops judge fp32.onnx int8.onnx --data test.npz --labels y --max-drop 1%
     """
     from onnx_ops.adapters.runtimes.placement import guard_runtime
-    from onnx_ops.app.project import open_project
     from onnx_ops.cli.inspect import local_model
     from onnx_ops.cli.tools import show_progress
+    from onnx_ops.domain.artifact import digest_file
+    from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.onnx_graph.model_kind import read_candidate_kind
     from onnx_ops.reporting.judgement import html_report, markdown_page
     from onnx_ops.tools.compare import REFERENCE
     from onnx_ops.tools.judge import JudgeRequest, judge_candidate
     from onnx_ops.tools.probing import find_fixed_sizes, shared_inputs
 
-    part = _part(only)
-    batches, regression, drop = (
-        _batches(batch),
-        _share(max_regression, "--max-regression"),
-        _share(max_drop, "--max-drop"),
-    )
-    _check_destination(page, "--markdown")
-    _check_destination(str(html) if html else None, "--html")
+    batches = _parse_options(only, batch, {"--markdown": page, "--html": str(html or "")})
+    regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
     if data is None and (labels or metric):
         raise UserError("a metric needs rows", where="--metric" if metric else "--labels", remedy="Give --data FILE.")
     project = open_project()
     chosen = [project.targets.load(name, where="--target") for name in dict.fromkeys(targets or ["cpu-1t"])]
     with ExitStack() as stack:
-        a, b = (stack.enter_context(local_model(place)) for place in (baseline, candidate))
-        kind, given = read_candidate_kind(a, b), (a, b)
-        a, b, casts = _with_casts(a, b, stack)
+        given = [stack.enter_context(local_model(place)) for place in (baseline, candidate)]
+        kind = read_candidate_kind(*given)
+        a, b, casts = _with_casts(given, stack)
         inputs, fixed = shared_inputs(a, b), find_fixed_sizes(a, b)
-        sweep = _sweep(dims or [], fixed)
-        dataset = _dataset(project.ports, data, labels, inputs) if data else None
-        gate = _metric(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
-        settings = _settings(a, inputs, dataset, sweep, batches, rows=rows, seed=seed, where=str(data))
+        sweep = _parse_sweep(dims or [], fixed)
+        dataset = _load_dataset(project.ports, data, labels, inputs) if data else None
+        gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
+        settings = _list_settings(a, inputs, dataset, sweep, batches, rows=rows, seed=seed, where=str(data))
         request = JudgeRequest(
             baseline=a,
             candidate=b,
@@ -138,25 +135,37 @@ def judge(
             conditions=project.ports.conditions,
             metric=gate,
             dataset=dataset,
-            functions=_functions(gate),
+            functions=functions,
             max_regression=regression,
             concurrency=concurrency,
             cold=cold_start,
-            only=part,
+            only=only,  # type: ignore[arg-type]
             sizes=frozenset(fixed if data else sweep),
             seed=seed,
         )
         with show_progress("judge", baseline, candidate, quiet=quiet or as_json) as tell:
             judgement = judge_candidate(replace(request, report=tell))
-        if casts:
-            judgement = _of_files(judgement, given, casts)
-    heading = _heading(judgement, baseline, candidate, _rows_text(data, dataset, labels, settings, seed), settings)
+        if casts:  # digests and sizes are those of the given files
+            judgement = replace(
+                judgement,
+                digests=(digest_file(given[0]), digest_file(given[1])),
+                sizes=(read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes),
+                notes=(*casts, *judgement.notes),
+            )
+    origin = (
+        f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
+        if dataset is None
+        else f"{len(dataset)} of {data}, {f'labels {labels}' if labels else 'without labels'}"
+    )
+    heading = _head(judgement, baseline, candidate, origin, settings)
     decisions = [target.decision for target in judgement.targets]
     if html:
         timings = [(paired.decision, paired.evidence) for target in judgement.targets for paired in target.paired]
-        _write(html, html_report(heading, decisions, timings), "--html")
+        with writing("it", f"--html {html}"):
+            html.write_text(html_report(heading, decisions, timings), encoding="utf-8")
     if page and page != "-":
-        _write(Path(page), markdown_page(heading, decisions), "--markdown")
+        with writing("it", f"--markdown {page}"):
+            Path(page).write_text(markdown_page(heading, decisions), encoding="utf-8")
 
     def report() -> None:
         if page == "-":
@@ -168,36 +177,35 @@ def judge(
     raise typer.Exit(judgement.verdict.exit_code)
 
 
-def _with_casts(baseline: Path, candidate: Path, stack: ExitStack) -> tuple[Path, Path, list[str]]:
+def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]) -> list[int]:
+    """Return the sizes of requests. Raise UserError for a part that there is not, or a file in no folder."""
+    if only not in (None, "parity", "latency"):
+        raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
+    batches = [part.strip() for part in batch.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in batches):
+        remedy = "For example: --batch 1,8,32."
+        raise UserError(f"{batch!r} is no list of whole numbers", where="--batch", remedy=remedy)
+    for option, path in files.items():
+        if path and path != "-" and not Path(path).resolve().parent.is_dir():
+            remedy = "Make the folder, or name another."
+            raise NotFoundError("there is no such folder", where=f"{option} {path}", remedy=remedy)
+    return list(dict.fromkeys(map(int, batches)))
+
+
+def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """Return the files, with casts around one that takes other floats than the baseline; and notes on these."""
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
-    wanted, folder = read_boundary_types(baseline), stack.enter_context(Scratch())
+    wanted, folder = read_boundary_types(given[0]), stack.enter_context(Scratch())
     files, notes = [], []
-    for side, file in (("A", baseline), ("B", candidate)):
+    for side, file in zip("AB", given, strict=True):
         path = folder / side / file.name
         path.parent.mkdir()
         casts = write_with_boundary_casts(file, wanted, path)
         files.append(path if casts else file)
         notes += [f"{side} has {casts}"] if casts else []
     return files[0], files[1], notes
-
-
-def _of_files(judgement: Judgement, given: tuple[Path, Path], notes: Sequence[str]) -> Judgement:
-    """Return the judgement with digests and sizes of the given files."""
-    from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.onnx_graph.model_info import read_model_info
-
-    digests = digest_file(given[0]), digest_file(given[1])
-    sizes = read_model_info(given[0]).size_bytes, read_model_info(given[1]).size_bytes
-    return replace(judgement, digests=digests, sizes=sizes, notes=(*notes, *judgement.notes))
-
-
-def _part(only: str | None) -> Literal["parity", "latency"] | None:
-    if only in (None, "parity", "latency"):
-        return only  # type: ignore[return-value]
-    raise UserError(f"there is no part {only!r}", where="--only", remedy="Give parity or latency.")
 
 
 def _share(text: str | None, option: str) -> float | None:
@@ -214,22 +222,8 @@ def _share(text: str | None, option: str) -> float | None:
     return value
 
 
-def _check_destination(path: str | None, option: str) -> None:
-    if path and path != "-" and not Path(path).resolve().parent.is_dir():
-        raise NotFoundError(
-            "there is no such folder", where=f"{option} {path}", remedy="Make the folder, or name another."
-        )
-
-
-def _batches(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in parts):
-        raise UserError(f"{text!r} is no list of whole numbers", where="--batch", remedy="For example: --batch 1,8,32.")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
-    """Sizes by dimension; one that the candidate fixes has that size only."""
+def _parse_sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return sizes by dimension; one that the candidate fixes has that size only."""
     sizes: dict[str, list[int]] = {}
     for text in dims:
         name, _, listed = text.partition("=")
@@ -240,33 +234,24 @@ def _sweep(dims: list[str], fixed: Mapping[str, int]) -> dict[str, list[int]]:
         sizes[name] = [int(part) for part in parts]
     for name, wanted in sizes.items():
         if name in fixed and wanted != [fixed[name]]:
-            raise UserError(
-                f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=f"--dim {name}={fixed[name]}."
-            )
+            remedy = f"--dim {name}={fixed[name]}."
+            raise UserError(f"{name} is {fixed[name]} in the candidate", where="--dim", remedy=remedy)
     return sizes
 
 
-def _dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
-    """All rows of the file, with labels if they are named."""
+def _load_dataset(ports: Ports, data: Path, labels: str | None, inputs: tuple[TensorSpec, ...]) -> Dataset:
+    """Return all rows of the file, with labels if they are named."""
+    from onnx_ops.cli.tools import load_rows
     from onnx_ops.config.messages import did_you_mean
-    from onnx_ops.domain.pipeline import FileData
     from onnx_ops.ports import Dataset
-    from onnx_ops.tools.probing import check_samples
 
-    if not data.is_file():
-        raise NotFoundError("no such file", where=str(data))
-    path = data.resolve()
-    section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs}, label=labels)
-    arrays = ports.source("file").load(section, path.parent)
-    samples = check_samples(inputs, arrays, where=str(data), limit=100_000)
+    arrays, samples = load_rows(inputs, ports, data, 100_000, labels)
     if labels is not None and labels not in arrays:
         others = [name for name in arrays if name not in samples.rows]
         hint = did_you_mean(labels, others) or f"; it has {', '.join(others) or 'none beside the inputs'}"
-        raise UserError(
-            f"it has no array {labels!r}{hint}", where=str(data), remedy="Name the array of the labels: --labels NAME."
-        )
-    label = None if labels is None else arrays[labels][: len(samples)]
-    return Dataset(inputs=samples.rows, label=label)
+        remedy = "Name the array of the labels: --labels NAME."
+        raise UserError(f"it has no array {labels!r}{hint}", where=str(data), remedy=remedy)
+    return Dataset(inputs=samples.rows, label=None if labels is None else arrays[labels][: len(samples)])
 
 
 def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
@@ -280,17 +265,18 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
             raise UserError(problem, where="--metric", remedy="A function of (predictions, labels) that gives a float.")
     elif name is not None and name not in known:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-        raise UserError(
-            f"no metric is called {name!r}{hint}", where="--metric", remedy="Or name package.module:function."
-        )
+        remedy = "Or name package.module:function."
+        raise UserError(f"no metric is called {name!r}{hint}", where="--metric", remedy=remedy)
     elif lower_is_better:
-        raise UserError(
-            "it is known which way the metric is better", where="--lower-is-better", remedy="It is for an own metric."
-        )
+        what, remedy = "it is known which way the metric is better", "It is for an own metric."
+        raise UserError(what, where="--lower-is-better", remedy=remedy)
 
 
-def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool) -> MetricGate:
-    """Return the gate of the named metric, or of the one that fits the labels."""
+def _build_gate(
+    name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool
+) -> tuple[MetricGate, dict[str, Any]]:
+    """Return the gate of the named metric, or of the one that fits the labels; and the function that it calls."""
+    from onnx_ops.measure.user_functions import importable, load_function
     from onnx_ops.tools.judge import build_metric_gate
 
     label = dataset.label if dataset is not None else None
@@ -300,19 +286,11 @@ def _metric(name: str | None, dataset: Dataset | None, drop: float, *, lower_is_
     gate = build_metric_gate(name, drop, lower_is_better=lower_is_better)
     if name is not None and label is None and not gate.definition().label_free:
         raise UserError(f"{name} needs labels", where="--metric", remedy="Name their array in the data: --labels.")
-    return gate
-
-
-def _functions(gate: MetricGate) -> Mapping[str, Any]:
-    from onnx_ops.measure.user_functions import importable, load_function
-
-    if not gate.use:
-        return {}
     with importable(Path.cwd()):
-        return {gate.use: load_function(gate.use, "--metric")}
+        return gate, {gate.use: load_function(gate.use, "--metric")} if gate.use else {}
 
 
-def _settings(
+def _list_settings(
     baseline: Path,
     inputs: tuple[TensorSpec, ...],
     dataset: Dataset | None,
@@ -323,7 +301,7 @@ def _settings(
     seed: int,
     where: str,
 ) -> list[SweepPoint]:
-    """Every shape with every batch; one that a model insists on is the only one."""
+    """Return every shape with every batch; one that a model insists on is the only one."""
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.judge import SweepPoint
     from onnx_ops.tools.probing import check_samples, generate_samples
@@ -347,16 +325,7 @@ def _settings(
     return settings
 
 
-def _rows_text(
-    data: Path | None, dataset: Dataset | None, labels: str | None, settings: Sequence[SweepPoint], seed: int
-) -> str:
-    if dataset is not None:
-        count = len(dataset)
-        return f"{count} of {data}" + (f", labels {labels}" if labels else ", without labels")
-    return f"{len(settings[0].samples)} made up from the graph (seed {seed}); real ones: --data"
-
-
-def _heading(judgement: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
+def _head(judgement: Judgement, baseline: str, candidate: str, rows: str, settings: Sequence[SweepPoint]) -> Heading:
     from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.judgement import Heading
 
@@ -373,9 +342,10 @@ def _heading(judgement: Judgement, baseline: str, candidate: str, rows: str, set
             before, after = (format_figure(seconds, "s") for seconds in paired.medians["latency"])
             place = ", ".join(part for part in (target.target if several else "", setting.name) if part)
             times.append(f"{place + ': ' if place else ''}{after}, was {before}")
+    shown = (place if ":" in place else Path(place).name for place in (baseline, candidate))
     return Heading(
-        baseline=_shown(baseline),
-        candidate=_shown(candidate),
+        baseline=next(shown),
+        candidate=next(shown),
         kind=judgement.kind.describe(),
         rows=rows,
         times="; ".join(times),
@@ -386,20 +356,7 @@ def _heading(judgement: Judgement, baseline: str, candidate: str, rows: str, set
     )
 
 
-def _shown(place: str) -> str:
-    """Return a file's name, and other places as they are."""
-    return place if ":" in place else Path(place).name
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError("it cannot be written", where=f"{option} {path}", why=error.strerror or str(error)) from error
-
-
 def _document(judgement: Judgement, heading: Heading, baseline: str, candidate: str) -> dict[str, Any]:
-    from onnx_ops import codec
     from onnx_ops.reporting.judgement import reason_of
 
     return {
@@ -434,40 +391,34 @@ def _document(judgement: Judgement, heading: Heading, baseline: str, candidate: 
     }
 
 
-def _report(heading: Heading, decisions: Sequence[Any]) -> None:
-    from rich.markup import escape
-
-    from onnx_ops.cli.terminal import console, print_table, print_text, verdict_markup
+def _report(heading: Heading, decisions: Sequence[Decision]) -> None:
     from onnx_ops.cli.tools import advise
-    from onnx_ops.domain.decision import Verdict
     from onnx_ops.reporting.judgement import reason_of, table_rows
 
-    out = console()
     where = ", ".join(decision.target for decision in decisions)
-    about = escape(f"{heading.candidate} against {heading.baseline} on {where}")
-    print_text(out, f"{verdict_markup(heading.verdict)} {about}")
-    print_text(out, escape(reason_of(decisions, heading.sizes)))
+    text = f"{heading.candidate} against {heading.baseline} on {where}"
+    print_text("{} {}", verdict_markup(heading.verdict), text)
+    say(reason_of(decisions, heading.sizes))
     for name, text in (("kind", heading.kind), ("rows", heading.rows), ("time", heading.times)):
         if text:
-            print_text(out, f"[dim]{name}[/dim] {escape(text)}", hang=5)
+            print_text("[dim]{}[/dim] {}", name, text, hang=5)
     several = len(decisions) > 1
-    heads = (*(("target",) if several else ()), "what", "measured", "limit", "verdict")
     last = ""
     rows = table_rows(decisions, heading.sizes)
     cells = []
     for row in rows:
-        shown = "–" if row.verdict is None else "[dim]note[/dim]" if row.advisory else verdict_markup(row.verdict)
-        place = [("" if row.target == last else row.target)] if several else []
-        cells.append([*map(escape, (*place, row.what, row.measured, row.limit)), shown])
+        verdict = "–" if row.verdict is None else verdict_markup(row.verdict)
+        shown = Markup("[dim]note[/dim]") if row.advisory and row.verdict is not None else verdict
+        cells.append(("" if row.target == last else row.target, row.what, row.measured, row.limit, shown))
         last = row.target
-    print_table(out, heads, cells)
+    first = 0 if several else 1
+    print_table(("target", "what", "measured", "limit", "verdict")[first:], [row[first:] for row in cells])
     worse = [row for row in rows if row.verdict not in (None, Verdict.PASS) and not row.advisory]
     for row in worse[:_SHOWN] if len(worse) > 1 or several else ():
-        at = f" on {row.target}" if several else ""
-        print_text(out, f"[bold]{escape(row.what + at)}[/bold] {escape(row.reason)}")
+        print_text("[bold]{}{}[/bold] {}", row.what, f" on {row.target}" if several else "", row.reason)
     for note in heading.notes:
-        print_text(out, f"[yellow]note[/yellow] {escape(note)}")
+        print_text("[yellow]note[/yellow] {}", note)
     slow = heading.advice if any(row.what.startswith("latency") for row in worse) else ()
     advise(slow[:1])
     if len(worse) > _SHOWN or len(slow) > 1:
-        print_text(out, "[dim]More reasons and advice: --json, --markdown or --html.[/dim]")
+        print_text("[dim]More reasons and advice: --json, --markdown or --html.[/dim]")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, print_json
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import say
+from onnx_ops.domain.artifact import short_digest
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
-    from onnx_ops.adapters.signers.keyring import Keyring, KnownKey
+    from onnx_ops.adapters.signers.keyring import Keyring
     from onnx_ops.config.settings import Settings
-    from onnx_ops.ports import Ports
     from onnx_ops.release.audit import Dependent
 
 keys = make_group(
@@ -26,8 +26,7 @@ keys = make_group(
 )
 
 
-@keys.command("list", cls=Command)
-@handle_errors
+@add_command(keys, "list")
 def keys_list(as_json: AsJson = False) -> None:
     """List the keys: which one signs here, which are trusted, which are retired.
 
@@ -35,16 +34,22 @@ def keys_list(as_json: AsJson = False) -> None:
     """
     known = _keyring().list_keys()
     if as_json:
-        print_json([_document(key) for key in known])
+        print_json(
+            [
+                {"key": k.key, "signs": k.signs, "trusted": k.trusted, "files": [str(path) for path in k.files]}
+                for k in known
+            ]
+        )
         return
     for key in known:
-        say(f"{_short(key)}  {_state(key):<24} {', '.join(path.name for path in key.files)}")
+        state = "trusted" if key.trusted else "NOT trusted" if key.signs else "retired"
+        state = f"signs here, {state}" if key.signs else state
+        say(f"{short_digest(key.key)}  {state:<24} {', '.join(path.name for path in key.files)}")
     if not known:
         say("No keys yet: the first run makes one, or `onnx-ops keys new`.")
 
 
-@keys.command("new", cls=Command)
-@handle_errors
+@add_command(keys, "new")
 def keys_new(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Another file than the signing key's.")
@@ -56,7 +61,6 @@ def keys_new(
     Example: onnx-ops keys new
     """
     from onnx_ops.adapters.signers.ecdsa import public_path
-    from onnx_ops.domain.artifact import short_digest
 
     path = out or _settings().signing_key
     key = _keyring().create(path).key
@@ -66,8 +70,7 @@ def keys_new(
         say(f"key {short_digest(key)}: {path} (keep it), {public_path(path)} (copy it to every machine that verifies)")
 
 
-@keys.command("rotate", cls=Command)
-@handle_errors
+@add_command(keys, "rotate")
 def keys_rotate(as_json: AsJson = False) -> None:
     """Sign with a new key from now on; old decisions stay valid.
 
@@ -75,8 +78,6 @@ def keys_rotate(as_json: AsJson = False) -> None:
 
     Example: onnx-ops keys rotate
     """
-    from onnx_ops.domain.artifact import short_digest
-
     old, new_key = _keyring().rotate()
     if as_json:
         print_json({"old": old, "new": new_key})
@@ -85,8 +86,7 @@ def keys_rotate(as_json: AsJson = False) -> None:
     say(f"  next: copy the public keys in {_settings().trusted_keys} to every machine that verifies")
 
 
-@keys.command("retire", cls=Command)
-@handle_errors
+@add_command(keys, "retire")
 def keys_retire(
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key, or the first digits of it.")],
     force: Annotated[bool, typer.Option("--force", help="Even if versions in use lose their decision.")] = False,
@@ -99,41 +99,35 @@ def keys_retire(
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
-    from onnx_ops.app.project import open_project
+    from onnx_ops.release.audit import list_dependents
 
     project = open_project()
     keyring = _keyring(project.settings)
     known = keyring.find(key)
-    lost = _dependents(project.ports, known, must_know=not force)
+    lost: tuple[Dependent, ...] = ()
+    try:
+        lost = list_dependents(project.ports, known.key)
+    except ServiceUnavailableError as error:  # a stolen key may be retired while the registry is down
+        if not force:
+            raise
+        say(f"not known which versions lose their decision: {error}", err=True)
+    names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
     if lost and not (force or dry_run):
         raise RefusedError(
             f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the decision",
-            where=f"key {_short(known)}",
-            why=", ".join(_told(dependent) for dependent in lost),
+            where=f"key {short_digest(known.key)}",
+            why=", ".join(names),
             remedy="Judge them again with the new key (`onnx-ops run FILE --no-cache gate`), or insist with --force.",
         )
     archived = () if dry_run else keyring.retire(known)
     if as_json:
         print_json({"key": known.key, "retired": not dry_run, "lost": codec.to_json(lost)})
         return
-    for dependent in lost:
-        say(f"{'would lose' if dry_run else 'loses'} its decision: {_told(dependent)}")
-    say(f"key {_short(known)} {'would be' if dry_run else 'is'} trusted no longer")
+    for name in names:
+        say(f"{'would lose' if dry_run else 'loses'} its decision: {name}")
+    say(f"key {short_digest(known.key)} {'would be' if dry_run else 'is'} trusted no longer")
     for path in archived:
         say(f"  archived for the record: {path}")
-
-
-def _dependents(ports: Ports, known: KnownKey, *, must_know: bool) -> tuple[Dependent, ...]:
-    """Whoever insists may retire a stolen key while the registry is down."""
-    from onnx_ops.release.audit import list_dependents
-
-    try:
-        return list_dependents(ports, known.key)
-    except ServiceUnavailableError as error:
-        if must_know:
-            raise
-        say(f"not known which versions lose their decision: {error}", err=True)
-        return ()
 
 
 def _settings() -> Settings:
@@ -147,24 +141,3 @@ def _keyring(settings: Settings | None = None) -> Keyring:
 
     settings = settings or _settings()
     return Keyring(settings.signing_key, settings.trusted_keys)
-
-
-def _document(key: KnownKey) -> dict[str, object]:
-    files = [str(path) for path in key.files]
-    return {"key": key.key, "signs": key.signs, "trusted": key.trusted, "files": files}
-
-
-def _state(key: KnownKey) -> str:
-    if key.signs:
-        return "signs here, trusted" if key.trusted else "signs here, NOT trusted"
-    return "trusted" if key.trusted else "retired"
-
-
-def _short(key: KnownKey) -> str:
-    from onnx_ops.domain.artifact import short_digest
-
-    return short_digest(key.key)
-
-
-def _told(dependent: Dependent) -> str:
-    return f"{dependent.model}/{dependent.version} as {dependent.alias}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, print_json
+from onnx_ops.cli.common import AsJson, open_project, print_json
+from onnx_ops.cli.progress import working
+from onnx_ops.cli.terminal import KEEP, Markup, markup, print_table
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.config.server_options import format_flags, list_options
 from onnx_ops.errors import ConfigError, OnnxOpsError
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from onnx_ops.ports import Runtime
 
 
-@handle_errors
 def doctor(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Pipeline files whose endpoints --provider looks at.")
@@ -44,10 +45,7 @@ def doctor(
 
     Example: onnx-ops doctor --provider azureml configs/pipelines/digits.yaml
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.cli.diagnosis import CHECKS, diagnose, diagnose_provider
-    from onnx_ops.cli.progress import working
-    from onnx_ops.cli.tables import doctor_table
 
     project = open_project()
     with working("doctor", provider or CHECKS[0], *([] if provider else CHECKS[1:]), quiet=as_json) as progress:
@@ -55,12 +53,17 @@ def doctor(
     if as_json:
         print_json(codec.to_json(findings))
     else:
-        doctor_table(findings)
+        rows = []
+        for finding in findings:
+            sign = "[yellow]--[/yellow]" if finding.absent else "[green]ok[/green]" if finding.ok else "[red]!![/red]"
+            is_open = finding.remedy and (finding.absent or not finding.ok)
+            text = markup("{}\n[bold]{}[/bold]", finding.found, finding.remedy) if is_open else finding.found
+            rows.append((Markup(sign), finding.check.replace(" ", KEEP), text))
+        print_table(("", "check", "found"), rows)
     if any(not finding.ok for finding in findings):
         raise typer.Exit(4)
 
 
-@handle_errors
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles, and which this machine can measure.
 
@@ -69,16 +72,19 @@ def targets(as_json: AsJson = False) -> None:
 
     Example: onnx-ops targets --json
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
-    from onnx_ops.cli.tables import targets_table
 
     with working("targets", "building a session for each", quiet=as_json):
-        told = list(list_target_statuses(open_project()))
+        statuses = _list_target_statuses(open_project())
     if as_json:
-        print_json([asdict(one) for one in told])
-    else:
-        targets_table(told)
+        print_json([asdict(status) for status in statuses])
+        return
+    rows = []
+    for status in statuses:
+        able = "can measure it" if status.here else "not measured here" if status.here is False else "not looked at"
+        text = ". ".join(part for part in (f"{able}: {status.why}" if status.why else able, status.remedy) if part)
+        template = "[green]{}[/green]" if status.here else "[yellow]{}[/yellow]"
+        rows.append((status.name, status.source, status.provider, markup(template, text)))
+    print_table(("target", "from", "provider", "this machine"), rows)
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,7 +104,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @_with_options
-@handle_errors
 def serve(
     state_dir: Annotated[Path, typer.Option(help="Folder of the endpoint: table, token, log.")],
     host: Annotated[str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")] = "127.0.0.1",
@@ -132,49 +137,45 @@ class TargetStatus:
     remedy: str = ""
 
 
-def list_target_statuses(project: Project) -> Iterator[TargetStatus]:
-    """Targets of the project, then the shipped profiles that it has no file for; each by name."""
+def _list_target_statuses(project: Project) -> list[TargetStatus]:
+    """Return targets of the project, then the shipped profiles that it has no file for; each by name."""
+    from onnx import TensorProto, helper
+
     from onnx_ops.config.targets import profile_names
 
-    own = project.targets.names()
+    a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")
+    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "probe", [a, b], [c])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     with Scratch() as folder:
-        probe = _write_tiny_model(folder / "probe.onnx")
-        for name in own:
-            yield _read_status(project, name, probe)
-        for name in profile_names():
-            if name not in own:
-                yield _read_status(project, name, probe)
+        probe = folder / "probe.onnx"
+        probe.write_bytes(model.SerializeToString())
+        names = dict.fromkeys((*project.targets.names(), *profile_names()))
+        return [_read_status(project, name, probe) for name in names]
 
 
 def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
-    told = TargetStatus(name=name, source=project.targets.source(name))
+    status = TargetStatus(name=name, source=project.targets.source(name))
     try:
         target = project.targets.load(name)
-    except OnnxOpsError as error:
-        return _with_error(told, error)
-    told = replace(told, provider=target.providers[0].name)
-    if target.pool:
-        return replace(told, why=f"workers of pool {target.pool} measure it")
-    if target.env is not None:
-        wanted = ", ".join(target.env.requirements)
-        return replace(told, why=f"its build ({wanted}) is installed into an environment of its own by the first run")
-    try:
+        status = replace(status, provider=target.providers[0].name)
+        if target.pool:
+            return replace(status, why=f"workers of pool {target.pool} measure it")
+        if target.env is not None:
+            build = ", ".join(target.env.requirements)
+            why = f"its build ({build}) is installed into an environment of its own by the first run"
+            return replace(status, why=why)
+        status = replace(status, here=False)
         why = _find_obstacle(project.ports.runtime(target.runtime), target, probe)
     except OnnxOpsError as error:
-        return _with_error(replace(told, here=False), error)
-    return replace(told, here=not why, why=why)
-
-
-def _with_error(told: TargetStatus, error: OnnxOpsError) -> TargetStatus:
-    what = str(error) if isinstance(error, ConfigError) else error.what
-    return replace(told, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
+        what = str(error) if isinstance(error, ConfigError) else error.what
+        return replace(status, why=f"{what} ({error.why})" if error.why else what, remedy=error.remedy)
+    return replace(status, here=not why, why=why)
 
 
 def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
-    """Why figures from here would not be the target's; a provider may be in the build, and its hardware absent.
+    """Return why figures from here would not be the target's.
 
-    Raises:
-        OnnxOpsError: the machine lacks something, or no session can be built.
+    A provider may be in the build, and its hardware absent.
     """
     from onnx_ops.measure.execution import require_hardware
 
@@ -183,14 +184,3 @@ def _find_obstacle(runtime: Runtime, target: Target, probe: Path) -> str:
     wanted = target.providers[0].name
     ran = wanted in facts.used and (not facts.nodes or wanted in facts.nodes)
     return "" if ran else f"{wanted} was asked for, {', '.join(facts.nodes or facts.used)} ran instead"
-
-
-def _write_tiny_model(path: Path) -> Path:
-    """Write a product of two 4 × 4 matrices in float32."""
-    from onnx import TensorProto, helper
-
-    a, b, c = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "abc")
-    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "probe", [a, b], [c])
-    opset = helper.make_opsetid("", 18)
-    path.write_bytes(helper.make_model(graph, opset_imports=[opset], ir_version=10).SerializeToString())
-    return path

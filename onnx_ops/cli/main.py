@@ -21,6 +21,7 @@ from onnx_ops.cli import (
     rollouts,
     tools,
 )
+from onnx_ops.cli.common import handle_errors
 from onnx_ops.cli.help import Command, CommandGroup
 
 app = typer.Typer(
@@ -69,7 +70,7 @@ for panel, command in _COMMANDS:
     if isinstance(command, typer.Typer):
         app.add_typer(command, rich_help_panel=panel)
     else:
-        app.command(rich_help_panel=panel, cls=Command)(command)
+        app.command(rich_help_panel=panel, cls=Command)(handle_errors(command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, handle_errors, print_json
-from onnx_ops.cli.help import Command, make_group
+from onnx_ops.cli.common import AsJson, Endpoints, open_project, print_json
+from onnx_ops.cli.help import add_command, make_group
 from onnx_ops.cli.terminal import say
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks, WebhookReport
     from onnx_ops.config.settings import Settings
-    from onnx_ops.release.notify import DeliveryResult
-
-REMEDY = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
 
 
-@handle_errors
 def notify(
-    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    endpoints: Endpoints = None,
     test: Annotated[bool, typer.Option("--test", help="Send only a test message through every notifier.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -34,13 +29,13 @@ def notify(
 
     Example: onnx-ops notify --test
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.release.journal import Journal, list_bound_endpoints
     from onnx_ops.release.notify import send_pending_each, send_test_message
 
     ports = open_project().ports
     if not ports.notifiers():
-        raise UserError("no notifier is set", remedy=REMEDY)
+        remedy = 'Set notify = "webhook" in onnx-ops.toml, or ONNX_OPS_NOTIFY; see docs/notifications.md.'
+        raise UserError("no notifier is set", remedy=remedy)
     if test and endpoints:
         raise UserError("--test is about no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
@@ -53,19 +48,15 @@ def notify(
     if as_json:
         print_json(codec.to_json(deliveries))
     else:
-        _tell(deliveries)
+        for delivery in deliveries:
+            for notice in delivery.sent:
+                say(f"{delivery.notifier}: {notice.title}")
+            if delivery.trouble:
+                say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
+        if not any(delivery.sent or delivery.trouble for delivery in deliveries):
+            say("nothing to send")
     if any(delivery.trouble for delivery in deliveries):
         raise typer.Exit(4)
-
-
-def _tell(deliveries: Sequence[DeliveryResult]) -> None:
-    for delivery in deliveries:
-        for notice in delivery.sent:
-            say(f"{delivery.notifier}: {notice.title}")
-        if delivery.trouble:
-            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
-    if not any(delivery.sent or delivery.trouble for delivery in deliveries):
-        say("nothing to send")
 
 
 webhooks = make_group(
@@ -78,8 +69,7 @@ webhooks = make_group(
 WebhookName = Annotated[str, typer.Option("--name", help="Name in MLflow; other projects there need others.")]
 
 
-@webhooks.command("install", cls=Command)
-@handle_errors
+@add_command(webhooks, "install")
 def webhooks_install(
     url: Annotated[str, typer.Option(help="Where MLflow's server reaches the receiver; ends in /webhooks/mlflow.")],
     name: WebhookName = "onnx-ops",
@@ -97,8 +87,7 @@ def webhooks_install(
     _report_webhook(client.install(url, make_secret(settings.webhook_secret, os.environ)), as_json=as_json)
 
 
-@webhooks.command("check", cls=Command)
-@handle_errors
+@add_command(webhooks, "check")
 def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
     """Send test deliveries of the webhook.
 
@@ -110,8 +99,7 @@ def webhooks_check(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> N
     _report_webhook(client.check(), as_json=as_json)
 
 
-@webhooks.command("remove", cls=Command)
-@handle_errors
+@add_command(webhooks, "remove")
 def webhooks_remove(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> None:
     """Remove the webhook from MLflow.
 
@@ -127,7 +115,6 @@ def webhooks_remove(name: WebhookName = "onnx-ops", as_json: AsJson = False) -> 
 
 def _open_webhooks(name: str) -> tuple[Settings, MlflowWebhooks]:
     from onnx_ops.adapters.registries.mlflow_webhooks import MlflowWebhooks
-    from onnx_ops.app.project import open_project
 
     settings = open_project().settings
     return settings, MlflowWebhooks(settings.tracking_uri, name)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from onnx_ops import codec
-from onnx_ops.cli.common import AsJson, Quiet, SetValue, handle_errors, print_json, print_result
+from onnx_ops.cli.common import (
+    AsJson,
+    Quiet,
+    SetValue,
+    documents,
+    open_project,
+    print_json,
+    print_result,
+)
+from onnx_ops.cli.progress import RunProgress
 from onnx_ops.cli.terminal import console, error_console, print_text, render_error, say
 from onnx_ops.domain.pipeline import StageKind, StageStatus
-from onnx_ops.errors import ConfigError, OnnxOpsError, Problem, UserError, config_error
+from onnx_ops.errors import ConfigError, Problem, UserError, config_error
 
 if TYPE_CHECKING:
     from onnx_ops.app.batch import PipelineResult
-    from onnx_ops.app.project import Project
 
 File = Annotated[Path, typer.Argument(help="Pipeline file, e.g. configs/pipelines/digits-mlp.yaml.")]
 _KINDS = ", ".join(StageKind)
@@ -62,7 +67,6 @@ Jobs = Annotated[
 ]
 
 
-@handle_errors
 def check(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files.")],
     overrides: SetValue = None,
@@ -109,7 +113,6 @@ def check(
     )
 
 
-@handle_errors
 def plan(
     file: File, overrides: SetValue = None, until: Until = None, no_cache: NoCache = None, as_json: AsJson = False
 ) -> None:
@@ -122,33 +125,20 @@ def plan(
 
     project = projects.open_project()
     prepared = projects.prepare(project, file, overrides=overrides or (), until=until)
-    foreseen = projects.preview_plan(project, prepared, no_cache or ())
-    if as_json:
-        print_json(
-            {
-                "pipeline": prepared.plan.pipeline,
-                "stages": [
-                    {
-                        "stage": stage.id,
-                        "needs": [*stage.needs, *stage.tolerates],
-                        "would": _would(foreseen[stage.id]),
-                    }
-                    for stage in prepared.plan.stages
-                ],
-            }
-        )
-    else:
-        plan_table(prepared.plan, {name: _would(outcome) for name, outcome in foreseen.items()})
+    would = {}
+    for name, outcome in projects.preview_plan(project, prepared, no_cache or ()).items():
+        skipped = outcome is not None and outcome.status is not StageStatus.CACHED
+        would[name] = "run" if outcome is None else f"skip: {outcome.reason}" if skipped else "unchanged"
+    if not as_json:
+        plan_table(prepared.plan, would)
+        return
+    stages = [
+        {"stage": stage.id, "needs": [*stage.needs, *stage.tolerates], "would": would[stage.id]}
+        for stage in prepared.plan.stages
+    ]
+    print_json({"pipeline": prepared.plan.pipeline, "stages": stages})
 
 
-def _would(outcome: object) -> str:
-    status = getattr(outcome, "status", None)
-    if status is StageStatus.CACHED:
-        return "unchanged"
-    return "run" if status is None else f"skip: {getattr(outcome, 'reason', '')}"
-
-
-@handle_errors
 def run(
     files: Annotated[list[Path], typer.Argument(help="Pipeline files, e.g. configs/pipelines/digits-mlp.yaml.")],
     overrides: SetValue = None,
@@ -172,13 +162,13 @@ def run(
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """
     from onnx_ops.app import project as projects
-    from onnx_ops.cli.progress import RunProgress
+    from onnx_ops.app.batch import run_files
     from onnx_ops.cli.tables import comparison_report, summary_report
     from onnx_ops.reporting.comparison import ModelComparison, base_comparisons, champion_comparisons
 
     project = projects.open_project()
     if len(files) > 1:
-        code = run_several(
+        results = run_files(
             project,
             files,
             jobs=jobs,
@@ -187,10 +177,9 @@ def run(
             fresh=no_cache or (),
             abandon=abandon,
             base=base,
-            as_json=as_json,
-            quiet=quiet,
+            observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
         )
-        raise typer.Exit(code)
+        raise typer.Exit(_print_results(results, as_json=as_json))
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     if not (as_json or quiet):
         for note in prepared.notes:
@@ -218,16 +207,11 @@ def run(
         comparison_report(compared)
 
     print_result(
-        lambda: {**codec.to_json(summary), **with_base, "errors": _errors(result.errors)}, report, as_json=as_json
+        lambda: {**codec.to_json(summary), **with_base, "errors": documents(result.errors)}, report, as_json=as_json
     )
     raise typer.Exit(summary.exit_code)
 
 
-def _errors(errors: Mapping[str, OnnxOpsError]) -> dict[str, object]:
-    return {stage: error.as_document() for stage, error in errors.items()}
-
-
-@handle_errors
 def affected(
     since: Annotated[str, typer.Option(help="Branch, tag or commit to compare with.")] = "main",
     as_json: AsJson = False,
@@ -241,7 +225,6 @@ def affected(
     """
     from onnx_ops.app.affected import affected as use_case
     from onnx_ops.app.affected import changed_since
-    from onnx_ops.app.project import open_project
 
     project = open_project()
     pipelines = use_case(project, changed_since(project.settings.root, since))
@@ -265,7 +248,6 @@ class TemplateChoice(StrEnum):
     ONNX = "onnx"
 
 
-@handle_errors
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder.", show_default=False)],
     template: Annotated[
@@ -300,66 +282,34 @@ def init(
     )
 
 
-def run_several(
-    project: Project,
-    files: Sequence[Path],
-    *,
-    jobs: int,
-    overrides: Sequence[str],
-    until: StageKind | None,
-    fresh: Collection[StageKind],
-    abandon: str,
-    base: str,
-    as_json: bool,
-    quiet: bool,
-) -> int:
-    """Run them and tell what came of each, in the order of the files; the worst of their exit codes."""
-    from onnx_ops.app.batch import run_files, worst_exit_code
-    from onnx_ops.cli.progress import RunProgress
-
-    out, err = console(), error_console()
-    make_observer = None if as_json or quiet else functools.partial(RunProgress, err, is_one_of_several=True)
-    codes: list[int] = []
-    documents: list[dict[str, object]] = []
-    for ended in run_files(
-        project,
-        files,
-        jobs=jobs,
-        overrides=overrides,
-        until=until,
-        fresh=fresh,
-        abandon=abandon,
-        base=base,
-        observe=make_observer or (lambda: None),
-    ):
-        codes.append(ended.exit_code)
-        documents.append(_document(ended))
-        if not as_json:
-            _tell(out, ended)
-    print_result(
-        lambda: {"pipelines": documents, "exit_code": worst_exit_code(codes)},
-        lambda: out.print(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
-        as_json=as_json,
-    )
-    return worst_exit_code(codes)
-
-
-def _document(ended: PipelineResult) -> dict[str, object]:
-    document: dict[str, object] = {"file": str(ended.file), "exit_code": ended.exit_code}
-    if ended.refused is not None or ended.summary is None:
-        return document | {"error": None if ended.refused is None else ended.refused.as_document()}
-    errors = {stage: error.as_document() for stage, error in ended.errors.items()}
-    return {**document, **codec.to_json(ended.summary), "errors": errors}
-
-
-def _tell(out: Console, ended: PipelineResult) -> None:
+def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
+    """Print what came of each pipeline when it has ended; return the worst of their exit codes."""
+    from onnx_ops.app.batch import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 
-    if ended.summary is None:
-        print_text(out, f"[bold]{escape(str(ended.file))}[/bold]")
-        if ended.refused is not None:
-            render_error(out, ended.refused, "not run")
-        return
-    done, known = len(ended.summary.executed), len(ended.summary.outcomes)
-    out.print(f"[bold]{escape(str(ended.file))}[/bold] ({done} of {known} stages executed)")
-    choice_lines(out, ended.summary, ended.errors)
+    codes: list[int] = []
+    ended: list[dict[str, object]] = []
+    for result in results:
+        summary, refused = result.summary, result.refused
+        document: dict[str, object] = {"file": str(result.file), "exit_code": result.exit_code}
+        if summary is None:
+            document["error"] = None if refused is None else refused.as_document()
+        else:
+            document |= {**codec.to_json(summary), "errors": documents(result.errors)}
+        codes.append(result.exit_code)
+        ended.append(document)
+        if as_json:
+            continue
+        done = "" if summary is None else f" ({len(summary.executed)} of {len(summary.outcomes)} stages executed)"
+        print_text("[bold]{}[/bold]{}", result.file, done)
+        if summary is not None:
+            choice_lines(summary, result.errors)
+        elif refused is not None:
+            render_error(console(), refused, "not run")
+    worst = worst_exit_code(codes)
+    print_result(
+        lambda: {"pipelines": ended, "exit_code": worst},
+        lambda: say(f"{len(codes)} pipelines: {codes.count(0)} done, {len(codes) - codes.count(0)} not"),
+        as_json=as_json,
+    )
+    return worst

@@ -10,20 +10,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
 from rich.text import Text
 
-from onnx_ops.cli.terminal import error_console
+from onnx_ops.cli.terminal import error_console, markup
 from onnx_ops.domain.pipeline import Plan, Stage, StageOutcome, StageStatus
 
-_MARKS = {
-    StageStatus.CACHED: ("[dim]=[/dim]", "dim"),
-    StageStatus.DONE: ("[green]✓[/green]", ""),
-    StageStatus.FAILED: ("[red]✗[/red]", "red"),
-    StageStatus.SKIPPED: ("[yellow]-[/yellow]", "yellow"),
+if TYPE_CHECKING:
+    from rich.status import Status
+
+_LINES = {
+    StageStatus.CACHED: "{}[dim]= {}[/dim]",
+    StageStatus.DONE: "{}[green]✓[/green] {}",
+    StageStatus.FAILED: "{}[red]✗ {}[/red]",
+    StageStatus.SKIPPED: "{}[yellow]- {}[/yellow]",
 }
 
 _PATIENCE_S = 2.0
@@ -117,7 +119,7 @@ class StepProgress:
 
     def _print(self) -> None:
         if line := self.line():
-            self._console.print(escape(line), soft_wrap=True)
+            self._console.print(Text(line), soft_wrap=True)
 
     def end(self) -> None:
         """End all steps at work."""
@@ -146,7 +148,7 @@ class StepProgress:
         if not begun:
             return ""
         names, count = [*begun], len(self._steps)
-        remaining = self._left(begun)
+        remaining = self._estimate(begun)
         left = f", about {_seconds(remaining)} left" if remaining else ""
         if len(names) > 1:  # long: a narrow terminal cuts names off, and not the time
             return f"[{len(self._done)}/{count} done{left}] {', '.join(names)} …"
@@ -159,15 +161,20 @@ class StepProgress:
     def __rich__(self) -> Text:
         return Text(self.line(), no_wrap=True, overflow="ellipsis")
 
-    def _left(self, begun: Mapping[str, float]) -> float | None:
+    def _estimate(self, begun: Mapping[str, float]) -> float | None:
         """Return how long the steps that are not done will take, by the last time; None where that is not known.
 
         Side by side it is the longest chain of steps that wait for each other, or all of them shared out among `jobs`.
         """
         names = dict.fromkeys([*begun, *(name for name in self._steps if name not in self._done)])
-        expected = {name: self._expected(name) for name in names}
-        known = {name: each for name, each in expected.items() if each is not None}
-        if len(known) < len(expected) or sum(known.values()) < _PATIENCE_S:
+        known: dict[str, float] = {}
+        for name in names:
+            last = self._durations.get(self._prefix + name)
+            if last is None and "/" in name:  # that of the latest step of its kind (`benchmark/…`) in this run
+                last = self._durations.get(f"{self._prefix}{name.partition('/')[0]}/")
+            if last is not None:
+                known[name] = last
+        if len(known) < len(names) or sum(known.values()) < _PATIENCE_S:
             return None
         now = time.monotonic()
         rest = {name: max(each - (now - begun.get(name, now)), 0.0) for name, each in known.items()}
@@ -176,13 +183,6 @@ class StepProgress:
             chains[name] = own + max((chains.get(need, 0.0) for need in self._needs.get(name, ())), default=0.0)
         return max(*chains.values(), sum(rest.values()) / self._jobs)
 
-    def _expected(self, name: str) -> float | None:
-        """Return the step's last duration, else that of the latest step of its kind (`benchmark/…`) in this run."""
-        known = self._durations.get(self._prefix + name)
-        if known is None and "/" in name:
-            known = self._durations.get(f"{self._prefix}{name.partition('/')[0]}/")
-        return known
-
 
 def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
@@ -190,13 +190,7 @@ def _seconds(value: float) -> str:
 
 @contextlib.contextmanager
 def working(command: str, *steps: str, quiet: bool = False) -> Iterator[StepProgress]:
-    """Show the progress of a command that may take longer than two seconds; begins with the first step.
-
-    Args:
-        command: whose durations are remembered.
-        steps: names of what it does, in order; `StepProgress.plan` gives them later where they are not known yet.
-        quiet: show nothing.
-    """
+    """Show the steps of a command that may take longer than two seconds; begin with the first."""
     console = Console(quiet=True, file=io.StringIO()) if quiet else error_console()
     durations = Durations(console)
     progress = StepProgress(console, durations, f"{command} ", steps)
@@ -224,18 +218,18 @@ class RunProgress:
         self._console, self._jobs, self._is_one_of_several = console, jobs, is_one_of_several
         self._durations = Durations(console)
         self._progress = StepProgress(console, self._durations, "")
-        self._prefix, self._name = "", ""
+        self._prefix, self._name = "", " "
 
     def planned(self, plan: Plan) -> None:
         """Durations of stages side by side include waiting: they are remembered apart."""
-        self._name = f"{escape(plan.pipeline)} " if self._is_one_of_several else ""
+        self._name = f"{plan.pipeline} " if self._is_one_of_several else " "
         self._prefix = f"run {plan.pipeline} {f'--jobs {self._jobs} ' if self._jobs > 1 else ''}"
         self._progress = StepProgress(self._console, self._durations, self._prefix, jobs=self._jobs)
         needs = {stage.id: (*stage.needs, *stage.tolerates) for stage in plan.stages}
         self._progress.plan([*needs], needs)
         if not self._console.is_terminal:
             self._progress.print_lines()
-        self._console.print(f"[bold]{escape(plan.pipeline)}[/bold]: {len(needs)} stages")
+        self._console.print(markup("[bold]{}[/bold]: {} stages", plan.pipeline, len(needs)))
 
     def started(self, stage: Stage) -> None:
         """Show that a stage has started."""
@@ -250,7 +244,7 @@ class RunProgress:
             self._progress.tell(line)
         else:
             prefix = f"{stage.id}: " if self._jobs > 1 else ""
-            self._console.print(f"   {escape(prefix + line)}", soft_wrap=True, highlight=False)
+            self._console.print(Text(f"   {prefix}{line}"), soft_wrap=True)
 
     def finished(self, stage: Stage, outcome: StageOutcome) -> None:
         """Show how a stage ended."""
@@ -258,18 +252,13 @@ class RunProgress:
         if outcome.status is StageStatus.DONE:
             self._durations.record(f"{self._prefix}{stage.id.partition('/')[0]}/", outcome.seconds)
         if not self._is_one_of_several or outcome.status is not StageStatus.CACHED:
-            self._console.print(f"{self._name or ' '}{_finished(stage, outcome)}", highlight=False)
+            text = {
+                StageStatus.CACHED: "unchanged",
+                StageStatus.DONE: f"{outcome.seconds:.1f} s",
+                StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report says why
+                StageStatus.SKIPPED: f"skipped: {outcome.reason}",
+            }[outcome.status]
+            line = markup(_LINES[outcome.status], self._name, f"{stage.id:<28} {text}")
+            self._console.print(line, highlight=False)
         if self._progress.is_done and not self._is_one_of_several:
             self._durations.save()
-
-
-def _finished(stage: Stage, outcome: StageOutcome) -> str:
-    mark, style = _MARKS[outcome.status]
-    texts = {
-        StageStatus.CACHED: "unchanged",
-        StageStatus.DONE: f"{outcome.seconds:.1f} s",
-        StageStatus.FAILED: f"failed after {outcome.seconds:.1f} s",  # the report says why
-        StageStatus.SKIPPED: f"skipped: {outcome.reason}",
-    }[outcome.status]
-    text = f"{escape(stage.id):<28} {escape(texts)}"
-    return f"{mark} [{style}]{text}[/{style}]" if style else f"{mark} {text}"

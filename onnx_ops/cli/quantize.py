@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from onnx_ops.cli.common import AsJson, Quiet, handle_errors, print_json
-from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops import codec
+from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json
+from onnx_ops.cli.terminal import print_text, say
+from onnx_ops.cli.tools import advise, load_rows, show_progress
+from onnx_ops.domain.artifact import digest_file
+from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, tools
+from onnx_ops.reporting.formatting import format_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from onnx_ops.domain.gate import MetricDefinition
-    from onnx_ops.domain.pipeline import Quantize
+    from onnx_ops.domain.pipeline import Calibrate
     from onnx_ops.domain.quantities import Json
     from onnx_ops.domain.quantization import Budget
     from onnx_ops.domain.target import Target
-    from onnx_ops.ports import Dataset, Ports, Tensors
+    from onnx_ops.ports import Dataset, Ports
     from onnx_ops.tools.quantize import QuantizedFile
 
 
-@handle_errors
 def quantize(
     model: Annotated[Path, typer.Argument(help="ONNX file in float.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The variant; must not exist.", show_default=False)],
@@ -83,11 +85,11 @@ def quantize(
 
     Example: onnx-ops quantize model.onnx best.onnx --method auto --tune tune.npz --budget metric_drop=0.5%
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.tools import show_progress
+    from onnx_ops.domain.gate import METRICS, MetricGate
     from onnx_ops.domain.pipeline import Quantize
-    from onnx_ops.domain.quantization import AUTO
-    from onnx_ops.tools.quantize import quantize_file
+    from onnx_ops.domain.quantization import AUTO, ROLES
+    from onnx_ops.onnx_graph.model_info import read_model_info
+    from onnx_ops.tools.quantize import VariantSearch, quantize_file, search_variant
 
     project = open_project()
     ports = project.ports
@@ -97,33 +99,62 @@ def quantize(
     section = Quantize(
         name=out.stem,
         method=method,
-        calibrate=_calibrate(calibration_method, samples) if data else None,
+        calibrate=_parse_calibration(calibration_method, samples) if data else None,
         per_channel=per_channel,
         exclude=tuple(exclude or ()),
-        options=_options(options or []),
+        options=_parse_options(options or []),
     )
-    rows = _rows(ports, model, data, samples) if data else None
+    rows = load_rows(read_model_info(model).inputs, ports, data, samples)[1].rows if data else None
     if method == AUTO:
-        from onnx_ops.cli.quantize import SearchOptions, quantize_by_search
-
-        tuning = SearchOptions(
-            tune=tune, label=label, metric=metric, budget=tuple(budget or ()), select=select, data=data
-        )
         with show_progress("quantize", model, quiet=quiet or as_json) as tell:
-            result = quantize_by_search(ports, section, model, out, chosen, rows, tuning, tell)
+            if exclude or options:
+                what, where = f"method {AUTO} finds its own", "--exclude, --option"
+                raise UserError(what, where=where, remedy="Leave them out.")
+            role = next((known for known in ROLES if known == select), None)
+            if role is None:
+                why = f"there are {', '.join(ROLES)}"
+                raise UserError(f"there is no {select!r} on the front", where="--select", why=why)
+            score = next((known for known in METRICS if known == metric), None)
+            if score is None:
+                why = f"there are {', '.join(METRICS)}"
+                raise UserError(f"no metric is called {metric!r}", where="--metric", why=why)
+            definition = MetricGate(name=score).definition()
+            order = VariantSearch(
+                section=replace(section, keep=(role,), budget=_parse_budget(budget or [])),
+                source=model,
+                path=out,
+                targets=tuple(chosen),
+                tune=_load_tuning(ports, model, tune, label, definition),
+                metric=definition,
+                calibration=rows,
+                data={name: digest_file(path) for name, path in (("tune", tune), ("data", data)) if path},
+            )
+            result = search_variant(ports, order, report=tell)
     elif tune or budget:
         raise UserError(f"{method} is a single recipe", where="--tune, --budget", remedy="They are for --method auto.")
     else:
         result = quantize_file(ports, section, model, out, targets=chosen, calibration=rows)
-    if as_json:
-        print_json(_document(result, model, out))
-    else:
+    if not as_json:
         _report(result, out, chosen)
+        return
+    ratios = {
+        name: {"why": entry.why} if entry.why else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
+        for name, entry in result.effects.items()
+    }
+    print_json(
+        {
+            "tool": "quantize",
+            "model": {"path": str(model), "bytes": result.sizes[0]},
+            "variant": {"path": str(out), "bytes": result.sizes[1]},
+            "recipe": list(result.recipe),
+            "targets": codec.to_json(dict(result.examined)),
+            "times": ratios,
+            "exit_code": 0,
+        }
+    )
 
 
-def _calibrate(method: str, samples: int) -> Any:
-    from typing import get_args, get_type_hints
-
+def _parse_calibration(method: str, samples: int) -> Calibrate:
     from onnx_ops.domain.pipeline import Calibrate
     from onnx_ops.domain.quantization import DISTRIBUTION
 
@@ -134,7 +165,7 @@ def _calibrate(method: str, samples: int) -> Any:
     return Calibrate(samples=samples, method=method)  # type: ignore[arg-type]
 
 
-def _options(texts: list[str]) -> dict[str, Json]:
+def _parse_options(texts: list[str]) -> dict[str, Json]:
     import yaml
 
     options: dict[str, Json] = {}
@@ -149,115 +180,24 @@ def _options(texts: list[str]) -> dict[str, Json]:
     return options
 
 
-def _rows(ports: Ports, model: Path, data: Path, samples: int) -> Tensors:
-    from onnx_ops.cli.tools import read_rows
-    from onnx_ops.onnx_graph.model_info import read_model_info
-
-    return read_rows(read_model_info(model).inputs, ports, data, samples).rows
-
-
-def _document(result: QuantizedFile, model: Path, out: Path) -> dict[str, Any]:
-    from onnx_ops import codec
-
-    return {
-        "tool": "quantize",
-        "model": {"path": str(model), "bytes": result.sizes[0]},
-        "variant": {"path": str(out), "bytes": result.sizes[1]},
-        "recipe": list(result.recipe),
-        "targets": {name: codec.to_json(entry) for name, entry in result.examined.items()},
-        "times": {
-            name: {"why": entry.why} if entry.why else {"ratio": entry.ratio, "low": entry.low, "high": entry.high}
-            for name, entry in result.effects.items()
-        },
-        "exit_code": 0,
-    }
-
-
 def _report(result: QuantizedFile, out: Path, targets: list[Target]) -> None:
-    from rich.markup import escape
-
-    from onnx_ops.cli.terminal import console, print_text
-    from onnx_ops.cli.tools import advise
-    from onnx_ops.reporting.formatting import format_figure
     from onnx_ops.reporting.structure import coverage_lines
 
-    show = console()
     before, after = result.sizes
     sizes = f"{format_figure(before, 'B')} to {format_figure(after, 'B')}, {after / before:.2f} times the size"
-    print_text(show, f"[bold]{escape(f'{out.name}: {sizes}')}[/bold]")
+    print_text("[bold]{}: {}[/bold]", out.name, sizes)
     for note in result.recipe:
-        print_text(show, escape(f"recipe: {note}"))
+        say(f"recipe: {note}")
     for target in targets:
         entry = result.examined[target.name]
         for line in coverage_lines(entry.coverage):
-            print_text(show, escape(f"{target.name}: {line}"))
+            say(f"{target.name}: {line}")
         if target.name in result.effects:
-            print_text(show, escape(f"{target.name}: {result.effects[target.name]}"))
+            say(f"{target.name}: {result.effects[target.name]}")
         advise(entry.advice)
 
 
-ROWS = 512
-"""Most rows that it decides by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """The options of a search as they were given."""
-
-    tune: Path | None
-    label: str
-    metric: str
-    budget: tuple[str, ...]
-    select: str
-    data: Path | None
-
-
-def quantize_by_search(
-    ports: Ports,
-    section: Quantize,
-    model: Path,
-    out: Path,
-    targets: list[Target],
-    calibration: Tensors | None,
-    tuning: SearchOptions,
-    tell: Callable[[str], None],
-) -> QuantizedFile:
-    """Find the variant, write it, and beside it everything that was tried."""
-    from onnx_ops.domain.artifact import digest_file
-    from onnx_ops.domain.quantization import AUTO, ROLES
-    from onnx_ops.tools.quantize import VariantSearch, search_variant
-
-    if section.exclude or section.options:
-        raise UserError(f"method {AUTO} finds its own", where="--exclude, --option", remedy="Leave them out.")
-    role = next((role for role in ROLES if role == tuning.select), None)
-    if role is None:
-        raise UserError(
-            f"there is no {tuning.select!r} on the front", where="--select", why=f"there are {', '.join(ROLES)}"
-        )
-    metric = _metric(tuning.metric)
-    order = VariantSearch(
-        section=replace(section, keep=(role,), budget=_budget(tuning.budget)),
-        source=model,
-        path=out,
-        targets=tuple(targets),
-        tune=_tune(ports, model, tuning, needed=not metric.label_free),
-        metric=metric,
-        calibration=calibration,
-        data={str(use): digest_file(path) for use, path in (("tune", tuning.tune), ("data", tuning.data)) if path},
-    )
-    return search_variant(ports, order, report=tell)
-
-
-def _metric(name: str) -> MetricDefinition:
-    from onnx_ops.domain.gate import METRICS, MetricGate
-
-    metric = next((known for known in METRICS if known == name), None)
-    if metric is None:
-        raise UserError(f"no metric is called {name!r}", where="--metric", why=f"there are {', '.join(METRICS)}")
-    return MetricGate(name=metric).definition()
-
-
-def _budget(texts: tuple[str, ...]) -> Budget:
+def _parse_budget(texts: list[str]) -> Budget:
     from annotated_types import Unit
 
     from onnx_ops.config.quantities import parse_quantity
@@ -285,33 +225,23 @@ def _parts(hint: Any) -> list[Any]:
     return [hint, *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
-def _tune(ports: Ports, model: Path, tuning: SearchOptions, *, needed: bool) -> Dataset:
-    from onnx_ops.domain.pipeline import FileData
+def _load_tuning(ports: Ports, model: Path, path: Path | None, name: str, metric: MetricDefinition) -> Dataset:
+    """Return the rows that a search decides by, 512 at most."""
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.ports import Dataset
-    from onnx_ops.tools.probing import check_samples
 
-    path = tuning.tune
     if path is None:
         raise UserError(
             "a search needs rows that it decides by",
             where="--tune",
             remedy="For example: --tune tune.npz, with the model's inputs and an array 'label'.",
         )
-    if not path.is_file():
-        raise NotFoundError("no such file", where=str(path))
-    inputs = read_model_info(model).inputs
-    section = FileData(file=path.name, inputs={spec.name: spec.name for spec in inputs})
-    arrays = ports.source("file").load(section, path.resolve().parent)
-    if needed and tuning.label not in arrays:
+    arrays, samples = load_rows(read_model_info(model).inputs, ports, path, 512)
+    if name not in arrays and not metric.label_free:
         raise UserError(
-            f"it has no array {tuning.label!r}",
+            f"it has no array {name!r}",
             where=str(path),
-            why=f"{tuning.metric} needs labels; the file has {', '.join(arrays)}",
+            why=f"{metric.name} needs labels; the file has {', '.join(arrays)}",
             remedy="Name the array of the labels: --label NAME.",
         )
-    label = arrays.get(tuning.label)
-    return Dataset(
-        inputs=check_samples(inputs, arrays, where=str(path), limit=ROWS).rows,
-        label=None if label is None else label[:ROWS],
-    )
+    return Dataset(inputs=samples.rows, label=arrays[name][:512] if name in arrays else None)

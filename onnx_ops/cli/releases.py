@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,19 +12,22 @@ from onnx_ops import codec
 from onnx_ops.cli.common import (
     Actor,
     AsJson,
+    Endpoints,
     Quiet,
     Reason,
     exit_after_steps,
-    handle_errors,
+    open_project,
     parse_duration,
     parse_version,
     print_json,
     print_result,
     print_steps,
     steps_to_document,
+    writing,
 )
-from onnx_ops.cli.help import Command, make_group
-from onnx_ops.cli.terminal import say
+from onnx_ops.cli.help import add_command, make_group
+from onnx_ops.cli.progress import working
+from onnx_ops.cli.terminal import print_table, print_text, say, verdict_markup
 from onnx_ops.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 Target = Annotated[str, typer.Option("--target", "-t", help="Name of the target, e.g. cpu-1t.")]
 
 
-@handle_errors
 def explain(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     target: Annotated[str | None, typer.Option("--target", "-t", help="Only this target.")] = None,
@@ -46,23 +47,29 @@ def explain(
 
     Example: onnx-ops explain digits-mlp/3 --target cpu-1t
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
-    from onnx_ops.cli.tables import explanation_report
+    from onnx_ops.cli.tables import gate_report
     from onnx_ops.domain.decision import combine_verdicts
-    from onnx_ops.release.audit import reevaluate as judge_again
+    from onnx_ops.release.audit import reevaluate
+    from onnx_ops.reporting.description import result_table
 
     model, number = parse_version(version, "explain")
     with working("explain", "reading the evidence", quiet=as_json):
-        explanations = judge_again(open_project().ports, model, number, target)
+        explanations = reevaluate(open_project().ports, model, number, target)
     if as_json:
         print_json([codec.to_json(e) for e in explanations])
-    else:
-        explanation_report(version, explanations)
+    for again in () if as_json else explanations:
+        decision, signed = again.decision, again.signed.record
+        gate_report(result_table([decision]))
+        print_text("{} on {}: {}, {}", version, again.target, verdict_markup(decision.verdict), decision.reason)
+        same = "the same verdict" if again.reproduced else f"signed was {signed.verdict.value}"
+        say(f"Judged again from stored evidence: {same}. Signature {again.signature}.")
+        hardware, runtime = again.evidence.hardware, again.evidence.runtime
+        used = ", ".join(runtime.used) if runtime is not None else "unknown"
+        where = f"{hardware.cpu_model}, {hardware.cores} cores, {hardware.runtime} {hardware.runtime_version}, {used}"
+        say(f"Measured on {where}; decided {signed.decided_at}.")
     raise typer.Exit(combine_verdicts(e.decision.verdict for e in explanations).exit_code)
 
 
-@handle_errors
 def promote(
     model: Annotated[str, typer.Argument(help="Registered model.")],
     version: Annotated[str, typer.Argument(help="Its version.")],
@@ -78,8 +85,6 @@ def promote(
 
     Example: onnx-ops promote digits-mlp 3 --target cpu-1t --reason "better on zeros"
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.promote import promote as make_challenger
     from onnx_ops.release.reconcile import reconcile_each
@@ -103,9 +108,8 @@ def promote(
     exit_after_steps(reports, errors)
 
 
-@handle_errors
 def reconcile(
-    endpoints: Annotated[list[str] | None, typer.Argument(help="Endpoints; all by default.")] = None,
+    endpoints: Endpoints = None,
     actor: Actor = "",
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until SIGTERM or Ctrl-C.")] = False,
     interval: Annotated[str, typer.Option(metavar="DURATION", help="Time between two passes of --watch.")] = "5s",
@@ -128,8 +132,6 @@ def reconcile(
 
     Example: onnx-ops reconcile --watch --interval 5s --listen 127.0.0.1:8650
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
     from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import reconcile_with_retries
@@ -147,9 +149,8 @@ def reconcile(
     names = tuple(endpoints or ()) or list_bound_endpoints(ports)
     retry_s = parse_duration(retry, "--retry")
     with working("reconcile", "registry", "endpoints", "notifications", quiet=as_json) as progress:
-        if not any(
-            read_readable_state(ports, name).pending_rollback for name in names
-        ):  # which the ledger alone can carry out
+        # A rollback that is owed needs the ledger alone.
+        if not any(read_readable_state(ports, name).pending_rollback for name in names):
             ports.registry()
         progress.begin("endpoints")
         reports, errors = reconcile_with_retries(ports, names, actor=actor, for_s=retry_s)
@@ -164,10 +165,6 @@ def reconcile(
     exit_after_steps(reports, errors)
 
 
-REPORT = "report.html"
-
-
-@handle_errors
 def report(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3.")],
     output: Annotated[
@@ -182,25 +179,20 @@ def report(
 
     Example: onnx-ops report digits-mlp/3 --output report.html
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
 
     model, number = parse_version(version, "report")
     with working("report", "fetching the report", quiet=as_json):
         registry = open_project().ports.registry()
-        page = registry.document(registry.version(model, number), REPORT)
+        page = registry.document(registry.version(model, number), "report.html")
     path = output or Path(f"{model.replace('/', '-')}-{number}.html")
-    try:
+    with writing("the report", path):
         path.write_bytes(page)
-    except OSError as error:
-        raise UserError("the report cannot be written", where=str(path), why=error.strerror or str(error)) from error
     if as_json:
         print_json({"model": model, "version": number, "report": str(path)})
     else:
         typer.echo(str(path))
 
 
-@handle_errors
 def export_dvc(
     version: Annotated[str, typer.Argument(metavar="MODEL/VERSION", help="Any version of the release, e.g. digits/3.")],
     metrics: Annotated[Path, typer.Option(metavar="FILE", help="Output file for metrics.")] = Path("metrics.json"),
@@ -213,7 +205,6 @@ def export_dvc(
 
     Example: onnx-ops export-dvc digits-mlp/3 --metrics metrics.json --plots plots
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.release.audit import reevaluate_release
     from onnx_ops.reporting.metrics import dvc_metrics, dvc_plots
 
@@ -224,7 +215,10 @@ def export_dvc(
         for variant, explained in decisions.items()
     }
     files = {metrics: dvc_metrics(judged), **{plots / name: points for name, points in dvc_plots(judged).items()}}
-    _write(files)
+    for path, content in files.items():
+        with writing("the file", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if as_json:
         print_json({"model": model, "version": number, "files": [str(path) for path in files]})
     else:
@@ -232,23 +226,12 @@ def export_dvc(
             typer.echo(str(path))
 
 
-def _write(files: Mapping[Path, Any]) -> None:
-    for path, content in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise UserError("the file cannot be written", where=str(path), why=why) from error
-
-
 drift = make_group(
     "drift", "Detect champions that behave otherwise than when they were released.", "onnx-ops drift check"
 )
 
 
-@drift.command("check", cls=Command)
-@handle_errors
+@add_command(drift, "check")
 def drift_check(
     pipelines: Annotated[
         list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines or models; all by default.")
@@ -266,8 +249,6 @@ def drift_check(
     """
     from onnx_ops.app.champions import list_champions, measure_again
     from onnx_ops.app.execution import StageExecutor
-    from onnx_ops.app.project import open_project
-    from onnx_ops.cli.progress import working
     from onnx_ops.domain.decision import compute_drift_exit_code
 
     project = open_project()
@@ -283,9 +264,11 @@ def drift_check(
     if as_json:
         print_json(codec.to_json(results))
     elif results:
-        from onnx_ops.cli.tables import drift_table
-
-        drift_table(results)
+        rows = []
+        for result in results:
+            verdict = verdict_markup(result.verdict, text="DRIFTED" if result.drifted else "")
+            rows.append((result.model, result.version, result.target, result.variant, verdict, result.reason))
+        print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
         typer.echo("no champions yet: the first release of a pipeline makes one")
     raise typer.Exit(compute_drift_exit_code(results))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from onnx_ops import codec
 from onnx_ops.cli.common import (
@@ -18,25 +21,22 @@ from onnx_ops.cli.common import (
     Quiet,
     Reason,
     exit_after_steps,
-    handle_errors,
+    open_project,
     parse_duration,
-    print_error,
+    print_errors,
     print_json,
     print_result,
     print_steps,
 )
-from onnx_ops.cli.help import Command, make_group
-from onnx_ops.cli.terminal import say
+from onnx_ops.cli.help import add_command, make_group
+from onnx_ops.cli.terminal import Markup, console, markup, say
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
+from onnx_ops.errors import StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from onnx_ops.app.project import Project
     from onnx_ops.ports import Ports
-    from onnx_ops.release.rollback import RollbackResult
     from onnx_ops.release.status import RolloutView
 
 rollout = make_group(
@@ -48,8 +48,7 @@ rollout = make_group(
 Endpoint = Annotated[str, typer.Argument(help="Name of the endpoint.")]
 
 
-@rollout.command("status", cls=Command)
-@handle_errors
+@add_command(rollout, "status")
 def rollout_status(
     endpoint: Endpoint,
     watch: Annotated[bool, typer.Option("--watch", help="Keep refreshing until the rollout finishes.")] = False,
@@ -62,32 +61,25 @@ def rollout_status(
 
     Example: onnx-ops rollout status digits-cnn --watch
     """
-    from onnx_ops.app.project import open_project
-
-    pause_s = parse_duration(interval, "--interval")
-    _show_status(open_project().ports, endpoint, watch=watch, pause_s=pause_s, as_json=as_json)
-
-
-def _show_status(ports: Ports, endpoint: str, *, watch: bool, pause_s: float, as_json: bool) -> None:
     from onnx_ops.release.status import read_rollout_view
 
+    pause_s, ports = parse_duration(interval, "--interval"), open_project().ports
     view = read_rollout_view(ports, endpoint)
     if not watch or view is None:
         if as_json:
             print_json(codec.to_json(view))
         else:
-            _print(_describe_end(ports, endpoint)[0] if view is None else _render(view))
+            console().print(_describe_end(ports, endpoint)[0] if view is None else _render(view))
         return
     _follow(ports, view, pause_s, as_json=as_json)
     text, was_rolled_back = _describe_end(ports, endpoint)
     if not as_json:
-        _print(text)
+        console().print(text)
     if was_rolled_back:
         raise typer.Exit(1)
 
 
-@rollout.command("resume", cls=Command)
-@handle_errors
+@add_command(rollout, "resume")
 def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Resume a paused rollout, or approve its next step.
 
@@ -96,8 +88,7 @@ def rollout_resume(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", a
     _command(OperatorCommand.ADVANCE, endpoint, reason, actor, as_json=as_json)
 
 
-@rollout.command("pause", cls=Command)
-@handle_errors
+@add_command(rollout, "pause")
 def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Hold a rollout at its current step.
 
@@ -106,25 +97,22 @@ def rollout_pause(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as
     _command(OperatorCommand.PAUSE, endpoint, reason, actor, as_json=as_json)
 
 
-@rollout.command("abort", cls=Command)
-@handle_errors
+@add_command(rollout, "abort")
 def rollout_abort(endpoint: Endpoint, reason: Reason = "", actor: Actor = "", as_json: AsJson = False) -> None:
     """Abort a rollout: move all traffic back to the stable version.
 
     Example: onnx-ops rollout abort digits-cnn --reason "wrong on sevens"
     """
-    from onnx_ops.app.project import open_project
     from onnx_ops.release.rollback import roll_back_each
 
     ports = open_project().ports
     _, errors = roll_back_each(ports, (endpoint,), reason=reason, actor=actor, candidate_only=True)
-    for error in errors.values():
-        raise error
+    if errors:
+        raise errors[endpoint]
     _reconcile(ports, endpoint, actor, as_json=as_json)
 
 
 def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *, as_json: bool) -> None:
-    from onnx_ops.app.project import open_project
     from onnx_ops.release.rollback import send_command
 
     ports = open_project().ports
@@ -152,7 +140,7 @@ def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: 
 
     from onnx_ops.release.status import read_rollout_view
 
-    live = Live(console=_console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
+    live = Live(console=console(), auto_refresh=False) if sys.stdout.isatty() and not as_json else None
     last = ""
     try:
         if live is not None:
@@ -163,7 +151,7 @@ def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: 
             elif as_json:
                 print_json(codec.to_json(view))
             elif view.next != last:
-                _print(_render(view))
+                console().print(_render(view))
             last = view.next
             time.sleep(pause_s)
             view = read_rollout_view(ports, view.endpoint)
@@ -172,32 +160,22 @@ def _follow(ports: Ports, view: RolloutView | None, pause_s: float, *, as_json: 
             live.stop()
 
 
-def _render(view: RolloutView) -> RenderableType:
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.text import Text
-
-    marks = [
-        f"[bold]{escape(_step(step))}[/bold]" if index == view.step else escape(_step(step))
-        for index, step in enumerate(view.steps)
-    ]
-    head = f"[bold]{escape(view.endpoint)}[/bold] {escape(view.stable)} -> {escape(view.candidate)}"
-    lines = [f"{head}: {' → '.join(marks)}, here for {view.seconds:.0f} s"]
-    if view.judged is not None:
-        lines += [f"  {escape(guard.summary)}" for guard in view.judged.guardrails]
-        lines += [f"  {escape(line)}" for line in (view.judged.ab_summary, view.judged.split_mismatch) if line]
-    lines.append(f"  {escape(view.next)}")
-    return Group(*(Text.from_markup(line, emoji=False) for line in lines))
+def _render(view: RolloutView) -> Group:
+    marks = []
+    for index, step in enumerate(view.steps):
+        text = f"shadow {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
+        marks.append(markup("[bold]{}[/bold]" if index == view.step else "{}", text))
+    head = markup("[bold]{}[/bold] {} -> {}: {}", view.endpoint, view.stable, view.candidate, Markup(" → ".join(marks)))
+    lines = [view.next]
+    if (judged := view.judged) is not None:
+        summaries = [guard.summary for guard in judged.guardrails]
+        lines = [*summaries, *filter(None, (judged.ab_summary, judged.split_mismatch)), view.next]
+    first = Text.from_markup(f"{head}, here for {view.seconds:.0f} s", emoji=False)
+    return Group(first, *(Text(f"  {line}") for line in lines))
 
 
-def _step(step: Any) -> str:
-    return f"shadow {step.copied} %" if step.kind == "shadow" else f"{step.percent} %"
-
-
-def _describe_end(ports: Ports, endpoint: str) -> tuple[str, bool]:
+def _describe_end(ports: Ports, endpoint: str) -> tuple[Text, bool]:
     """Return how the last rollout ended, in one line, and whether the candidate was rolled back."""
-    from rich.markup import escape
-
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 
@@ -205,29 +183,11 @@ def _describe_end(ports: Ports, endpoint: str) -> tuple[str, bool]:
     actions = [e.body.action for e in ports.ledger.read(endpoint) if isinstance(e.body, Intent)]
     last = next((action for action in reversed(actions) if action.kind in ends), None)
     if last is None:
-        return f"{escape(endpoint)}: no rollout yet", False
-    text = f"{escape(endpoint)}: no rollout in progress; the last one ended with {last.kind.value}: {escape(last.why)}"
-    return text, last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+        return Text(f"{endpoint}: no rollout yet"), False
+    text = f"{endpoint}: no rollout in progress; the last one ended with {last.kind.value}: {last.why}"
+    return Text(text), last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
-def _console() -> Any:
-    from onnx_ops.cli.terminal import console
-
-    return console()
-
-
-def _print(shown: RenderableType) -> None:
-    _console().print(shown)
-
-
-_REGISTRY_LOG, _NOTIFY_LOG = "registry.log", "notify.log"
-"""In the state folder: what became of the aliases that a rollback left to be written, and of telling people."""
-
-_RETRY = "15min"
-"""How long the background process tries."""
-
-
-@handle_errors
 def rollback(
     endpoints: Annotated[list[str] | None, typer.Argument(metavar="ENDPOINT...", help="Names of endpoints.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Default: the previous version.")] = None,
@@ -259,63 +219,63 @@ def rollback(
 
     Example: onnx-ops rollback --all --model digits-mlp --reason "wrong on sevens"
     """
-    from onnx_ops.app.project import open_project
-    from onnx_ops.release.rollback import roll_back_each, select_endpoints
+    from onnx_ops.release.rollback import roll_back_each, select_endpoints, withdraw_request
 
     project = open_project()
     ports, names = project.ports, tuple(endpoints or ())
     if withdraw:
-        _withdraw(ports, names, reason, actor, as_json=as_json)
+        if not names:
+            raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
+        withdrawn = {name: withdraw_request(ports, name, reason=reason, actor=actor) for name in names}
+        if as_json:
+            print_json([{"endpoint": name, "withdrawn": what} for name, what in withdrawn.items()])
+            return
+        for name, what in withdrawn.items():
+            say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
         return
     names = select_endpoints(ports, names, every=all_, model=model, target=target, to=to)
     if not reason and sys.stdin.isatty() and not as_json:
         reason = typer.prompt("Why? (recorded; Enter to leave it out)", default="", show_default=False)
     moved, errors = roll_back_each(ports, names, to=to, reason=reason, actor=actor, force=force, pin=not all_)
     if not as_json:
-        _print_results(moved, errors)
+        for name, done in moved.items():
+            if done.already:
+                say(f"{name}: {done.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
+            else:
+                say(f"{name}: {done.moved_from} -> {done.moved_to}, 100 % of traffic. Reason: {done.reason}")
+        print_errors(errors)
     owing = [name for name in names if name in moved and moved[name].pending_aliases]
     owing += [name for name, error in errors.items() if isinstance(error, StillPendingError)]
-    pending = _write_aliases(project, owing, actor) if wait else _hand_over(project, owing)
-    _notify(project, tuple(moved), wait=wait)
-    documents = [_document(name, moved, errors, pending) for name in names]
+    finish = partial(_finish, actor=actor) if wait else _hand_over
+    pending = finish(project, owing, tuple(moved))
+    results: list[dict[str, Any]] = [
+        {"endpoint": name, **errors[name].as_document()}
+        if name in errors
+        else {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
+        for name in names
+    ]
 
     def report() -> None:
         if pending and not quiet:
             say("\n".join(dict.fromkeys(pending.values())), err=True)
 
-    print_result(lambda: documents[0] if endpoints and len(names) == 1 else documents, report, as_json=as_json)
+    print_result(lambda: results[0] if endpoints and len(names) == 1 else results, report, as_json=as_json)
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
-def _withdraw(ports: Ports, names: Sequence[str], reason: str, actor: str, *, as_json: bool) -> None:
-    from onnx_ops.release.rollback import withdraw_request
+def _finish(project: Project, owing: Sequence[str], moved: Sequence[str], actor: str) -> dict[str, str]:
+    """Write aliases and send notifications; return by endpoint why its aliases are not written yet.
 
-    if not names:
-        raise UserError("which endpoint?", remedy="onnx-ops rollback --withdraw ENDPOINT --reason WHY")
-    done = {name: withdraw_request(ports, name, reason=reason, actor=actor) for name in names}
-    if as_json:
-        print_json([{"endpoint": name, "withdrawn": what} for name, what in done.items()])
-    else:
-        for name, what in done.items():
-            say(f"{name}: {what} is withdrawn. The next reconciliation restores what the ledger says.")
-
-
-def _print_results(moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError]) -> None:
-    for name, rolled in moved.items():
-        if rolled.already:
-            say(f"{name}: {rolled.moved_to} has 100 % of traffic already. To go back further, name it with --to.")
-            continue
-        say(f"{name}: {rolled.moved_from} -> {rolled.moved_to}, 100 % of traffic. Reason: {rolled.reason}")
-    for error in errors.values():
-        print_error(error, as_json=False)
-
-
-def _write_aliases(project: Project, names: Sequence[str], actor: str) -> dict[str, str]:
-    """Write the aliases; return by endpoint why one is not written yet."""
+    A notification that fails does not fail the rollback: the ledger keeps what is due.
+    """
+    from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import write_aliases
 
-    reasons = {name: write_aliases(project.ports, name, actor=actor) for name in names}
+    reasons = {name: write_aliases(project.ports, name, actor=actor) for name in owing}
+    for delivery in send_pending_each(project.ports, moved) if moved and project.settings.notifiers else ():
+        if delivery.trouble:
+            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
     return {
         name: f"Registry aliases are pending: {why}\n  later: onnx-ops reconcile {name}"
         for name, why in reasons.items()
@@ -323,57 +283,31 @@ def _write_aliases(project: Project, names: Sequence[str], actor: str) -> dict[s
     }
 
 
-def _hand_over(project: Project, names: Sequence[str]) -> dict[str, str]:
-    """Leave the aliases, and traffic that is still owed, to a process of its own: importing MLflow takes longer than
-    the whole rollback.
+def _hand_over(project: Project, owing: Sequence[str], moved: Sequence[str]) -> dict[str, str]:
+    """Leave aliases, traffic that is still owed and notifications to processes that outlive this one.
 
-    Should that process die, they stay owed in the ledger, and every reconciliation tries again.
+    Importing MLflow takes longer than the whole rollback. Should such a process die, the ledger keeps what is owed, and
+    every reconciliation tries again. Return a text by endpoint.
     """
-    if not names:
-        return {}
-    log = _in_background(project, ("reconcile", "--retry", _RETRY), names, _REGISTRY_LOG)
-    text = (
-        f"Registry aliases will be updated in the background (log: {log}); or now: onnx-ops reconcile {' '.join(names)}"
-    )
-    if absent(EXTRAS["mlflow"]):
-        hint = install_hint(*EXTRAS["mlflow"])
-        command = f"onnx-ops reconcile {' '.join(names)}"
-        text = f"Registry aliases are pending: package mlflow is not installed. {hint}; then: {command}"
-    return dict.fromkeys(names, text)
-
-
-def _notify(project: Project, names: Sequence[str], *, wait: bool) -> None:
-    """Send notifications; a failure does not fail the rollback, since the ledger keeps what is due."""
-    if not (names and project.settings.notifiers):
-        return
-    if not wait:
-        _in_background(project, ("notify",), names, _NOTIFY_LOG)
-        return
-    from onnx_ops.release.notify import send_pending_each
-
-    for delivery in send_pending_each(project.ports, names):
-        if delivery.trouble:
-            say(f"{delivery.notifier}: not sent: {delivery.trouble}", err=True)
-
-
-def _in_background(project: Project, command: Sequence[str], names: Sequence[str], log_name: str) -> Path:
-    """Start a command that outlives this one; returns its log."""
-    log = project.settings.state / log_name
-    with log.open("ab") as sink:
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "onnx_ops", *command, *names],
-            cwd=project.settings.root,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            start_new_session=True,
-        )
-    return log
-
-
-def _document(
-    name: str, moved: Mapping[str, RollbackResult], errors: Mapping[str, OnnxOpsError], pending: Mapping[str, str]
-) -> dict[str, Any]:
-    if name in errors:
-        return {"endpoint": name, **errors[name].as_document()}
-    return {**codec.to_json(moved[name]), "registry_pending": name in pending, "registry": pending.get(name, "")}
+    state, text = project.settings.state, ""
+    work: dict[Path, Sequence[str]] = {}
+    if owing:
+        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(owing)}"
+        work[log] = ("reconcile", "--retry", "15min", *owing)
+        text = f"Registry aliases will be updated in the background (log: {log}); or now: {command}"
+        if absent(EXTRAS["mlflow"]):
+            hint = install_hint(*EXTRAS["mlflow"])
+            text = f"Registry aliases are pending: package mlflow is not installed. {hint}; then: {command}"
+    if moved and project.settings.notifiers:
+        work[state / "notify.log"] = ("notify", *moved)
+    for log, arguments in work.items():
+        with log.open("ab") as sink:
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "onnx_ops", *arguments],
+                cwd=project.settings.root,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
+    return dict.fromkeys(owing, text)

@@ -1,4 +1,4 @@
-"""What all commands print with: consoles, verdicts, paragraphs and tables that break no word, path or interval."""
+"""What all commands print with: consoles, markup, paragraphs and tables that break no word, path or interval."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ KEEP = "\u00a0"
 """A space at which no line breaks; printed as a plain one."""
 
 
+class Markup(str):
+    """Text in Rich's markup; any other string is shown as it stands."""
+
+    __slots__ = ()
+
+
+def markup(template: str, *values: object) -> Markup:
+    """Return a template in Rich's markup with values at its `{}`, of which only `Markup` is styled."""
+    return Markup(template.format(*(value if isinstance(value, Markup) else escape(str(value)) for value in values)))
+
+
 def console() -> Console:
     """Return standard output; 120 columns where it is not a terminal, so that tables in logs stay whole."""
     coloured = True if collected_output.get() is not None else None
@@ -38,73 +49,73 @@ def error_console() -> Console:
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False, emoji=False)
 
 
-def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> str:
+def verdict_markup(verdict: Verdict, *, advisory: bool = False, text: str = "") -> Markup:
     """Return a verdict, or another text for it, in its colour; an advisory one is dim."""
     colour = "dim" if advisory else _COLOURS[verdict]
-    return f"[{colour}]{text or verdict.value.upper()}[/{colour}]"
+    return markup(f"[{colour}]{{}}[/{colour}]", text or verdict.value.upper())
 
 
-def print_text(out: Console, markup: str, *, indent: int = 0, hang: int = 2) -> None:
+def say(text: object, *, err: bool = False, indent: int = 0) -> None:
+    """Print plain text as `print_text` does, on standard output or standard error."""
+    print_text("{}", text, out=error_console() if err else None, indent=indent)
+
+
+def print_text(template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2) -> None:
     """Print a paragraph that a terminal shows without a broken word; elsewhere it is one line.
 
     Args:
-        out: where to.
-        markup: text in Rich's markup.
+        template: text as for `markup`.
+        values: of the template.
+        out: where to; standard output by default.
         indent: spaces before the first line.
         hang: further spaces before the other lines.
     """
-    text = Text.from_markup(markup, emoji=False)
-    lines = _wrapped(text, out.width - indent - hang, first=out.width - indent) if out.is_terminal else [text]
-    for number, line in enumerate(lines):
-        _print_line(out, Text(" " * (indent + (hang if number else 0))).append_text(line))
+    _print_paragraph(out or console(), _parsed(markup(template, *values)), indent, hang)
 
 
 def render_error(out: Console, error: OnnxOpsError, head: str = "error") -> None:
     """Print an error: what happened where, then why, then the remedy."""
     if isinstance(error, ConfigError):
         for problem in error.problems:
-            print_text(out, escape(str(problem)))
+            print_text("{}", problem, out=out)
         return
     where = f"{error.where}: " if error.where and not head.startswith(error.where) else ""
-    print_text(out, f"[red]{escape(head)}[/red]: {escape(where + error.what)}")
+    print_text("[red]{}[/red]: {}", head, where + error.what, out=out)
     for name, text in (("why", error.why), ("try", error.remedy)):
         if text:
-            print_text(out, f"{name}: {escape(text)}", indent=2, hang=5)
+            print_text("{}: {}", name, text, out=out, indent=2, hang=5)
 
 
-def print_table(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str] | str]) -> None:
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str] | str], *, out: Console | None = None) -> None:
     """Print rows of cells, or each row as a list of its cells where the columns would break words.
 
     Args:
-        out: where to.
         heads: names of the columns.
-        rows: cells in Rich's markup, one a head; a single text is a heading inside the table.
+        rows: plain text or `Markup` for each head; a single text is a heading inside the table.
+        out: where to; standard output by default.
     """
-    cells = [[_parsed(cell) for cell in row] for row in rows if not isinstance(row, str)]
-    columns = [[Text(head, style="dim"), *column] for head, column in zip(heads, _columns(cells), strict=False)]
-    least = [max(_longest(cell, _WORD) for cell in column) for column in columns]
-    most = [max(_longest(cell, _LINE) for cell in column) for column in columns]
+    out = out or console()
+    titles = [Text(head, style="dim") for head in heads]
+    parsed = [_parsed(row) if isinstance(row, str) else [_parsed(cell) for cell in row] for row in rows]
+    columns = list(zip(titles, *(row for row in parsed if isinstance(row, list)), strict=True))
+    least, most = ([max(_longest(cell, part) for cell in column) for column in columns] for part in (_WORD, _LINE))
     room = out.width - _GAP * (len(heads) - 1)
-    if sum(least) > room:
-        _print_records(out, heads, rows)
-        return
+    fits = sum(least) <= room
     widths = _shared(least, most, room)
-    if any(heads):
-        _print_row(out, [Text(head, style="dim") for head in heads], widths)
-    rest = iter(cells)
-    for row in rows:
-        if isinstance(row, str):
-            print_text(out, row)
+    for row in [titles, *parsed] if fits and any(heads) else parsed:
+        if isinstance(row, Text):
+            _print_paragraph(out, row)
+        elif fits:
+            _print_row(out, row, widths)
         else:
-            _print_row(out, next(rest), widths)
-
-
-def _columns(cells: Sequence[Sequence[Text]]) -> list[list[Text]]:
-    return [list(column) for column in zip(*cells, strict=True)]
+            _print_paragraph(out, row[0])
+            for title, cell in zip(titles[1:], row[1:], strict=True):
+                if cell.plain:
+                    _print_paragraph(out, Text.assemble(title, " ", cell), indent=2)
 
 
 def _parsed(cell: str) -> Text:
-    return Text.from_markup(cell, emoji=False)
+    return Text.from_markup(cell, emoji=False) if isinstance(cell, Markup) else Text(cell)
 
 
 def _longest(cell: Text, pattern: re.Pattern[str]) -> int:
@@ -134,15 +145,10 @@ def _print_row(out: Console, cells: Sequence[Text], widths: Sequence[int]) -> No
         _print_line(out, line)
 
 
-def _print_records(out: Console, heads: Sequence[str], rows: Sequence[Sequence[str] | str]) -> None:
-    for row in rows:
-        if isinstance(row, str):
-            print_text(out, row)
-            continue
-        print_text(out, row[0])
-        for head, cell in zip(heads[1:], row[1:], strict=True):
-            if cell:
-                print_text(out, f"[dim]{escape(head)}[/dim] {cell}".lstrip(), indent=2)
+def _print_paragraph(out: Console, text: Text, indent: int = 0, hang: int = 2) -> None:
+    lines = _wrapped(text, out.width - indent - hang, first=out.width - indent) if out.is_terminal else [text]
+    for number, line in enumerate(lines):
+        _print_line(out, Text(" " * (indent + (hang if number else 0))).append_text(line))
 
 
 def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
@@ -165,8 +171,3 @@ def _wrapped(text: Text, width: int, *, first: int | None = None) -> list[Text]:
 def _print_line(out: Console, line: Text) -> None:
     line.plain = line.plain.replace(KEEP, " ")
     out.print(line, no_wrap=True, overflow="ignore", crop=False)
-
-
-def say(text: str, *, err: bool = False) -> None:
-    """Print plain text as `print_text` does, on standard output or standard error."""
-    print_text(error_console() if err else console(), escape(text))

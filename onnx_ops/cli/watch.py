@@ -24,7 +24,6 @@ from onnx_ops.release.notify import DeliveryResult, NotificationLoop
 from onnx_ops.release.status import render_pending_metrics
 from onnx_ops.release.watch import ReconcileQueue, WatchEvent, WatchEventKind, WatchLoop
 
-_SHORTEST, _LONGEST = 0.1, 86_400.0
 _LAST_WORDS_S = 15.0
 """How long an ending watch waits for its last messages; what is left is told by the next one."""
 
@@ -32,20 +31,17 @@ _LAST_WORDS_S = 15.0
 def keep_watching(
     project: Project, endpoints: tuple[str, ...], *, interval: str, listen: str | None, actor: str, as_json: bool
 ) -> None:
-    """Watch until SIGTERM or SIGINT.
-
-    Raises:
-        NotFoundError: an endpoint is not known, or there is no webhook secret to listen with.
-        UserError: a duration or address is wrong.
-        ServiceUnavailableError: the address cannot be bound.
-        MissingPackageError: the registry or the receiver cannot do without it.
-    """
+    """Watch until SIGTERM or SIGINT."""
     project.ports.registry()
     if listen is not None:
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
         Journal.open(project.ports, name).config  # noqa: B018 (raises NotFound for an unknown name)
-    wakeups, seconds = ReconcileQueue(), _seconds(interval)
+    seconds = parse_duration(interval, "--interval")
+    if not 0.1 <= seconds <= 86_400:
+        remedy = "Write a duration from 100 ms to 24 h."
+        raise UserError(f"a pass every {interval}", where="--interval", remedy=remedy)
+    wakeups = ReconcileQueue()
     watcher = WatchLoop(
         project.ports,
         wakeups,
@@ -123,7 +119,10 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
     from onnx_ops.adapters.webhooks.receiver import WebhookReceiver
     from onnx_ops.adapters.webhooks.secret import read_secret
 
-    host, port = _address(listen)
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        remedy = "For example: --listen 127.0.0.1:8650"
+        raise UserError(f"{listen!r} is not HOST:PORT", where="--listen", remedy=remedy)
     last = ""
 
     def refused(why: str) -> None:
@@ -135,8 +134,8 @@ def _listening(project: Project, watcher: WatchLoop, wakeups: ReconcileQueue, li
 
     secret = read_secret(project.settings.webhook_secret, os.environ)
     with WebhookReceiver(
-        host,
-        port,
+        host.strip("[]") or "127.0.0.1",
+        int(port),
         secret=secret,
         clock=project.ports.clock,
         wake=wakeups.add,
@@ -158,46 +157,25 @@ def _repair_webhook(project: Project, watcher: WatchLoop) -> None:
     except OnnxOpsError as error:
         watcher.emit("", WatchEventKind.WEBHOOK, why=str(error))
         return
-    if report is None:
-        watcher.emit("", WatchEventKind.WEBHOOK, why="none is installed: `onnx-ops webhooks install --url URL`")
-    elif report.ok:
-        watcher.emit("", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.url} works")
-    else:
-        watcher.emit(
-            "", WatchEventKind.WEBHOOK, did=", ".join(report.did), why=f"{report.problem}. {report.remedy}".strip()
-        )
-
-
-def _seconds(text: str) -> float:
-    value = parse_duration(text, "--interval")
-    if not _SHORTEST <= value <= _LONGEST:
-        raise UserError(f"a pass every {text}", where="--interval", remedy="Write a duration from 100 ms to 24 h.")
-    return value
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise UserError(f"{text!r} is not HOST:PORT", where="--listen", remedy="For example: --listen 127.0.0.1:8650")
-    return host.strip("[]") or "127.0.0.1", int(port)
+    did, why = "", "none is installed: `onnx-ops webhooks install --url URL`"
+    if report is not None:
+        did = ", ".join(report.did)
+        why = f"{report.url} works" if report.ok else f"{report.problem}. {report.remedy}".strip()
+    watcher.emit("", WatchEventKind.WEBHOOK, did=did, why=why)
 
 
 def _print_text(report: WatchEvent) -> None:
-    name = f"{report.endpoint}: " if report.endpoint else ""
-    kind = (
-        ""
-        if report.kind in (WatchEventKind.STEP, WatchEventKind.WAITING, WatchEventKind.REFUSED)
-        else f"{report.kind.value}: "
-    )
-    did = f"{report.did}: " if report.did else ""
-    wrong = report.kind in (
+    plain = (WatchEventKind.STEP, WatchEventKind.WAITING, WatchEventKind.REFUSED)
+    wrong = (
         WatchEventKind.TROUBLE,
         WatchEventKind.REFUSED,
         WatchEventKind.REGISTRY_DOWN,
         WatchEventKind.DELIVERY_REFUSED,
         WatchEventKind.NOT_NOTIFIED,
     )
-    typer.echo(f"{report.at} {name}{kind}{did}{report.why}", err=wrong)
+    parts = (report.endpoint, "" if report.kind in plain else report.kind.value, report.did)
+    text = "".join(f"{part}: " for part in parts if part) + report.why
+    typer.echo(f"{report.at} {text}", err=report.kind in wrong)
 
 
 def _print_line(report: WatchEvent) -> None:

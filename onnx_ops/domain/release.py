@@ -112,11 +112,11 @@ class VariantRecord:
     variant: str
     files: Mapping[str, Path]
     manifest: Manifest
-    evidence: Mapping[str, Path]
-    metrics: Mapping[str, float]
-    decisions: Mapping[str, Decision]
-    signed: Mapping[str, SignedDecision]
-    description: str
+    evidence: Mapping[str, Path] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    signed: Mapping[str, SignedDecision] = field(default_factory=dict)
+    description: str = ""
     measured_on: str = ""
     example: bytes = b""
 

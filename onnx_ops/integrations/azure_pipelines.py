@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from onnx_ops.app.affected import knows_commit
+from onnx_ops.app.context import resolve_commit
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
@@ -64,7 +64,7 @@ def run(folder: Path, environ: Mapping[str, str], *, since: str = "") -> int:
     """Run every pipeline that the change touches; one of a pull request stops at its gates."""
     until = StageKind.GATE if environ.get("BUILD_REASON") == "PullRequest" else None
     base = since or base_of(environ)
-    if base == _BEFORE and not knows_commit(open_project().settings.root, base):  # a first push
+    if base == _BEFORE and not resolve_commit(open_project().settings.root, base):  # a first push
         base = ""
     for line in judge_change(folder, base, until, hosted=is_hosted(environ)):
         _tell(line)

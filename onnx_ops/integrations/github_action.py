@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
-from onnx_ops.app.affected import knows_commit
+from onnx_ops.app.context import resolve_commit
 from onnx_ops.app.project import open_project
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import StageKind
@@ -104,7 +104,7 @@ def run(event: Event, folder: Path, *, since: str = "", figures: Path | None = N
     """Run every pipeline that the change touches; what came of each lies in `folder` afterwards."""
     root = open_project().settings.root
     # A force push leaves a commit that the checkout does not have, and a first push has none before it.
-    base = since or next((name for name in (event.base, "HEAD~1") if name and knows_commit(root, name)), "")
+    base = since or next((name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), "")
     for line in judge_change(folder, base, event.until, hosted=is_hosted(os.environ), figures=figures):
         _tell(line)
     return 0

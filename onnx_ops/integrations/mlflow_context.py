@@ -25,9 +25,9 @@ class RunContext:
 
     def tags(self) -> dict[str, str]:
         """Return the tags that MLflow adds to runs."""
-        from onnx_ops.app.context import read_git_sha
+        from onnx_ops.app.context import resolve_commit
 
-        tags = {"prefect.flow_run": _flow_run(), "git.sha": read_git_sha(Path.cwd())}
+        tags = {"prefect.flow_run": _flow_run(), "git.sha": resolve_commit(Path.cwd(), "HEAD")}
         return {name: value for name, value in tags.items() if value}
 
 

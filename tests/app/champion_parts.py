@@ -61,11 +61,7 @@ class Throne:
                 variant="int8",
                 files={"model.onnx": file},
                 manifest=manifest,
-                evidence={},
-                metrics={},
-                decisions={},
                 signed={TARGET: sign_record(decided, self.world.signer)},
-                description="",
             )
             lineage = Lineage(pipeline="p", release=digest_bytes(b"a"))
             self.world.registry.publish(Publication(model=MODEL, lineage=lineage, variants=(record,)))

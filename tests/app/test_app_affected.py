@@ -1,11 +1,13 @@
-"""Which paths have changed, and which of them a pipeline's training rests on."""
+"""Which paths have changed, and which of them a pipeline rests on; whose definition of a shared target counts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from onnx_ops.app.affected import affected, changed_since
-from onnx_ops.app.project import open_project
+from onnx_ops.app.project import Project, open_project, prepare
 from tests.support.git import commit_all, git
 
 PIPELINE = """\
@@ -17,47 +19,46 @@ validate: {samples: {data: all, limit: 150}}
 benchmark: {targets: [board]}
 gates: [{kind: parity}]
 """
+FILE = "configs/pipelines/p.yaml"
+SHARED, OWN = "fleet/board.yaml", "configs/targets/board.yaml"
 
 
 def write(root: Path, **texts: str) -> None:
     for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
 
 
-def test_training_rests_on_its_code_and_on_what_it_depends_on(tmp_path: Path) -> None:
-    for folder in ("configs/pipelines", "configs/targets"):
-        (tmp_path / folder).mkdir(parents=True)
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Its target `board` is one that several projects share."""
+    monkeypatch.chdir(tmp_path)
     files = {
-        "onnx-ops.toml": "",
-        "configs/pipelines/p.yaml": PIPELINE,
-        "configs/targets/board.yaml": "name: board\n",
+        FILE: PIPELINE,
+        SHARED: "name: board\n",
+        "onnx-ops.toml": 'targets = "fleet"\n',
         "code_of_it.py": "def train(data):\n    return None\n",
         "words.txt": "",
-        "other.txt": "",
     }
     write(tmp_path, **files)
-    (found,) = affected(open_project(tmp_path), ("code_of_it.py", "words.txt", "other.txt"))
-    assert (found.because, found.problem) == (("code_of_it.py", "words.txt"), "")
+    return open_project()
 
 
-def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(tmp_path: Path) -> None:
-    for folder in ("configs/pipelines", "configs/targets"):
-        (tmp_path / folder).mkdir(parents=True)
-    files = {
-        "onnx-ops.toml": "",
-        "configs/pipelines/p.yaml": PIPELINE.replace(
-            'train: {run: "code_of_it:train", depends: [words.txt]}', "model: m"
-        ),
-        "configs/targets/board.yaml": "name: board\n",
-        "nets.py": "import layers\n\nclass Net: ...\n",
-        "layers.py": "",
-        "other.py": "class Net: ...\n",
-    }
-    write(tmp_path, **files)
+def touched(project: Project, *changed: str) -> tuple[str, ...]:
+    return tuple(name for one in affected(project, changed) for name in one.because if not one.problem)
+
+
+def test_training_rests_on_its_code_and_on_what_it_depends_on(project: Project) -> None:
+    assert touched(project, "code_of_it.py", "words.txt", "other.txt") == ("code_of_it.py", "words.txt")
+
+
+def test_a_model_that_is_brought_rests_on_the_code_of_its_classes(project: Project, tmp_path: Path) -> None:
+    brought = PIPELINE.replace('train: {run: "code_of_it:train", depends: [words.txt]}', "model: m")
+    files = {FILE: brought, "nets.py": "import layers\n\nclass Net: ...\n", "layers.py": ""}
+    write(tmp_path, **files, **{"other.py": "class Net: ...\n"})
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.joblib").write_bytes(b"\x80\x02cnets\nNet\n)\x81.")
-    (found,) = affected(open_project(tmp_path), ("nets.py", "layers.py", "other.py"))
-    assert (found.because, found.problem) == (("layers.py", "nets.py"), "")
+    assert touched(project, "nets.py", "layers.py", "other.py") == ("layers.py", "nets.py")
 
 
 def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_not(tmp_path: Path) -> None:
@@ -67,3 +68,19 @@ def test_files_that_are_changed_new_or_gone_have_changed_and_ignored_ones_have_n
     git(tmp_path, "add", "staged")
     (tmp_path / "gone").unlink()
     assert changed_since(tmp_path, "HEAD") == {"changed", "gone", "new", "staged"}
+
+
+def test_a_change_touches_what_stands_on_it(project: Project) -> None:
+    assert touched(project, SHARED) == (SHARED,)
+    assert touched(project, OWN) == (OWN,)  # it is gone, and the shared one counts instead
+    assert touched(project, "fleet/other.yaml") == ()
+
+
+def test_the_projects_own_goes_first(project: Project) -> None:
+    before = prepare(project, Path(FILE)).targets["board"]
+    own = project.settings.root / OWN
+    own.parent.mkdir()
+    own.write_text("name: board\nsession: {intra_op_threads: 2}\n", encoding="utf-8")
+    after = prepare(project, Path(FILE)).targets["board"]
+    assert (before.session.intra_op_threads, after.session.intra_op_threads) == (1, 2)
+    assert touched(project, OWN, SHARED) == (OWN,)

@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +28,9 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
 from onnx_ops.ports import Ports
+from tests.support.processes import until
 
 KEY = digest_bytes(b"key")
-PATIENCE_S = 30.0
 
 TRAINING = """
 import ctypes, os, pathlib, signal, subprocess, sys, tempfile, time
@@ -120,13 +118,6 @@ def gone(process: int) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def noted(project: Settings, name: str) -> int:
     return int((project.root / name).read_text())
 
@@ -203,7 +194,7 @@ def test_a_time_out_ends_the_stage_and_all_its_processes(project: Settings, scra
     assert list(scratch.iterdir()) == []
     for name in ("trainer", "grandchild"):
         process = noted(project, name)
-        wait_until(lambda process=process: gone(process))  # type: ignore[misc]
+        until(lambda process=process: gone(process))  # type: ignore[misc]
 
 
 PARENT = """
@@ -222,13 +213,13 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
     stage = codec.dumps(train_stage("hang")).decode()
     environ = {**os.environ, **to_environ(project), "TMPDIR": str(scratch)}
     with subprocess.Popen([sys.executable, "-c", PARENT, stage], env=environ) as parent:
-        wait_until((project.root / "trainer").exists)
+        until((project.root / "trainer").exists)
         trainer = noted(project, "trainer")
         assert not gone(trainer)
         assert list(scratch.rglob("left-behind-*"))
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: gone(trainer))
-    wait_until(lambda: gone(noted(project, "grandchild")))
+    until(lambda: gone(trainer))
+    until(lambda: gone(noted(project, "grandchild")))
     assert list(scratch.iterdir()) == []
 
 

@@ -17,8 +17,8 @@ from onnx_ops.domain.pipeline import StageStatus
 from onnx_ops.onnx_graph.model_info import read_lineage
 from onnx_ops.pipeline import RunResult
 from tests.adapters.dvc_parts import ENVIRONMENTS, Repository, archive, configure, md5
+from tests.support.checkout import copy_parts
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = Path("configs/pipelines/kept.yaml")
 
 PIPELINE = """
@@ -50,9 +50,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     repository = Repository(tmp_path / "project")
     root = repository.root
-    (root / "configs/pipelines").mkdir(parents=True)
-    shutil.copytree(ROOT / "configs/targets", root / "configs/targets")
-    shutil.copyfile(ROOT / "examples/models/iris.onnx", root / "model.onnx")
+    copy_parts(root, "configs/targets", "examples/models/iris.onnx")
+    (root / "examples/models/iris.onnx").rename(root / "model.onnx")
     repository.write(FILE.as_posix(), PIPELINE)
     repository.write("params.yaml", "limit: 40\n")
     repository.write("onnx-ops.toml", "signing = 'auto'\n")

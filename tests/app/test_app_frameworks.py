@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from onnx_ops.app.project import execute, open_project, prepare
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import EXPORT, StageKind, StageStatus
 from onnx_ops.errors import MissingPackageError
+from tests.support.checkout import copy_parts
 from tests.support.extras import hide
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 """Folder in which environments stay from one run of the tests to the next."""
 
@@ -44,8 +44,7 @@ def test_every_pipeline_is_run_by_a_test() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for name in ("configs", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_parts(tmp_path, "configs", "examples")
     (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
     if KEPT in os.environ:
         (tmp_path / ".onnx-ops").mkdir()

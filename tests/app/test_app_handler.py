@@ -40,10 +40,6 @@ def registered(ports: Ports, run: Digest) -> Manifest:
         files={"model.onnx": ports.root / "model.onnx"},
         manifest=Manifest(files={"model.onnx": digest_bytes(b"model")}),
         evidence={"gates.json": document},
-        metrics={},
-        decisions={},
-        signed={},
-        description="",
     )
     lineage = Lineage(pipeline="p", release=digest_bytes(b"release"), run=run)
     registration = Registration(

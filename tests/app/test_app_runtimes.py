@@ -26,9 +26,9 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.pipeline import StageKind, StageStatus
+from tests.support.checkout import copy_parts
 from tests.support.suite import Sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 """Folder in which environments stay from one run of the tests to the next."""
 
@@ -50,8 +50,7 @@ def root(tmp_path: Path, environments: Path) -> Path:
         if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
-    for name in ("configs", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_parts(tmp_path, "configs", "examples")
     (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
     (tmp_path / ".onnx-ops").mkdir()
     (tmp_path / ".onnx-ops/environments").symlink_to(environments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,7 @@ from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.pipeline import Stage, StageKind, StageOutcome, StageStatus
 from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord
 from onnx_ops.pipeline import RunResult, SilentObserver
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import copy_parts
 
 PIPELINE = """
 pipeline: searched
@@ -72,7 +70,7 @@ def write_project(root: Path) -> None:
     for name, count in (("train", 64), ("tune", 200), ("test", 400)):
         x = rng.normal(size=(count, 64)).astype(np.float32)
         np.savez(root / f"{name}.npz", x=x, label=(np.maximum(x @ first, 0) @ second).argmax(axis=1))
-    shutil.copytree(ROOT / "configs/targets", root / "configs/targets")
+    copy_parts(root, "configs/targets")
     (root / "configs/pipelines").mkdir()
     (root / "configs/pipelines/searched.yaml").write_text(PIPELINE)
     (root / "onnx-ops.toml").write_text("signing = 'auto'\n")

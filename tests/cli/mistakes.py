@@ -63,32 +63,32 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n
 Change = Callable[[Path], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mistake:
     """One mistake.
 
     Args:
         name: what a person did.
+        path: key that is blamed, as in `gates[1].max_drop`.
         old, new: the text that is replaced in the pipeline file, and what by.
+        line: number of the blamed line in the file; that of `new` if None.
         change: what else is done to the project's folder.
         file: the pipeline file.
         command: that finds it; `check FILE` if empty.
         code: exit code.
-        path: key that is blamed, as in `gates[1].max_drop`.
-        line: number of the blamed line in the file; that of `new` if None.
         environ: variables that are set.
         hidden: packages that are not installed.
     """
 
     name: str
+    path: str = ""
     old: str = ""
     new: str = ""
+    line: int | None = None
     change: Change = lambda _: None
     file: str = SHOP
     command: tuple[str, ...] = ()
     code: int = 2
-    path: str = ""
-    line: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
 
@@ -172,396 +172,251 @@ _TEST = "test: {file: data/test.npz, inputs: {x: x}, label: y}"
 _TABLE = "test: {file: data/rows.csv, inputs: {x: '*'}, columns: [age, income], label: y}"
 
 YAML = (
-    Mistake(name="a misspelt key", old="opset: 18", new="opsett: 18", path="export"),
+    Mistake("a misspelt key", "export", "opset: 18", "opsett: 18"),
+    Mistake("a key of another section", "register", "register: {model: shop}", "register: {model: shop, opset: 18}"),
+    Mistake("a word for a number", "export.opset", "opset: 18", "opset: ten"),
+    Mistake("a number in quotes", "export.opset", "opset: 18", "opset: '18'"),
+    Mistake("a text for a list", "benchmark.targets", "targets: [cpu-1t]", "targets: cpu-1t"),
+    Mistake("yes for true", "quantize[1].per_channel", "method: dynamic", "method: dynamic, per_channel: yes"),
+    Mistake("m for minutes", "train.timeout", "with: {epochs: 3}", "with: {epochs: 3}\n  timeout: 20m", 9),
+    Mistake("a duration without a unit", "gates[1].p99", "p99: 5 ms", "p99: 5"),
+    Mistake("a share without a percent sign", "gates[0].max_drop", "max_drop: 2%", "max_drop: 0.02"),
+    Mistake("a size without a unit", "gates[2].max", "max: 2 MB", "max: 2"),
+    Mistake("a section that is left out", "", "benchmark: {targets: [cpu-1t]}\n", "", 1),
+    Mistake("a key that comes twice", "", "pipeline: shop", "pipeline: shop\npipeline: again", 3),
+    Mistake("a tab", "", "  run: models", "\trun: models"),
+    Mistake("a bracket that is not closed", "", "{targets: [cpu-1t]}", "{targets: [cpu-1t}"),
+    Mistake("a colon without a space", "", "schema: 1", "schema:1", 2),
+    Mistake("an empty file", line=1, change=written(SHOP, "")),
+    Mistake("a list for the file", line=1, change=written(SHOP, "- pipeline: shop\n")),
+    Mistake("a merge key", "quantize[0]", "quantize:\n  - {name: int8,", "quantize:\n  - {<<: 1, name: int8,", 13),
+    Mistake("a newer schema", "schema", "schema: 1", "schema: 2"),
+    Mistake("a name with a capital and a space", "pipeline", "pipeline: shop", "pipeline: My shop"),
     Mistake(
-        name="a key of another section",
-        old="register: {model: shop}",
-        new="register: {model: shop, opset: 18}",
-        path="register",
-    ),
-    Mistake(name="a word for a number", old="opset: 18", new="opset: ten", path="export.opset"),
-    Mistake(name="a number in quotes", old="opset: 18", new="opset: '18'", path="export.opset"),
-    Mistake(name="a text for a list", old="targets: [cpu-1t]", new="targets: cpu-1t", path="benchmark.targets"),
-    Mistake(
-        name="yes for true",
-        old="method: dynamic",
-        new="method: dynamic, per_channel: yes",
-        path="quantize[1].per_channel",
-    ),
-    Mistake(
-        name="m for minutes",
-        old="with: {epochs: 3}",
-        new="with: {epochs: 3}\n  timeout: 20m",
-        path="train.timeout",
-        line=9,
-    ),
-    Mistake(name="a duration without a unit", old="p99: 5 ms", new="p99: 5", path="gates[1].p99"),
-    Mistake(name="a share without a percent sign", old="max_drop: 2%", new="max_drop: 0.02", path="gates[0].max_drop"),
-    Mistake(name="a size without a unit", old="max: 2 MB", new="max: 2", path="gates[2].max"),
-    Mistake(name="a section that is left out", old="benchmark: {targets: [cpu-1t]}\n", new="", path="", line=1),
-    Mistake(
-        name="a key that comes twice", old="pipeline: shop", new="pipeline: shop\npipeline: again", path="", line=3
-    ),
-    Mistake(name="a tab", old="  run: models", new="\trun: models", path=""),
-    Mistake(name="a bracket that is not closed", old="{targets: [cpu-1t]}", new="{targets: [cpu-1t}", path=""),
-    Mistake(name="a colon without a space", old="schema: 1", new="schema:1", path="", line=2),
-    Mistake(name="an empty file", change=written(SHOP, ""), path="", line=1),
-    Mistake(name="a list for the file", change=written(SHOP, "- pipeline: shop\n"), path="", line=1),
-    Mistake(
-        name="a merge key",
-        old="quantize:\n  - {name: int8,",
-        new="quantize:\n  - {<<: 1, name: int8,",
-        path="quantize[0]",
-        line=13,
-    ),
-    Mistake(name="a newer schema", old="schema: 1", new="schema: 2", path="schema"),
-    Mistake(name="a name with a capital and a space", old="pipeline: shop", new="pipeline: My shop", path="pipeline"),
-    Mistake(
-        name="a variable that is not set",
-        old="register: {model: shop}",
-        new="register: {model: '${env:MODEL}'}",
-        path="register.model",
+        "a variable that is not set", "register.model", "register: {model: shop}", "register: {model: '${env:MODEL}'}"
     ),
     Mistake(
-        name="a parameter that params.yaml lacks",
-        old="epochs: 3",
-        new="epochs: '${params:train.epochs}'",
-        path="train.with.epochs",
+        "a parameter that params.yaml lacks",
+        "train.with.epochs",
+        "epochs: 3",
+        "epochs: '${params:train.epochs}'",
         change=written("params.yaml", "train: {epoch: 3}\n"),
     ),
 )
 NAMES = (
+    Mistake("an unknown exporter", "export.framework", "framework: sklearn", "framework: scikit-learn"),
+    Mistake("an unknown target", "benchmark.targets[1]", "targets: [cpu-1t]", "targets: [cpu-1t, cpu-4]"),
+    Mistake("an unknown method", "quantize[1].method", "method: dynamic", "method: dinamic"),
     Mistake(
-        name="an unknown exporter", old="framework: sklearn", new="framework: scikit-learn", path="export.framework"
+        "an unknown provider", "deploy[0].provider", "target: cpu-1t, rollout", "target: cpu-1t, provider: aws, rollout"
     ),
+    Mistake("an unknown metric", "gates[0].name", "name: accuracy", "name: acuracy"),
     Mistake(
-        name="an unknown target", old="targets: [cpu-1t]", new="targets: [cpu-1t, cpu-4]", path="benchmark.targets[1]"
+        "an unknown guardrail", "deploy[0].rollout.guardrails[0]", "guardrails: [errors]", "guardrails: [error_rate]"
     ),
-    Mistake(name="an unknown method", old="method: dynamic", new="method: dinamic", path="quantize[1].method"),
+    Mistake("an unknown kind of gate", "gates[2].kind", "kind: size", "kind: sizes"),
+    Mistake("an unknown source of data", "data.test.use", _TEST, "test: {use: s3, label: y}"),
+    Mistake("an unknown data set", "validate.samples.data", "samples: {data: test,", "samples: {data: tset,"),
+    Mistake("two targets of one name", "benchmark.targets[1]", "[cpu-1t]}\n", "[cpu-1t, cpu-1t]}\n", 15),
+    Mistake("two variants of one name", "quantize[1].name", "name: small", "name: int8", 14),
+    Mistake("a variant with the name of the export", "quantize[1].name", "name: small", "name: fp32"),
     Mistake(
-        name="an unknown provider",
-        old="target: cpu-1t, rollout",
-        new="target: cpu-1t, provider: aws, rollout",
-        path="deploy[0].provider",
-    ),
-    Mistake(name="an unknown metric", old="name: accuracy", new="name: acuracy", path="gates[0].name"),
-    Mistake(
-        name="an unknown guardrail",
-        old="guardrails: [errors]",
-        new="guardrails: [error_rate]",
-        path="deploy[0].rollout.guardrails[0]",
-    ),
-    Mistake(name="an unknown kind of gate", old="kind: size", new="kind: sizes", path="gates[2].kind"),
-    Mistake(name="an unknown source of data", old=_TEST, new="test: {use: s3, label: y}", path="data.test.use"),
-    Mistake(
-        name="an unknown data set",
-        old="samples: {data: test,",
-        new="samples: {data: tset,",
-        path="validate.samples.data",
-    ),
-    Mistake(
-        name="two targets of one name",
-        old="[cpu-1t]}\n",
-        new="[cpu-1t, cpu-1t]}\n",
-        path="benchmark.targets[1]",
-        line=15,
-    ),
-    Mistake(name="two variants of one name", old="name: small", new="name: int8", path="quantize[1].name", line=14),
-    Mistake(name="a variant with the name of the export", old="name: small", new="name: fp32", path="quantize[1].name"),
-    Mistake(
-        name="an endpoint of another file",
-        path="deploy[0].endpoint",
+        "an endpoint of another file",
+        "deploy[0].endpoint",
         line=22,
         change=written("configs/pipelines/other.yaml", TRAINED),
     ),
+    Mistake("a model's name with a space", "register.model", "register: {model: shop}", "register: {model: My shop}"),
+    Mistake("a model's name with a slash", "register.model", "register: {model: shop}", "register: {model: shop/v1}"),
+    Mistake("a deployment without a registry", "deploy", "register: {model: shop}\n", "", 21),
     Mistake(
-        name="a model's name with a space",
-        old="register: {model: shop}",
-        new="register: {model: My shop}",
-        path="register.model",
+        "an endpoint's target that is not measured",
+        "deploy[0].target",
+        "endpoint: shop, target: cpu-1t",
+        "endpoint: shop, target: cpu-all",
     ),
     Mistake(
-        name="a model's name with a slash",
-        old="register: {model: shop}",
-        new="register: {model: shop/v1}",
-        path="register.model",
-    ),
-    Mistake(name="a deployment without a registry", old="register: {model: shop}\n", new="", path="deploy", line=21),
-    Mistake(
-        name="an endpoint's target that is not measured",
-        old="endpoint: shop, target: cpu-1t",
-        new="endpoint: shop, target: cpu-all",
-        path="deploy[0].target",
+        "an unknown setting of a provider",
+        "deploy[0].settings",
+        "rollout: {steps",
+        "settings: {prt: 80}, rollout: {steps",
     ),
     Mistake(
-        name="an unknown setting of a provider",
-        old="rollout: {steps",
-        new="settings: {prt: 80}, rollout: {steps",
-        path="deploy[0].settings",
-    ),
-    Mistake(
-        name="a port that is none",
-        old="rollout: {steps",
-        new="settings: {port: 80800}, rollout: {steps",
-        path="deploy[0].settings.port",
+        "a port that is none", "deploy[0].settings.port", "rollout: {steps", "settings: {port: 80800}, rollout: {steps"
     ),
 )
 RULES = (
+    Mistake("steps that do not rise", "deploy[0].rollout.steps", "steps: [10%, 100%]", "steps: [50%, 10%, 100%]"),
+    Mistake("static quantization without calibration", "quantize[0]", ", calibrate: {data: train}", "", 13),
     Mistake(
-        name="steps that do not rise",
-        old="steps: [10%, 100%]",
-        new="steps: [50%, 10%, 100%]",
-        path="deploy[0].rollout.steps",
+        "calibration with the scored rows",
+        "quantize[0].calibrate.data",
+        "calibrate: {data: train}",
+        "calibrate: {data: test}",
     ),
+    Mistake("a metric gate without a limit", "gates[0]", ", max_drop: 2%", "", 17),
+    Mistake("a limit in the wrong direction", "gates[0]", "max_drop: 2%", "max_increase: 2%"),
     Mistake(
-        name="static quantization without calibration",
-        old=", calibrate: {data: train}",
-        new="",
-        path="quantize[0]",
-        line=13,
+        "a metric gate without labels", "gates[0]", "inputs: {x: x}, label: y}\ntrain:", "inputs: {x: x}}\ntrain:", 17
     ),
+    Mistake("train and model at once", "", "export:", "model: model.onnx\nexport:", 9),
+    Mistake("neither train nor model", "", "model: model.onnx\n", "", 1, file=READY),
     Mistake(
-        name="calibration with the scored rows",
-        old="calibrate: {data: train}",
-        new="calibrate: {data: test}",
-        path="quantize[0].calibrate.data",
-    ),
-    Mistake(name="a metric gate without a limit", old=", max_drop: 2%", new="", path="gates[0]", line=17),
-    Mistake(name="a limit in the wrong direction", old="max_drop: 2%", new="max_increase: 2%", path="gates[0]"),
-    Mistake(
-        name="a metric gate without labels",
-        old="inputs: {x: x}, label: y}\ntrain:",
-        new="inputs: {x: x}}\ntrain:",
-        path="gates[0]",
-        line=17,
-    ),
-    Mistake(name="train and model at once", old="export:", new="model: model.onnx\nexport:", path="", line=9),
-    Mistake(name="neither train nor model", old="model: model.onnx\n", new="", file=READY, path="", line=1),
-    Mistake(
-        name="an opset above the target's",
-        old="[cpu-1t]}",
-        new="[cpu-1t, old]}",
-        path="export.opset",
-        line=9,
+        "an opset above the target's",
+        "export.opset",
+        "[cpu-1t]}",
+        "[cpu-1t, old]}",
+        9,
         change=written("configs/targets/old.yaml", "name: old\nmax_opset: 15\n"),
     ),
 )
 OPTIONS = (
+    Mistake("an option that the exporter lacks", "export.options", "opset: 18", "opset: 18, options: {zipmap: false}"),
     Mistake(
-        name="an option that the exporter lacks",
-        old="opset: 18",
-        new="opset: 18, options: {zipmap: false}",
-        path="export.options",
+        "a free axis of an input that is not there",
+        "export.dynamic",
+        "opset: 18",
+        "opset: 18, dynamic: {X: {0: batch}}",
     ),
     Mistake(
-        name="a free axis of an input that is not there",
-        old="opset: 18",
-        new="opset: 18, dynamic: {X: {0: batch}}",
-        path="export.dynamic",
+        "an option that the optimizer lacks",
+        "quantize[1].options",
+        "method: dynamic",
+        "method: dynamic, options: {bits: 4}",
     ),
     Mistake(
-        name="an option that the optimizer lacks",
-        old="method: dynamic",
-        new="method: dynamic, options: {bits: 4}",
-        path="quantize[1].options",
-    ),
-    Mistake(
-        name="an option of another kind",
-        old="method: dynamic",
-        new="method: dynamic, options: {reduce_range: maybe}",
-        path="quantize[1].options.reduce_range",
+        "an option of another kind",
+        "quantize[1].options.reduce_range",
+        "method: dynamic",
+        "method: dynamic, options: {reduce_range: maybe}",
     ),
 )
 DATA = (
-    Mistake(name="a data file that is missing", old="data/test.npz", new="data/tset.npz", path="data.test.file"),
-    Mistake(name="a folder for a data file", path="data.test.file", line=5, change=folder_for("data/test.npz")),
-    Mistake(name="an empty data file", path="data.test.file", line=5, change=content("data/test.npz", b"")),
+    Mistake("a data file that is missing", "data.test.file", "data/test.npz", "data/tset.npz"),
+    Mistake("a folder for a data file", "data.test.file", line=5, change=folder_for("data/test.npz")),
+    Mistake("an empty data file", "data.test.file", line=5, change=content("data/test.npz", b"")),
+    Mistake("a pointer of Git LFS for data", "data.test.file", line=5, change=content("data/test.npz", POINTER)),
+    Mistake("data that only a pickle can hold", "data.test.file", line=5, change=unopened),
+    Mistake("a data file of another kind", "data.test.file", line=5, change=content("data/test.npz", b"x,y\n1,2\n")),
+    Mistake("data outside of the project", "data.test.file", "data/test.npz", "../test.npz"),
+    Mistake("an array that is missing", "data.test.inputs.x", "test.npz, inputs: {x: x}", "test.npz, inputs: {x: X}"),
+    Mistake("a label that is missing", "data.test.label", "label: y}\ntrain:", "label: target}\ntrain:", 5),
+    Mistake("fewer labels than rows", "data.test.file", line=5, change=rows(y=np.arange(7))),
+    Mistake("labels that are fractions", "data.test.label", line=5, change=rows(y=_FLOATS)),
+    Mistake("labels that are missing", "data.test.label", line=5, change=rows(y=np.where(_FLOATS > 0.5, np.nan, 1))),
+    Mistake("labels as a matrix", "data.test.label", line=5, change=rows(y=np.eye(ROWS, 3))),
     Mistake(
-        name="a pointer of Git LFS for data", path="data.test.file", line=5, change=content("data/test.npz", POINTER)
-    ),
-    Mistake(name="data that only a pickle can hold", path="data.test.file", line=5, change=unopened),
-    Mistake(
-        name="a data file of another kind",
-        path="data.test.file",
-        line=5,
-        change=content("data/test.npz", b"x,y\n1,2\n"),
-    ),
-    Mistake(name="data outside of the project", old="data/test.npz", new="../test.npz", path="data.test.file"),
-    Mistake(
-        name="an array that is missing",
-        old="test.npz, inputs: {x: x}",
-        new="test.npz, inputs: {x: X}",
-        path="data.test.inputs.x",
-    ),
-    Mistake(
-        name="a label that is missing",
-        old="label: y}\ntrain:",
-        new="label: target}\ntrain:",
-        path="data.test.label",
-        line=5,
-    ),
-    Mistake(name="fewer labels than rows", path="data.test.file", line=5, change=rows(y=np.arange(7))),
-    Mistake(name="labels that are fractions", path="data.test.label", line=5, change=rows(y=_FLOATS)),
-    Mistake(
-        name="labels that are missing",
-        path="data.test.label",
-        line=5,
-        change=rows(y=np.where(_FLOATS > 0.5, np.nan, 1)),
-    ),
-    Mistake(name="labels as a matrix", path="data.test.label", line=5, change=rows(y=np.eye(ROWS, 3))),
-    Mistake(
-        name="texts as labels of numbers",
-        old="name: accuracy, max_drop",
-        new="name: rmse, max_increase",
-        path="data.test.label",
-        line=5,
+        "texts as labels of numbers",
+        "data.test.label",
+        "name: accuracy, max_drop",
+        "name: rmse, max_increase",
+        5,
         change=rows(y=np.array(["a", "b"] * (ROWS // 2))),
     ),
+    Mistake("a positive label that is not named", "data.test.label", "name: accuracy", "name: auc", 5),
+    Mistake("a table without the label's column", "data.test.label", _TEST, _TABLE.replace("label: y", "label: Y")),
+    Mistake("a table without a chosen column", "data.test.columns[1]", _TEST, _TABLE.replace("income", "incom")),
+    Mistake("a column of texts in a matrix", "data.test.inputs.x", _TEST, _TABLE.replace("income", "city")),
     Mistake(
-        name="a positive label that is not named", old="name: accuracy", new="name: auc", path="data.test.label", line=5
-    ),
-    Mistake(
-        name="a table without the label's column",
-        old=_TEST,
-        new=_TABLE.replace("label: y", "label: Y"),
-        path="data.test.label",
-    ),
-    Mistake(
-        name="a table without a chosen column",
-        old=_TEST,
-        new=_TABLE.replace("income", "incom"),
-        path="data.test.columns[1]",
-    ),
-    Mistake(
-        name="a column of texts in a matrix", old=_TEST, new=_TABLE.replace("income", "city"), path="data.test.inputs.x"
-    ),
-    Mistake(
-        name="a table with a short line",
-        old=_TEST,
-        new=_TABLE,
-        path="data.test.file",
+        "a table with a short line",
+        "data.test.file",
+        _TEST,
+        _TABLE,
         change=lambda root: write_table(root / "data/rows.csv", "age,income,city,y\n41,1.5\n"),
     ),
     Mistake(
-        name="a table without rows",
-        old=_TEST,
-        new=_TABLE,
-        path="data.test.file",
+        "a table without rows",
+        "data.test.file",
+        _TEST,
+        _TABLE,
         change=lambda root: write_table(root / "data/rows.csv", "age,income,city,y\n"),
     ),
     Mistake(
-        name="an array that scikit-learn's data lacks",
-        old=_TEST,
-        new="test: {sklearn: iris, split: test, label: species}",
-        path="data.test.label",
+        "an array that scikit-learn's data lacks",
+        "data.test.label",
+        _TEST,
+        "test: {sklearn: iris, split: test, label: species}",
     ),
 )
 CODES = (
-    Mistake(name="an unknown parameter of training", old="epochs: 3", new="epochs: 3, rat: 0.2", path="train.with"),
-    Mistake(name="a missing parameter of training", old="with: {epochs: 3}", new="with: {}", path="train.run", line=7),
-    Mistake(name="a training function that is missing", old="shop:train", new="shop:trian", path="train.run"),
-    Mistake(name="a module that is missing", old="models.shop:train", new="models.shp:train", path="train.run"),
-    Mistake(name="a dot before the function", old="models.shop:train", new="models.shop.train", path="train.run"),
-    Mistake(name="a module that is not Python", path="train.run", line=7, change=coded("return None", "return (")),
+    Mistake("an unknown parameter of training", "train.with", "epochs: 3", "epochs: 3, rat: 0.2"),
+    Mistake("a missing parameter of training", "train.run", "with: {epochs: 3}", "with: {}", 7),
+    Mistake("a training function that is missing", "train.run", "shop:train", "shop:trian"),
+    Mistake("a module that is missing", "train.run", "models.shop:train", "models.shp:train"),
+    Mistake("a dot before the function", "train.run", "models.shop:train", "models.shop.train"),
+    Mistake("a module that is not Python", "train.run", line=7, change=coded("return None", "return (")),
     Mistake(
-        name="a module that imports what is nowhere",
-        path="train.run",
-        line=7,
-        change=coded("import numpy", "import numpie"),
+        "a module that imports what is nowhere", "train.run", line=7, change=coded("import numpy", "import numpie")
     ),
     Mistake(
-        name="a module that imports a module that is missing",
-        path="train.run",
+        "a module that imports a module that is missing",
+        "train.run",
         line=7,
         change=coded("import numpy", "from models.net import Net"),
     ),
+    Mistake("training without data", "train.run", line=7, change=coded("data, epochs, rate=0.1", "*, epochs")),
     Mistake(
-        name="training without data", path="train.run", line=7, change=coded("data, epochs, rate=0.1", "*, epochs")
+        "a dependency that is missing",
+        "train.depends[0]",
+        "with: {epochs: 3}",
+        "with: {epochs: 3}\n  depends: [words.txt]",
+        9,
     ),
     Mistake(
-        name="a dependency that is missing",
-        old="with: {epochs: 3}",
-        new="with: {epochs: 3}\n  depends: [words.txt]",
-        path="train.depends[0]",
-        line=9,
-    ),
-    Mistake(
-        name="an own metric that is missing",
-        old="{kind: metric, name: accuracy, max_drop: 2%}",
-        new="{kind: metric, use: 'models.shop:f2', higher_is_better: true, max_drop: 2%}",
-        path="gates[0].use",
+        "an own metric that is missing",
+        "gates[0].use",
+        "{kind: metric, name: accuracy, max_drop: 2%}",
+        "{kind: metric, use: 'models.shop:f2', higher_is_better: true, max_drop: 2%}",
     ),
 )
 MODELS = (
-    Mistake(name="a model that is missing", file=READY, old="model.onnx", new="modle.onnx", path="model"),
-    Mistake(name="an empty model", file=READY, path="model", line=4, change=content("model.onnx", b"")),
+    Mistake("a model that is missing", "model", "model.onnx", "modle.onnx", file=READY),
+    Mistake("an empty model", "model", line=4, change=content("model.onnx", b""), file=READY),
+    Mistake("a model that is a pickle", "model", line=4, change=content("model.onnx", b"\x80\x04K\x01."), file=READY),
+    Mistake("a pointer of Git LFS for a model", "model", line=4, change=content("model.onnx", POINTER), file=READY),
     Mistake(
-        name="a model that is a pickle",
-        file=READY,
-        path="model",
-        line=4,
-        change=content("model.onnx", b"\x80\x04K\x01."),
-    ),
-    Mistake(
-        name="a pointer of Git LFS for a model", file=READY, path="model", line=4, change=content("model.onnx", POINTER)
-    ),
-    Mistake(
-        name="a model of a newer opset",
-        file=READY,
-        path="model",
+        "a model of a newer opset",
+        "model",
         line=4,
         change=lambda root: write_perceptron(root / "model.onnx", opset=21),
+        file=READY,
     ),
     Mistake(
-        name="rows of another width",
-        file=READY,
-        path="data.test.inputs.x",
+        "rows of another width",
+        "data.test.inputs.x",
         line=3,
         change=rows(x=np.zeros((ROWS, 5), np.float32)),
+        file=READY,
     ),
     Mistake(
-        name="rows of another type",
-        file=READY,
-        path="data.test.inputs.x",
-        line=3,
-        change=rows(x=np.zeros((ROWS, FEATURES))),
+        "rows of another type", "data.test.inputs.x", line=3, change=rows(x=np.zeros((ROWS, FEATURES))), file=READY
     ),
     Mistake(
-        name="an input that the model does not take",
+        "an input that the model does not take",
+        "data.test.inputs.z",
+        "inputs: {x: x}",
+        "inputs: {x: x, z: x}",
         file=READY,
-        old="inputs: {x: x}",
-        new="inputs: {x: x, z: x}",
-        path="data.test.inputs.z",
     ),
+    Mistake("an input that the data lack", "data.test.inputs", "inputs: {x: x}", "inputs: {input: x}", file=READY),
+    Mistake("labels out of range", "data.test.label", line=3, change=rows(y=np.arange(ROWS) % 5), file=READY),
     Mistake(
-        name="an input that the data lack",
-        file=READY,
-        old="inputs: {x: x}",
-        new="inputs: {input: x}",
-        path="data.test.inputs",
-    ),
-    Mistake(name="labels out of range", file=READY, path="data.test.label", line=3, change=rows(y=np.arange(ROWS) % 5)),
-    Mistake(
-        name="labels of another kind than the model's",
-        file=READY,
-        path="data.test.label",
+        "labels of another kind than the model's",
+        "data.test.label",
         line=3,
         change=rows(y=np.array(["a", "b"] * (ROWS // 2))),
+        file=READY,
     ),
     Mistake(
-        name="a metric of classes for a model of numbers",
-        file=READY,
-        path="data.test.label",
-        line=3,
-        change=write_regressor,
+        "a metric of classes for a model of numbers", "data.test.label", line=3, change=write_regressor, file=READY
     ),
     Mistake(
-        name="a metric of numbers for a model of classes",
+        "a metric of numbers for a model of classes",
+        "data.test.label",
+        "name: accuracy, min: 80%",
+        "name: rmse, max: 2",
+        3,
         file=READY,
-        old="name: accuracy, min: 80%",
-        new="name: rmse, max: 2",
-        path="data.test.label",
-        line=3,
     ),
 )
 _SAGEMAKER = (
@@ -574,49 +429,45 @@ _AZURE = (
 )
 MACHINE = (
     Mistake(
-        name="no credentials for AWS",
-        old="rollout",
-        new=_SAGEMAKER,
+        "no credentials for AWS",
+        "deploy[0].provider",
+        "rollout",
+        _SAGEMAKER,
         code=4,
-        path="deploy[0].provider",
         environ={"AWS_DEFAULT_REGION": "eu-west-1"},
     ),
-    Mistake(name="no region of AWS", old="rollout", new=_SAGEMAKER, code=4, path="deploy[0].provider"),
-    Mistake(name="no credentials for Azure", old="rollout", new=_AZURE, code=4, path="deploy[0].provider"),
+    Mistake("no region of AWS", "deploy[0].provider", "rollout", _SAGEMAKER, code=4),
+    Mistake("no credentials for Azure", "deploy[0].provider", "rollout", _AZURE, code=4),
     Mistake(
-        name="no token for servers",
-        old="rollout",
-        new="metrics: {source: servers, urls: ['http://127.0.0.1:1']}, rollout",
+        "no token for servers",
+        "deploy[0].provider",
+        "rollout",
+        "metrics: {source: servers, urls: ['http://127.0.0.1:1']}, rollout",
         code=4,
-        path="deploy[0].provider",
     ),
+    Mistake("no key to sign with", line=1, change=written("onnx-ops.toml", "signing = 'required'\n")),
+    Mistake("a package that is not installed", "export.framework", line=9, code=4, hidden=("skl2onnx",)),
     Mistake(
-        name="no key to sign with", code=2, path="", line=1, change=written("onnx-ops.toml", "signing = 'required'\n")
-    ),
-    Mistake(name="a package that is not installed", hidden=("skl2onnx",), code=4, path="export.framework", line=9),
-    Mistake(
-        name="a module that imports a package that is not installed",
-        hidden=("torch",),
-        code=4,
-        path="train.run",
+        "a module that imports a package that is not installed",
+        "train.run",
         line=7,
         change=coded("import numpy", "import torch"),
+        code=4,
+        hidden=("torch",),
     ),
 )
 FILES = (*YAML, *NAMES, *RULES, *OPTIONS, *DATA, *CODES, *MODELS, *MACHINE)
 
 
 def command(name: str, words: str, change: Change = lambda _: None, code: int = 2) -> Mistake:
-    return Mistake(name=name, command=tuple(words.split()), change=change, code=code)
+    return Mistake(name, command=tuple(words.split()), change=change, code=code)
 
 
 COMMANDS = (
-    command("a misspelt command", "chekc configs/pipelines/shop.yaml"),
     command("no file", "run"),
     command("a misspelt option", "run configs/pipelines/shop.yaml --untl gate"),
     command("an unknown stage", "run configs/pipelines/shop.yaml --until gat"),
     command("a word for a number of jobs", "run configs/pipelines/shop.yaml --jobs all"),
-    command("a pipeline file that is missing", "run nope.yaml"),
     command("a misspelt pipeline file", "plan configs/pipelines/shp.yaml"),
     command("a folder for a pipeline file", "check configs/pipelines"),
     command("a model for a pipeline file", "run model.onnx"),
@@ -629,22 +480,12 @@ COMMANDS = (
     command(
         "onnx-ops.toml that is not TOML", "check configs/pipelines/shop.yaml", written("onnx-ops.toml", "store = x\n")
     ),
-    command("a misspelt model file", "inspect modle.onnx"),
     command("data for a model", "inspect data/test.npz"),
-    command("a folder without a model", "inspect models"),
     command("one model for two", "judge model.onnx"),
-    command("data that are missing", "judge model.onnx model.onnx --data nope.npz"),
-    command("a label that the data lack", "judge model.onnx model.onnx --data data/test.npz --labels target"),
     command("a limit without a percent sign", "judge model.onnx model.onnx --max-regression 5"),
-    command("an unknown target of a tool", "bench model.onnx --target cpu-4"),
-    command("an unknown method of a tool", "quantize model.onnx out.onnx --method dinamic"),
-    command("an endpoint that is not there", "status nope"),
-    command("a rollback of nothing", "rollback"),
     command("an unknown verb of rollouts", "rollout start shop"),
     command("m for minutes in an option", "history shop --since 20m"),
-    command("a model without a version", "explain shop"),
     command("a project in a folder that is not empty", "init ."),
     command("an unknown provider of doctor", "doctor --provider aws"),
-    command("a notifier that is not set", "notify --test"),
     command("a deletion that is not confirmed", "delete shop"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -43,8 +44,9 @@ def test_watching_a_rollout_ends_with_one_if_its_candidate_is_rolled_back(
 ) -> None:
     scene = begun()
     monkeypatch.setattr("time.sleep", lambda seconds: scene.abort())
+    monkeypatch.setattr("onnx_ops.app.project.open_project", lambda: SimpleNamespace(ports=scene.ports))
     with pytest.raises(typer.Exit) as ended:
-        rollouts._show_status(scene.ports, "digits", watch=True, pause_s=1.0, as_json=False)
+        rollouts.rollout_status("digits", watch=True, interval="1s")
     assert ended.value.exit_code == 1
     assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_ops.cli.endpoint_tables import traffic_chart
+from onnx_ops.cli.endpoints import traffic_chart
 from onnx_ops.release.status import HistoryLine
 
 

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.app import context
-from onnx_ops.domain.target import Target
 from tests.cli.tool_files import write_hostile, write_models
-from tests.measure.scripted import Scripted
 from tests.support.command import Result, run_command
 from tests.support.golden import Golden, without_figures
 from tests.support.pairs import derive
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, scripted: None) -> Path:
     """Files of `write_models` and a static int8 variant, on a machine whose figures are always the same."""
+    del scripted
     write_models(tmp_path)
     derive(tmp_path / "good.onnx", "static").rename(tmp_path / "int8.onnx")
-    runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
-    machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
-    monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
-    monkeypatch.setattr(context, "_runtime", lambda *_: runtime)
-    monkeypatch.setattr(context, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
     return tmp_path
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from onnx_ops.adapters.signers.ecdsa import EcdsaSigner
 from onnx_ops.app.project import open_project
 from onnx_ops.attestation import sign_record
-from onnx_ops.cli.main import app
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.release.promote import promote
 from onnx_ops.testing.registries import publication
+from tests.support.command import Result, run_command
 
 TARGET = "cpu-1t"
 
@@ -29,14 +26,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keys(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["keys", *arguments])
-
-
-def printed(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """The document that the command prints with --json, which goes to the process's own standard output."""
-    capfd.readouterr()
-    keys(*arguments)
-    return json.loads(capfd.readouterr().out)
+    return run_command("keys", *arguments, cwd=Path())
 
 
 def signing_key(project: Path) -> EcdsaSigner:
@@ -57,45 +47,45 @@ def promoted(project: Path) -> str:
     return version
 
 
-def test_a_key_is_made_listed_and_rotated(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_made_listed_and_rotated(project: Path) -> None:
     assert "No keys yet" in keys("list").stdout
-    assert keys("new").exit_code == 0
+    assert keys("new").code == 0
     old = signing_key(project).key
-    assert keys("new").exit_code == 2
+    assert keys("new").code == 2
     told = keys("rotate")
-    assert told.exit_code == 0
+    assert told.code == 0
     assert f"decisions by key {short_digest(old)} stay valid" in told.stdout
     new = signing_key(project).key
     listed = keys("list").stdout.splitlines()
     assert [line.split()[:2] for line in listed] == [[short_digest(new), "signs"], [short_digest(old), "trusted"]]
-    document = printed(capfd, "list", "--json")
+    document = keys("list", "--json").parsed()
     assert [(one["key"], one["signs"], one["trusted"]) for one in document] == [(new, True, True), (old, False, True)]
 
 
-def test_no_command_prints_a_private_key(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outputs = [keys(*words.split()) for words in ("new", "list", "rotate", "list --json", "new --out other.pem --json")]
-    documents = capfd.readouterr().out
+def test_no_command_prints_a_private_key(project: Path) -> None:
+    words = ("new", "list", "rotate", "list --json", "new --out other.pem --json")
+    outputs = "".join(f"{done.stdout}{done.stderr}" for done in (keys(*line.split()) for line in words))
+    assert "PRIVATE" not in outputs
     for secret in ((project / ".onnx-ops" / "keys" / "signing.pem"), project / "other.pem"):
         body = secret.read_text().splitlines()[1]
-        assert body not in documents
-        assert all(body not in one.output and "PRIVATE" not in one.output for one in outputs)
+        assert body not in outputs
 
 
-def test_retiring_says_which_versions_lose_their_decision(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_retiring_says_which_versions_lose_their_decision(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
     version = promoted(project)
-    assert keys("retire", short_digest(old)).exit_code == 5
+    assert keys("retire", short_digest(old)).code == 5
     keys("rotate")
     refused = keys("retire", short_digest(old))
-    assert refused.exit_code == 5
-    assert f"digits/{version} as champion-{TARGET}" in refused.output
-    foreseen = printed(capfd, "retire", short_digest(old), "--dry-run", "--json")
+    assert refused.code == 5
+    assert f"digits/{version} as champion-{TARGET}" in refused.stderr
+    foreseen = keys("retire", short_digest(old).parsed(), "--dry-run", "--json")
     assert foreseen["retired"] is False
     assert foreseen["lost"] == [{"alias": f"champion-{TARGET}", "model": "digits", "version": version}]
     assert short_digest(old) in keys("list").stdout.replace("retired", "")
     forced = keys("retire", short_digest(old), "--force")
-    assert forced.exit_code == 0
+    assert forced.code == 0
     assert f"loses its decision: digits/{version}" in forced.stdout
     assert f"{short_digest(old)}  retired" in keys("list").stdout
 
@@ -104,8 +94,8 @@ def test_a_key_that_nothing_rests_on_is_retired_at_once(project: Path) -> None:
     keys("new")
     old = signing_key(project).key
     keys("rotate")
-    assert keys("retire", short_digest(old)).exit_code == 0
-    assert keys("retire", short_digest(old)).exit_code == 2
+    assert keys("retire", short_digest(old)).code == 0
+    assert keys("retire", short_digest(old)).code == 2
 
 
 def test_the_doctor_tells_which_keys_are_trusted(project: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from onnx_ops.app import project
-from onnx_ops.cli.main import app
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.release import Lineage, Publication, VariantRecord
 from onnx_ops.testing.fakes import FakeWorld
+from tests.support.command import run_command
 
 PAGE = "<!doctype html><title>é</title>"
 
@@ -31,38 +29,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             files={"model.onnx": model},
             manifest=Manifest(files={"model.onnx": digest_file(model)}),
             evidence=evidence,
-            metrics={},
-            decisions={},
-            signed={},
-            description="",
         )
         lineage = Lineage(pipeline="p", release=digest_bytes(b"release"))
         world.registry.publish(Publication(model="digits", lineage=lineage, variants=(record,)))
     monkeypatch.setattr(project, "open_project", lambda: SimpleNamespace(ports=world.ports(root=tmp_path)))
     work = tmp_path / "work"
     work.mkdir()
-    monkeypatch.chdir(work)
     return work
 
 
-def test_the_page_is_written_and_its_path_printed(here: Path) -> None:
-    done = CliRunner().invoke(app, ["report", "digits/v1"])
-    assert (done.exit_code, done.stdout) == (0, "digits-1.html\n")
-    assert (here / "digits-1.html").read_text(encoding="utf-8") == PAGE
-
-
-def test_output_names_the_file(here: Path) -> None:
-    done = CliRunner().invoke(app, ["report", "digits/1", "--output", "out.html"])
-    assert (done.exit_code, done.stdout) == (0, "out.html\n")
-    assert (here / "out.html").read_text(encoding="utf-8") == PAGE
-
-
-def test_json_tells_the_same(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    done = CliRunner().invoke(app, ["report", "digits/1", "--json"])
-    assert done.exit_code == 0
-    document = json.loads(done.stdout or capfd.readouterr().out)
-    assert document == {"model": "digits", "version": "1", "report": "digits-1.html"}
-    assert (here / "digits-1.html").exists()
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [(["digits/v1"], "digits-1.html"), (["digits/1", "--output", "out.html"], "out.html")],
+)
+def test_the_page_is_written_and_its_path_printed(here: Path, arguments: list[str], file: str) -> None:
+    done = run_command("report", *arguments, cwd=here)
+    assert (done.code, done.stdout) == (0, f"{file}\n")
+    assert (here / file).read_text(encoding="utf-8") == PAGE
+    document = run_command("report", *arguments, "--json", cwd=here).parsed()
+    assert document == {"model": "digits", "version": "1", "report": file}
 
 
 @pytest.mark.parametrize(
@@ -77,13 +62,8 @@ def test_json_tells_the_same(here: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_what_cannot_be_done_is_told_without_a_traceback(
     here: Path, arguments: list[str], code: int, told: str
 ) -> None:
-    done = CliRunner().invoke(app, ["report", *arguments])
-    assert done.exit_code == code, done.output
-    assert told in done.output
-    assert "Traceback" not in done.output
+    done = run_command("report", *arguments, cwd=here)
+    assert done.code == code, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
     assert list(here.iterdir()) == []
-
-
-def test_help_shows_an_example() -> None:
-    done = CliRunner().invoke(app, ["report", "--help"])
-    assert "Example: onnx-ops report digits-mlp/3" in " ".join(done.stdout.split())

@@ -42,7 +42,9 @@ def test_each_endpoints_trouble_is_told(capfd: pytest.CaptureFixture[str], golde
 
 def test_without_mlflow_it_is_told_what_writes_the_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "mlflow")
-    monkeypatch.setattr(rollouts, "_in_background", lambda *_: Path("registry.log"))
-    told = rollouts._hand_over(open_project(tmp_path), ("digits",))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
+    project = open_project(tmp_path)
+    project.settings.state.mkdir(parents=True, exist_ok=True)
+    told = rollouts._hand_over(project, ("digits",), ())
     assert "onnx-ops[mlflow]" in told["digits"]
     assert told["digits"].endswith("onnx-ops reconcile digits")

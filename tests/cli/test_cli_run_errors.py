@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +21,28 @@ from tests.reporting.test_reporting_html import evidence_of
 from tests.support.golden import Golden
 
 
-def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
-    error = UserError("it answers differently each time", where="train", remedy="Switch off dropout.")
-    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=f"export: {error}")
-    decisions = tuple(Decision(variant=name, target="cpu", results=(result,)) for name in ("fp32", "int8"))
-    summary = Summary(
+def summary_of(decisions: Sequence[Decision], *executed: str, exit_code: int = 0) -> Summary:
+    return Summary(
         pipeline="p",
-        executed=("export",),
+        executed=executed,
         outcomes=(),
-        decisions=decisions,
-        choices=(choose(decisions),),
+        decisions=tuple(decisions),
+        choices=(choose(tuple(decisions)),),
         registration=None,
         awaiting=(),
-        exit_code=2,
+        exit_code=exit_code,
     )
+
+
+def unmeasured(variant: str, target: str, reason: str) -> Decision:
+    result = GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=reason)
+    return Decision(variant=variant, target=target, results=(result,))
+
+
+def test_error_of_a_stage_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
+    error = UserError("it answers differently each time", where="train", remedy="Switch off dropout.")
+    decisions = [unmeasured(name, "cpu", f"export: {error}") for name in ("fp32", "int8")]
+    summary = summary_of(decisions, "export", exit_code=2)
     for details in (False, True):
         summary_report(summary, {"export": error}, open_project(tmp_path), {}, details=details)
         printed = capsys.readouterr().out
@@ -46,17 +55,7 @@ def test_rows_that_metrics_are_of_are_printed_once_for_a_target(
 ) -> None:
     sampled = SampledRows(data="test", used=512, total=1000)
     evidence = [replace(evidence_of(name), sampled=sampled) for name in ("fp32", "int8-static")]
-    decisions = tuple(judge((SizeGate(max=10**9),), one) for one in evidence)
-    summary = Summary(
-        pipeline="p",
-        executed=("export",),
-        outcomes=(),
-        decisions=decisions,
-        choices=(choose(decisions),),
-        registration=None,
-        awaiting=(),
-        exit_code=0,
-    )
+    summary = summary_of([judge((SizeGate(max=10**9),), one) for one in evidence], "export")
     by_pair = {(one.variant, one.target): one for one in evidence}
     summary_report(summary, {}, open_project(tmp_path), by_pair, details=False)
     assert capsys.readouterr().out.count("metrics of 512 of 1,000 rows of test") == 1
@@ -67,23 +66,7 @@ def test_stages_with_the_same_error_share_it(
 ) -> None:
     error = MeasurementError("no GPU", where="target cuda", why="none is there", remedy="Take another machine.")
     stages = {f"benchmark/{name}@cuda": error for name in ("fp32", "int8")}
-    results = [
-        GateResult(gate="measurement", metric="", limit="", verdict=Verdict.ERROR, reason=f"{stage}: {error}")
-        for stage in stages
-    ]
-    decisions = tuple(
-        Decision(variant=name, target="cuda", results=(result,))
-        for name, result in zip(("fp32", "int8"), results, strict=True)
-    )
-    summary = Summary(
-        pipeline="p",
-        executed=tuple(stages),
-        outcomes=(),
-        decisions=decisions,
-        choices=(choose(decisions),),
-        registration=None,
-        awaiting=(),
-        exit_code=4,
-    )
+    decisions = [unmeasured(name, "cuda", f"benchmark/{name}@cuda: {error}") for name in ("fp32", "int8")]
+    summary = summary_of(decisions, *stages, exit_code=4)
     summary_report(summary, stages, open_project(tmp_path), {}, details=False)
     golden("errors", capsys.readouterr().out)

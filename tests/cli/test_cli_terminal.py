@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from onnx_ops.cli import terminal
 from onnx_ops.cli.tables import gate_report
 from onnx_ops.cli.terminal import KEEP, print_table, print_text
 from onnx_ops.domain.decision import Verdict
@@ -15,9 +16,13 @@ from onnx_ops.reporting.description import ResultRow
 PATH = "/srv/models/.onnx-ops/endpoints/digits/deployments/v12/model.onnx"
 
 
-def terminal(width: int) -> tuple[Console, io.StringIO]:
+@pytest.fixture
+def sink(width: int, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is printed on a terminal of this width."""
     sink = io.StringIO()
-    return Console(file=sink, width=width, force_terminal=True, color_system=None, emoji=False), sink
+    out = Console(file=sink, width=width, force_terminal=True, color_system=None, emoji=False)
+    monkeypatch.setattr(terminal, "console", lambda: out)
+    return sink
 
 
 def row(**changes: object) -> ResultRow:
@@ -39,33 +44,30 @@ def row(**changes: object) -> ResultRow:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
-def test_gate_report_keeps_words_whole_at_any_width(width: int) -> None:
-    out, sink = terminal(width)
-    gate_report(out, [row(), row(gate="latency", metric="ratio vs fp32")])
+def test_gate_report_keeps_words_whole_at_any_width(sink: io.StringIO) -> None:
+    gate_report([row(), row(gate="latency", metric="ratio vs fp32")])
     words = set(sink.getvalue().split())
     assert {"int8-dynamic-percentile", "accuracy", "latency", "FAIL", PATH, ":torch:"} <= words
     assert "[-0.0782, 0.67]%" in sink.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_print_table_fits_the_width_or_becomes_a_list(width: int) -> None:
-    out, sink = terminal(width)
-    print_table(out, ("name", "found"), [["signing key", "mode 0600 of a key that signs all decisions"]])
+def test_print_table_fits_the_width_or_becomes_a_list(sink: io.StringIO, width: int) -> None:
+    print_table(("name", "found"), [["signing key", "mode 0600 of a key that signs all decisions"]])
     assert all(len(line) <= width for line in sink.getvalue().splitlines())
-    print_table(out, ("name", "path"), [["signing key", PATH], ["trusted", PATH]])
+    print_table(("name", "path"), [["signing key", PATH], ["trusted", PATH]])
     assert sink.getvalue().count(PATH) == 2
 
 
 def test_print_text_is_one_line_where_there_is_no_terminal() -> None:
     sink = io.StringIO()
-    print_text(Console(file=sink, width=20), f"a text that is longer{KEEP}than twenty columns")
+    print_text(f"a text that is longer{KEEP}than twenty columns", out=Console(file=sink, width=20))
     assert sink.getvalue() == "a text that is longer than twenty columns\n"
 
 
 @pytest.mark.parametrize("width", range(24, 60, 5))
-def test_print_text_keeps_intervals_whole(width: int) -> None:
-    out, sink = terminal(width)
-    print_text(out, "1.349x \\[1.26, 1.445] the latency, of \\[0.02588 ms, 0.1 ms] at most, and \\[x] is no tag")
+def test_print_text_keeps_intervals_whole(sink: io.StringIO) -> None:
+    print_text("[bold]{}[/bold], and {}", "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]", "[x] is no tag")
     assert "[1.26, 1.445]" in sink.getvalue()
     assert "[0.02588 ms, 0.1 ms]" in sink.getvalue()
     assert "[x]" in sink.getvalue()

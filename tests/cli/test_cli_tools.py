@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx
 import pytest
 
-from onnx_ops.app import context
-from onnx_ops.domain.target import Target
 from onnx_ops.measure import speed
 from tests.cli.tool_files import write_hostile, write_models
-from tests.measure.scripted import Scripted
 from tests.support.command import Result, run_command
 from tests.support.external import write_external
 from tests.support.golden import Golden
@@ -126,16 +122,6 @@ class TestInspect:
         }
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime, a machine and its load whose figures are always the same."""
-    runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2})
-    machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
-    monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
-    monkeypatch.setattr(context, "_runtime", lambda *_: runtime)
-    monkeypatch.setattr(context, "_conditions", lambda: {"load": "0.10 0.20 0.30"})
-
-
 class TestBench:
     def test_alone(self, folder: Path) -> None:
         found = command(folder, "bench", "good.onnx", "--runs", "30", "--batch", "3", "--json").document()
@@ -153,13 +139,9 @@ class TestBench:
     @pytest.mark.usefixtures("scripted")
     @pytest.mark.parametrize(
         ("arguments", "code"),
-        [
-            ("good.onnx --runs 30", 0),
-            ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0),
-        ],
+        [("good.onnx --runs 30", 0), ("good.onnx --runs 30 --batch 4 --concurrency 2 --cold-start", 0)],
     )
     def test_what_is_said_of_figures(self, folder: Path, arguments: str, code: int, golden: Golden) -> None:
-        """A table with intervals."""
         done = command(folder, "bench", *arguments.split())
         assert done.code == code, done.stderr
         golden("tables", done.stdout.replace(f"onnxruntime {version('onnxruntime')}", "onnxruntime VERSION"))

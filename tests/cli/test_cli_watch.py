@@ -19,15 +19,16 @@ from onnx_ops.adapters.webhooks.secret import read_secret
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
 from onnx_ops.protocol.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_delivery
-from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, until, watching
+from tests.cli.watch_parts import CHALLENGER, CHAMPION, Site, watching
 from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 
 OPEN = {"MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
 SECRET = "a secret of some length"  # noqa: S105 (of a test)
-listening = partial(WebhookReceiver, "127.0.0.1", 0, secret=SECRET, metrics=str)
+listening = partial(WebhookReceiver, "127.0.0.1", 0, secret=SECRET, metrics=str, clock=SystemClock())
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +126,8 @@ def test_false_deliveries_deploy_nothing(site: Site) -> None:
         assert send("2", "forged", secret="another secret of length") == 401  # noqa: S106 (of a test)
         assert send("2", "stale", age=400) == 400
         assert send("2", "large", size=300_000) == 413
-        for version, delivery in (
-            ("2", "second"),
-            ("1", "first"),
-            ("2", "second"),
-            ("2", "claimed"),
-            ("99", "nowhere"),
-        ):
-            assert send(version, delivery) == 204
+        deliveries = (("2", "second"), ("1", "first"), ("2", "second"), ("2", "claimed"), ("99", "nowhere"))
+        assert [send(version, delivery) for version, delivery in deliveries] == [204] * 5
         until(lambda: watch.kinds().count("woken") >= 1, "a wake-up")
         registry.set_alias(site.model, CHALLENGER, "2")
         assert send("1", "late") == 204
@@ -166,10 +161,7 @@ def test_with_all_webhooks_lost_and_the_reconciler_killed_it_converges_by_pollin
 def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -> None:
     ours, woken, refused = MlflowWebhooks(server, "tested"), list[str](), list[str]()
     client = ours._mlflow._client
-    clock = SystemClock()
-    with WebhookReceiver(
-        "127.0.0.1", 0, secret=SECRET, clock=clock, wake=woken.append, refused=refused.append, metrics=str
-    ) as it:
+    with listening(wake=woken.append, refused=refused.append) as it:
         url = it.address
         with pytest.raises(NotFoundError, match="no webhook is installed"):
             ours.check()
@@ -199,10 +191,7 @@ def test_the_webhook_is_made_tested_and_put_right(server: str, tmp_path: Path) -
 @pytest.mark.nightly
 def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: Path) -> None:
     """And one that has lost its key cannot read its webhooks."""
-    receiver = WebhookReceiver(
-        "127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print, metrics=str
-    )
-    with receiver, mlflow_server(tmp_path) as url:
+    with listening(wake=print, refused=print) as receiver, mlflow_server(tmp_path) as url:
         ours = MlflowWebhooks(url)
         with pytest.raises(UserError) as closed:
             ours.install(receiver.address, SECRET)
@@ -221,9 +210,7 @@ def test_a_closed_server_says_what_to_open(server: str, mlflow: Path, tmp_path: 
 
 @pytest.mark.nightly
 def test_an_open_server_without_a_key_takes_webhooks_and_cannot_read_them_when_it_starts_again(tmp_path: Path) -> None:
-    with WebhookReceiver(
-        "127.0.0.1", 0, secret=SECRET, clock=SystemClock(), wake=print, refused=print, metrics=str
-    ) as receiver:
+    with listening(wake=print, refused=print) as receiver:
         with mlflow_server(tmp_path, environ=OPEN) as url:
             assert MlflowWebhooks(url).install(receiver.address, SECRET).ok
         unread = pytest.raises(ServiceUnavailableError, match="MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY")

@@ -6,10 +6,8 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from onnx_ops.ports import Ports
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.testing.registries import publication
 from tests.support.command import PROGRAM, Result, run_command
+from tests.support.server import stop_endpoints
 
 TARGET = "cpu-1t"
 CHAMPION, CHALLENGER = f"champion-{TARGET}", f"challenger-{TARGET}"
@@ -93,11 +92,7 @@ class Site:
         return told
 
     def stop_endpoint(self) -> None:
-        from onnx_ops.adapters.endpoints.local_server import LocalServer
-
-        folder = self.settings.endpoints
-        for endpoint in folder.iterdir() if folder.is_dir() else ():
-            LocalServer(endpoint, sys.executable).stop()
+        stop_endpoints(self.settings.endpoints)
 
 
 class Watching:
@@ -139,11 +134,3 @@ def watching(site: Site, *arguments: str) -> Iterator[Watching]:
         process.wait(timeout=60)
         if process.stdout is not None:
             process.stdout.close()
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
-    """Wait for something to become true; the time is a limit of patience, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true"
-        time.sleep(0.05)

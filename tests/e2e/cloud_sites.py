@@ -7,7 +7,6 @@ import json
 import os
 import random
 import ssl
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,7 +24,6 @@ from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
-from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -34,6 +32,7 @@ from onnx_ops.ports import Clock, EndpointProvider, MetricsSource
 from tests.adapters.azureml_parts import key_of
 from tests.support.clouds.azureml import AzureCloud
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
+from tests.support.server import stop_endpoints
 
 POLICY = RetryPolicy(operation_s=60, answer_s=5, lag_s=1, pause_s=0.01, longest_s=0.1)
 LATE_S = 240.0
@@ -126,8 +125,7 @@ class Local(Site):
         return Answered(deployment=answer.headers["x-onnx-ops-deployment"], **read(answer.status, document))
 
     def stop(self) -> None:
-        for endpoint in self._folder.iterdir() if self._folder.is_dir() else ():
-            LocalServer(endpoint, sys.executable).stop()
+        stop_endpoints(self._folder)
 
 
 class SageMaker(Site):

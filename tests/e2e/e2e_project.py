@@ -7,25 +7,28 @@ there.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
-import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.support.checkout import copy_parts
 from tests.support.command import PROGRAM, Result, clean, run_command
+from tests.support.server import stop_endpoints
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
 MLP = "configs/pipelines/digits-mlp.yaml"
-COPIED = ("configs", "examples", "flows", "prefect.yaml")
 ONLY_FP32 = "quantize=[]"
 SECOND = "train.with.seed=8"
 """What makes the second release of `Releases` another one than the first."""
@@ -77,6 +80,22 @@ class Project:
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         return clean({"ONNX_OPS_ACTOR": "tester", "COLUMNS": "200", **self.environ, **(extra or {})})
 
+    def ask(self, endpoint: str, path: str, body: object, content_type: str = "application/json") -> Any:
+        """What an endpoint answers to one request of bytes, or of a document as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url = f"{self.status(endpoint)['address']}/{path}"
+        request = urllib.request.Request(url, data, {"content-type": content_type})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    @property
+    def registry(self) -> MlflowRegistry:
+        """The project's registry, read beside its commands."""
+        from onnx_ops.adapters.registries.mlflow import MlflowRegistry
+
+        state = self.root / ".onnx-ops"
+        return MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+
     def serve(self) -> None:
         """Start the endpoint of a project that was copied, by a pass of the reconciler in this process."""
         from onnx_ops.app.project import open_project
@@ -85,12 +104,8 @@ class Project:
         reconcile_until_stable(open_project(self.root).ports, "digits", actor="tester")
 
     def stop_endpoints(self) -> None:
-        from onnx_ops.adapters.endpoints.local_server import LocalServer
-
         self._end_what_a_rollback_left_to_do()
-        folder = self.root / ".onnx-ops" / "endpoints"
-        for endpoint in folder.iterdir() if folder.is_dir() else ():
-            LocalServer(endpoint, sys.executable).stop()
+        stop_endpoints(self.root / ".onnx-ops" / "endpoints")
 
     def _end_what_a_rollback_left_to_do(self) -> None:
         """A process in the background that would bring an endpoint back as soon as it is stopped."""
@@ -101,12 +116,7 @@ class Project:
 
 
 def make_project(folder: Path) -> Project:
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.is_file():
-            shutil.copyfile(source, folder / name)
+    copy_parts(folder, "configs", "examples", "flows", "prefect.yaml")
     for pipeline in (folder / "configs" / "pipelines").glob("*.yaml"):
         # Tests share their machine with each other, and send no load that a canary could be judged by; where latency
         # or the rollout is the subject, a test sets it itself.
@@ -176,13 +186,3 @@ def _relocate(state: Path, old: str, new: str) -> None:
                 if kind.startswith(("VARCHAR", "TEXT")):
                     change = f"""UPDATE "{table}" SET "{column}" = replace("{column}", ?, ?)"""  # noqa: S608 (names from the schema)
                     database.execute(f"""{change} WHERE instr("{column}", ?)""", (old, new, old))
-
-
-def until(condition: Any, *, seconds: float = 60.0, what: str = "condition") -> Any:
-    """Wait for something to become true; the time is a limit of patience, not a measurement."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not come true within {seconds:.0f} s")

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from httpx import Client
 
-from tests.e2e.e2e_project import Project, until
+from tests.e2e.e2e_project import Project
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 PREFECT = Path(sys.executable).with_name("prefect")
 PASSWORD = "admin:of-the-tests"  # noqa: S105

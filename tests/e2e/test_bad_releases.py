@@ -22,12 +22,8 @@ def released(released: Project) -> Project:
 
 
 def state_of(project: Project) -> tuple[Any, Any]:
-    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-
     status = project.status()
-    state = project.root / ".onnx-ops"
-    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
-    return (status["roles"], status["traffic"]), registry.aliases("digits-mlp")
+    return (status["roles"], status["traffic"]), project.registry.aliases("digits-mlp")
 
 
 def failing(document: Any, variant: str) -> list[Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.e2e_project import ROOT, make_project
+from tests.e2e.e2e_project import make_project
+from tests.support.processes import ROOT
 
 
 @pytest.mark.nightly

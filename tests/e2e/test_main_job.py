@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,6 @@ VARIANTS = ("fp32", "int8-dynamic", "int8-static")
 @pytest.fixture(scope="module")
 def first(project: Project) -> Any:
     return project.run()
-
-
-def post(url: str, document: object) -> Any:
-    request = urllib.request.Request(
-        url, data=json.dumps(document).encode(), headers={"content-type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.load(response)
 
 
 def test_every_variant_is_judged_and_the_target_has_a_release(first: Any) -> None:
@@ -48,27 +39,26 @@ def test_the_endpoint_answers_both_protocols(first: Any, project: Project) -> No
     digits = load_digits()
     rows = digits.data[:20]
     tensor = {"name": "x", "shape": [20, 64], "datatype": "FP32", "data": rows.ravel().tolist()}
-    answer = post(f"{status['address']}/v2/models/digits-mlp/infer", {"inputs": [tensor]})
+    answer = project.ask("digits", "v2/models/digits-mlp/infer", {"inputs": [tensor]})
     labels = next(o["data"] for o in answer["outputs"] if o["name"] == "label")
     assert np.mean(np.array(labels) == digits.target[:20]) >= 0.9
-    scored = post(f"{status['address']}/invocations", {"inputs": {"x": rows.tolist()}})
+    scored = project.ask("digits", "invocations", {"inputs": {"x": rows.tolist()}})
     assert scored["predictions"]["label"] == labels
 
 
 def test_the_registry_holds_a_version_per_variant_and_the_champion(first: Any, project: Project) -> None:
-    from onnx_ops.adapters.registries.mlflow import MlflowRegistry
     from onnx_ops.attestation import TrustedKeys, verify_envelope
     from onnx_ops.domain.decision import DecisionRecord
 
     registration = first["registration"]
     assert set(registration["versions"]) == set(VARIANTS)
-    state = project.root / ".onnx-ops"
-    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+    registry = project.registry
     chosen = registration["versions"][first["choices"][0]["variant"]]
     assert registry.aliases("digits-mlp") == {"champion-cpu-1t": chosen}
     record = registry.version("digits-mlp", chosen)
     signed = record.decisions["cpu-1t"]
-    assert verify_envelope(signed.envelope, DecisionRecord, TrustedKeys(state / "keys")) == signed.record
+    trusted = TrustedKeys(project.root / ".onnx-ops" / "keys")
+    assert verify_envelope(signed.envelope, DecisionRecord, trusted) == signed.record
     assert signed.record.manifest == record.manifest
     assert signed.record.batchable is (record.variant != "int8-dynamic")
     evidence = json.loads(registry.document(record, "evidence/cpu-1t.json"))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.e2e.e2e_project import ROOT, Project, until
+from tests.e2e.e2e_project import Project
 from tests.support.operators import build_library, write_softsign
+from tests.support.processes import ROOT, until
 
 pytestmark = pytest.mark.services
 
@@ -46,11 +45,8 @@ def project(fresh_project: Project) -> Project:
 
 
 def answer(project: Project) -> list[float]:
-    status = project.status("softsign")
-    body = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
-    request = urllib.request.Request(f"{status['address']}/invocations", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        found: list[list[float]] = json.load(response)["predictions"]["y"]
+    found: list[list[float]]
+    found = project.ask("softsign", "invocations", {"inputs": {"x": [[-1.0, 0.0, 3.0]]}})["predictions"]["y"]
     return found[0]
 
 

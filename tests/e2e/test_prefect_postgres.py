@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_project import ROOT, Project
+from tests.e2e.e2e_project import Project
 from tests.e2e.prefect_site import PrefectSite, served, site_of
 from tests.support.postgres import postgres
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.services
 

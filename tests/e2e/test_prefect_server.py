@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project, until
+from tests.e2e.e2e_project import MLP, ONLY_FP32, SECOND, Project
 from tests.e2e.prefect_site import PrefectSite, site_of
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from tests.e2e.e2e_project import ONLY_FP32, Project, until
+from tests.e2e.e2e_project import ONLY_FP32, Project
 from tests.e2e.prefect_site import PrefectSite, site_of
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.in_order, pytest.mark.nightly]
 
@@ -75,8 +75,7 @@ def test_one_run_measures_and_chooses_for_every_kind_of_target(site: PrefectSite
     assert set(chosen) == set(targets)
     assert all(chosen.values()), found["choices"]
     versions = found["registration"]["versions"]
-    state = site.project.root / ".onnx-ops"
-    registry = MlflowRegistry(f"sqlite:///{state / 'mlflow.db'}", artifact_root=str(state / "mlartifacts"))
+    registry = site.project.registry
     assert registry.aliases("digits-cnn") == {f"champion-{target}": versions[chosen[target]] for target in targets}
     version = registry.version("digits-cnn", versions["fp32"])
     assert registry.document(version, "packages/mobile-ort/model.ort")[4:8] == b"ORTM"

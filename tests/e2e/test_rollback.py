@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from onnx_ops.adapters.registries.mlflow import MlflowRegistry
-from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project, until
+from tests.e2e.e2e_project import ONLY_FP32, SECOND, Project
+from tests.support.mlflow_server import mlflow_server
 from tests.support.ports import free_port
+from tests.support.processes import until
 
 pytestmark = pytest.mark.services
 
@@ -65,57 +60,6 @@ class Client:
         connection.close()
 
 
-class MlflowServer:
-    """A real `mlflow server` on a project's SQLite file; it is down until it is started."""
-
-    def __init__(self, state: Path) -> None:
-        self._state = state
-        self.port = free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command: list[str | Path] = [
-            Path(sys.executable).with_name("mlflow"),
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
-        store = ["--backend-store-uri", f"sqlite:///{self._state / 'mlflow.db'}", "--workers", "1"]
-        artifacts = ["--artifacts-destination", str(self._state / "mlartifacts")]
-        environ = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        self._process = subprocess.Popen(
-            [*command, *store, *artifacts],
-            env={**os.environ, **environ},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        until(self._healthy, seconds=180, what="mlflow server")
-
-    def stop(self) -> None:
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2) as response:
-                return bool(response.status == 200)
-        except OSError:
-            return False
-
-
-@pytest.fixture
-def mlflow_server(twice: Project) -> Iterator[MlflowServer]:
-    server = MlflowServer(twice.root / ".onnx-ops")
-    yield server
-    server.stop()
-
-
 def names(project: Project) -> tuple[str, str]:
     """The deployments of both releases, the older one first."""
     roles = project.status()["roles"]
@@ -143,8 +87,9 @@ def test_rollback_under_load_fails_no_request_and_the_old_version_answers(twice:
 
 
 @pytest.mark.nightly
-def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project, mlflow_server: MlflowServer) -> None:
-    twice.environ["ONNX_OPS_TRACKING_URI"] = mlflow_server.uri
+def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Project) -> None:
+    port = free_port()
+    twice.environ["ONNX_OPS_TRACKING_URI"] = f"http://127.0.0.1:{port}"
     old, new = names(twice)
     address = twice.status()["address"]
     with Client(address) as client:
@@ -156,14 +101,14 @@ def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Projec
     status = twice.status()
     assert status["traffic"][old] == 100
     assert status["registry_pending"]["champion-cpu-1t"] == old.removeprefix("v")
-    mlflow_server.start()
-    registry = MlflowRegistry(mlflow_server.uri)
-    assert registry.aliases("digits-mlp")["champion-cpu-1t"] == new.removeprefix("v")
-    twice.document("reconcile", "digits")
-    aliases = registry.aliases("digits-mlp")
-    assert aliases["champion-cpu-1t"] == old.removeprefix("v")
-    assert "challenger-cpu-1t" not in aliases
-    assert twice.status()["registry_pending"] == {}
-    refused = twice.run(ONLY_FP32, SECOND, code=5)
-    assert any("does not come back" in error["what"] for error in refused["errors"].values())
-    assert registry.aliases("digits-mlp")["champion-cpu-1t"] == old.removeprefix("v")
+    with mlflow_server(twice.root / ".onnx-ops", artifacts="mlartifacts", port=port) as url:
+        registry = MlflowRegistry(url)
+        assert registry.aliases("digits-mlp")["champion-cpu-1t"] == new.removeprefix("v")
+        twice.document("reconcile", "digits")
+        aliases = registry.aliases("digits-mlp")
+        assert aliases["champion-cpu-1t"] == old.removeprefix("v")
+        assert "challenger-cpu-1t" not in aliases
+        assert twice.status()["registry_pending"] == {}
+        refused = twice.run(ONLY_FP32, SECOND, code=5)
+        assert any("does not come back" in error["what"] for error in refused["errors"].values())
+        assert registry.aliases("digits-mlp")["champion-cpu-1t"] == old.removeprefix("v")

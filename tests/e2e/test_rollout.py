@@ -53,16 +53,11 @@ def test_the_release_of_a_torch_model_is_right_and_takes_all_traffic(fresh_proje
 
     first = fresh_project.run(ONLY_FP32, "train.with.epochs=6", pipeline=CNN)
     assert first["choices"][0]["variant"] == "fp32"
-    now = fresh_project.status("digits-cnn")
-    assert now["traffic"] == {"v1": 100}
+    assert fresh_project.status("digits-cnn")["traffic"] == {"v1": 100}
     digits = load_digits()
     images = (digits.images[:40, None] / 16).astype(np.float32)
-    place = urlsplit(now["address"])
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=30)
     tensor = {"name": "image", "shape": [40, 1, 8, 8], "datatype": "FP32", "data": images.ravel().tolist()}
-    connection.request("POST", "/v2/models/digits-cnn/infer", json.dumps({"inputs": [tensor]}))
-    answer = json.load(connection.getresponse())
-    connection.close()
+    answer = fresh_project.ask("digits-cnn", "v2/models/digits-cnn/infer", {"inputs": [tensor]})
     scores = np.array(answer["outputs"][0]["data"]).reshape(40, 10)
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 

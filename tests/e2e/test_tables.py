@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from typing import Any
 
 import numpy as np
@@ -26,19 +24,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def ask(address: str, body: bytes, content_type: str) -> Any:
-    request = urllib.request.Request(f"{address}/invocations", body, {"content-type": content_type})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)["predictions"]
-
-
 def test_endpoint_of_a_table_answers_like_its_source(fresh_project: Project) -> None:
     import pandas as pd
 
     from examples.churn_table import train
 
     fresh_project.run(pipeline=PIPELINE)
-    address = fresh_project.status("churn")["address"]
     arrays = FileSource().load(FileData(file="examples/data/churn-train.csv"), fresh_project.root)
     rows = Dataset(inputs={name: arrays[name] for name in COLUMNS}, label=arrays["churned"][:, 0])
     source = train({"train": rows})
@@ -49,10 +40,7 @@ def test_endpoint_of_a_table_answers_like_its_source(fresh_project: Project) -> 
                                        for c in COLUMNS) for row in ROWS)]
     )  # fmt: skip
 
-    for body, kind in (
-        (json.dumps({"dataframe_records": ROWS}).encode(), "application/json"),
-        (csv.encode(), "text/csv"),
-    ):
-        answers = ask(address, body, kind)
+    for body, kind in (({"dataframe_records": ROWS}, "application/json"), (csv.encode(), "text/csv")):
+        answers = fresh_project.ask("churn", "invocations", body, kind)["predictions"]
         np.testing.assert_allclose([row["probabilities"] for row in answers], expected, atol=1e-5)
         assert [row["label"] for row in answers] == source.predict(frame).tolist()

@@ -81,14 +81,7 @@ class World:
         """Register a version and ask for it; what it is called on its endpoints."""
         path = write_model(self.project.root / "made" / model / seed / "model.onnx", scale=scale, table=table)
         record = VariantRecord(
-            variant="fp32",
-            files={"model.onnx": path},
-            manifest=Manifest(files={"model.onnx": digest_file(path)}),
-            evidence={},
-            metrics={},
-            decisions={},
-            signed={},
-            description="",
+            variant="fp32", files={"model.onnx": path}, manifest=Manifest(files={"model.onnx": digest_file(path)})
         )
         lineage = Lineage(pipeline=model, release=digest_bytes(f"{model} {seed}".encode()))
         published = self.ports.registry().publish(Publication(model=model, lineage=lineage, variants=(record,)))

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_ops.app.project import Project
 from onnx_ops.cli.diagnosis import diagnose
-from onnx_ops.cli.endpoint_tables import history_table, status_document, status_report
+from onnx_ops.cli.endpoints import history_table, status_document, status_report
 from onnx_ops.config.settings import load_settings
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import StillPendingError

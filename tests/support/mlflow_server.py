@@ -19,13 +19,21 @@ _PATIENCE = 120.0
 
 @contextmanager
 def mlflow_server(
-    folder: Path, *, database: str = "", workers: int = 1, environ: Mapping[str, str] | None = None
+    folder: Path,
+    *,
+    database: str = "",
+    artifacts: str = "files",
+    port: int = 0,
+    workers: int = 1,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """A server's URL; database, artifacts and log are in `folder`.
 
     Args:
         folder: made if it is not there.
         database: SQLAlchemy URL; SQLite in the folder by default.
+        artifacts: name of their folder.
+        port: a free one by default.
         workers: processes.
         environ: variables beside those of this process.
 
@@ -33,10 +41,10 @@ def mlflow_server(
         AssertionError: it did not start; with its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", str(workers), "--backend-store-uri", database or f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "files")]
+    command += ["--artifacts-destination", str(folder / artifacts)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     log = folder / "server.log"
     with log.open("ab") as stream:

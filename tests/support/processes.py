@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 """Top of the checkout: where `python -m tests.support.…` finds its module."""
@@ -22,6 +26,15 @@ class Memory:
 
     pss: int
     rss: int
+
+
+def until(condition: Callable[[], T], what: str = "condition", *, seconds: float = 60.0) -> T:
+    """Wait for something to become true; the time is a limit of patience, not a measurement."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come true within {seconds:.0f} s"
+        time.sleep(0.02)
+    return found
 
 
 def session_of(leader: int) -> list[int]:

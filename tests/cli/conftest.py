@@ -1,0 +1,22 @@
+"""What several tests of commands need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnx_ops.app import context
+from onnx_ops.domain.target import Target
+from tests.measure.scripted import Scripted
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime, a machine and its load whose figures are always the same, for the files of `tool_files`."""
+    runtime = Scripted({Path("good.onnx"): 1.0, Path("wrong.onnx"): 1.2, Path("int8.onnx"): 0.6})
+    machine = replace(runtime.fingerprint(Target(name="cpu-1t")), cpu_model="a CPU", cores=2, runtime_version="1")
+    monkeypatch.setattr(Scripted, "fingerprint", lambda *_: machine)
+    monkeypatch.setattr(context, "_runtime", lambda *_: runtime)
+    monkeypatch.setattr(context, "read_conditions", lambda: {"load": "0.10 0.20 0.30"})
