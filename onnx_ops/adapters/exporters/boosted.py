@@ -14,7 +14,6 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest
 
 _CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
-_CONVERTERS = "onnxmltools.convert"
 
 
 class _BoostedExporter(SklearnExporter):
@@ -24,6 +23,8 @@ class _BoostedExporter(SklearnExporter):
     converters = ("onnxmltools", *SklearnExporter.converters)
     _package: str
     _native: str
+    _converter: tuple[str, str]
+    """Module below `onnxmltools.convert`, and name of its function."""
     _estimators: tuple[tuple[str, bool], ...]
     """Names of classes, and whether they classify."""
 
@@ -34,7 +35,24 @@ class _BoostedExporter(SklearnExporter):
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
-        self._register()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # onnxmltools imports what it can of all frameworks, and reports the rest
+            from skl2onnx import update_registered_converter
+            from skl2onnx.common import shape_calculator as shapes
+
+            package = importlib.import_module(self._package)
+            converters = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
+        for name, classifies in self._estimators:
+            update_registered_converter(
+                getattr(package, name),
+                f"OnnxOps{name}",
+                shapes.calculate_linear_classifier_output_shapes
+                if classifies
+                else shapes.calculate_linear_regressor_output_shapes,
+                getattr(converters, self._converter[1]),
+                overwrite=True,
+                options=_CLASSIFIER_OPTIONS if classifies else {"split": None},
+            )
         super().export(model, request)
 
     def reference(
@@ -49,34 +67,6 @@ class _BoostedExporter(SklearnExporter):
             raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
         return super().reference(model, inputs, precision)
 
-    def _register(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # onnxmltools imports what it can of all frameworks, and says what it cannot
-            from skl2onnx import update_registered_converter
-            from skl2onnx.common import shape_calculator as shapes
-
-            package = importlib.import_module(self._package)
-            convert = self._converter()
-        for name, classifies in self._estimators:
-            shape = (
-                shapes.calculate_linear_classifier_output_shapes
-                if classifies
-                else shapes.calculate_linear_regressor_output_shapes
-            )
-            update_registered_converter(
-                getattr(package, name),
-                f"OnnxOps{name}",
-                shape,
-                convert,
-                overwrite=True,
-                options=_CLASSIFIER_OPTIONS if classifies else {"split": None},
-            )
-
-    def _converter(self) -> Any:
-        raise NotImplementedError
-
 
 class XgboostExporter(_BoostedExporter):
     """Export XGBoost estimators, alone or at the end of scikit-learn pipelines."""
@@ -84,6 +74,7 @@ class XgboostExporter(_BoostedExporter):
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
     _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
+    _converter = ("xgboost.operator_converters.XGBoost", "convert_xgboost")
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 
     def _convertible(self, model: object) -> object:
@@ -95,9 +86,6 @@ class XgboostExporter(_BoostedExporter):
                 booster.feature_names = booster.feature_types = None
         return copied
 
-    def _converter(self) -> Any:
-        return importlib.import_module(f"{_CONVERTERS}.xgboost.operator_converters.XGBoost").convert_xgboost
-
 
 class LightgbmExporter(_BoostedExporter):
     """Export LightGBM estimators, alone or at the end of scikit-learn pipelines."""
@@ -105,7 +93,5 @@ class LightgbmExporter(_BoostedExporter):
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"
+    _converter = ("lightgbm.operator_converters.LightGbm", "convert_lightgbm")
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))
-
-    def _converter(self) -> Any:
-        return importlib.import_module(f"{_CONVERTERS}.lightgbm.operator_converters.LightGbm").convert_lightgbm

@@ -82,7 +82,11 @@ class OnnxExporter:
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):
             raise UserError("the file cannot be brought", where=source.name, why=why)
-        converts = _is_conversion(section, request.samples)
+        if others := {name: value for name, value in section.options.items() if name != CONVERT}:
+            check_section(replace(section, options=others), request.samples)
+        converts = section.options.get(CONVERT, False)
+        if not isinstance(converts, bool):
+            raise UserError(f"{CONVERT} must be true or false", where="export.options")
         if converts and (model_info.opsets.get("", 0), model_info.ir_version) != (section.opset, section.ir_version):
             convert_opset(source, request.path, section)
             return
@@ -106,46 +110,25 @@ class OnnxExporter:
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")
-        if explain_version_limits(read_model_info(Path(str(model))), _THIS_BUILD):
-            return _evaluated(Path(str(model)), inputs)
-        ort = importlib.import_module("onnxruntime")
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        path = Path(str(model))
+        newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
         try:
+            if newer:
+                from onnx.reference import ReferenceEvaluator
+
+                evaluator = ReferenceEvaluator(read_model(path))
+                return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
+            ort = importlib.import_module("onnxruntime")
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             for library in self._custom_ops:
                 options.register_custom_ops_library(library.path)
-            session: Any = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+            session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-        except Exception as error:
+        except Exception as error:  # kernels in numpy raise whatever numpy raises
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-
-
-def _is_conversion(section: Export, samples: Tensors) -> bool:
-    """Return option `convert_opset`; refuse other options."""
-    others = {name: value for name, value in section.options.items() if name != CONVERT}
-    if others:
-        check_section(replace(section, options=others), samples)
-    option = section.options.get(CONVERT, False)
-    if not isinstance(option, bool):
-        raise UserError(f"{CONVERT} must be true or false", where="export.options")
-    return option
-
-
-def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
-    """Run the file in ONNX's reference evaluator.
-
-    Raises:
-        ValueError: the model refuses the inputs.
-    """
-    from onnx.reference import ReferenceEvaluator
-
-    try:
-        evaluator = ReferenceEvaluator(read_model(path))
-        return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
-    except Exception as error:  # kernels in numpy raise whatever numpy raises
-        raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
 def convert_opset(source: Path, result: Path, section: Export) -> None:

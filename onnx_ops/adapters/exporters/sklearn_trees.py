@@ -57,7 +57,10 @@ def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
 def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
     """Every leaf's weight times `factor`; a boosted tree adds to the output `column` of `width` alone."""
     grown = estimator.tree_
-    limits = _limits(grown.threshold)
+    # The estimator compares float32 features with float64 thresholds, which are therefore rounded down to float32.
+    nearest = grown.threshold.astype(np.float32)
+    below = np.nextafter(nearest, np.float32(-np.inf))
+    limits = np.where(nearest.astype(np.float64) > grown.threshold, below, nearest)
     inner = grown.children_left >= 0
     values = _weights(estimator, grown.value) * factor
     if column is not None:
@@ -75,13 +78,6 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
     }
     leaves = {int(node): dict(enumerate(values[node].tolist())) for node in np.flatnonzero(~inner)}
     return order_nodes([0], splits, leaves, values.shape[1])
-
-
-def _limits(thresholds: Any) -> Any:
-    """Round thresholds down to float32: the estimator compares float32 features with float64 thresholds."""
-    nearest = thresholds.astype(np.float32)
-    below = np.nextafter(nearest, np.float32(-np.inf))
-    return np.where(nearest.astype(np.float64) > thresholds, below, nearest)
 
 
 def _weights(estimator: Any, value: Any) -> Any:

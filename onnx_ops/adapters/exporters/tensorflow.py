@@ -12,11 +12,12 @@ from typing import Any, Literal
 from onnx_ops.adapters.exporters.signature import (
     check_opset,
     check_section,
+    find_file_with_suffix,
     get_free_axes,
-    list_output_values,
     name_axes,
     name_outputs,
     rename_outputs,
+    rename_values,
 )
 from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
@@ -99,9 +100,9 @@ class TensorflowExporter:
         names: list[str] = []
 
         def answer(*tensors: Any) -> list[Any]:
-            outputs = _call(model, dict(zip(request.samples, tensors, strict=True)))
-            names[:] = name_outputs(outputs)
-            return list(list_output_values(outputs))
+            outputs = name_outputs(_call(model, dict(zip(request.samples, tensors, strict=True))))
+            names[:] = outputs
+            return list(outputs.values())
 
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
@@ -126,9 +127,7 @@ class TensorflowExporter:
             answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
         except (tf.errors.OpError, TypeError) as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        return {
-            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
-        }
+        return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
 class TfliteExporter:
@@ -148,12 +147,7 @@ class TfliteExporter:
 
     def load(self, folder: Path) -> object:
         """Return the path of the one `.tflite` file."""
-        files = sorted(folder.glob("*.tflite"))
-        if len(files) != 1:
-            raise NotFoundError(
-                f"{len(files)} .tflite files there", where=str(folder), remedy="There must be exactly one."
-            )
-        return files[0]
+        return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the file with tf2onnx and name its inputs like those of the data."""
@@ -165,8 +159,17 @@ class TfliteExporter:
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
         except Exception as error:  # the converter raises whatever its parts raise
             raise build_conversion_error("tf2onnx", error) from error
-        _rename_inputs(converted, list(request.samples))
-        write_converted(converted, name_outputs([None] * len(converted.graph.output)), request)
+        inputs = converted.graph.input
+        if len(inputs) != len(request.samples):
+            raise UserError(
+                f"the file has {len(inputs)} inputs, not {len(request.samples)}",
+                where="data inputs",
+                remedy="Name as many arrays in `inputs:`, in the file's order.",
+            )
+        rename_values(converted.graph, {value.name: name for value, name in zip(inputs, request.samples, strict=True)})
+        for value, name in zip(inputs, request.samples, strict=True):
+            value.name = name
+        write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
 
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
@@ -196,8 +199,7 @@ class TfliteExporter:
             interpreter.invoke()
         except RuntimeError as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        outputs = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-        return dict(zip(name_outputs(outputs), outputs, strict=True))
+        return name_outputs([interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()])
 
 
 def import_tensorflow() -> Any:
@@ -238,17 +240,3 @@ def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
     if len(tensors) == 1:
         return model(next(iter(tensors.values())), training=False)
     return model(dict(tensors) if known == set(tensors) else list(tensors.values()), training=False)
-
-
-def _rename_inputs(model: Any, names: list[str]) -> None:
-    if len(model.graph.input) != len(names):
-        raise UserError(
-            f"the file has {len(model.graph.input)} inputs, not {len(names)}",
-            where="data inputs",
-            remedy="Name as many arrays in `inputs:`, in the file's order.",
-        )
-    renamed = {value.name: name for value, name in zip(model.graph.input, names, strict=True)}
-    for value in model.graph.input:
-        value.name = renamed[value.name]
-    for node in model.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
