@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec, plugins
-from onnx_ops.adapters.isolation.process import LineListener, OutputTail, describe_exit
+from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -207,8 +207,7 @@ def _spawn(settings: Settings, request: str, stage: Stage, scratch: Path, tell: 
         env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
         start_new_session=True,
     )
-    heard = LineListener(PROGRESS, lambda line: tell(stage, line))
-    tail = OutputTail(process.stdout, heard)  # type: ignore[arg-type]
+    tail = OutputTail(process.stdout, PROGRESS, lambda line: tell(stage, line))  # type: ignore[arg-type]
     try:
         if process.stdin is not None:
             process.stdin.write(request.encode("utf-8") + b"\n")

@@ -211,10 +211,8 @@ def test_an_interface_with_another_dimension_is_refused(tmp_path: Path, side: st
 
 
 def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
-    from onnx_ops.adapters.optimizers import graph_passes
-
     sys.modules["onnxslim"] = None  # type: ignore[assignment]
-    graph_passes._slim(source, result, skip)
+    SlimOptimizer.clean(source, result, skip)
 
 
 def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> None:

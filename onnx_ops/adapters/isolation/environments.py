@@ -23,8 +23,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
-"""What the inner side of the protocol imports, beside this package itself. `onnx` and `numpy` stay loose: the
-framework decides."""
+"""What the inner side of the protocol imports, beside this package itself; the framework decides on the loose ones."""
 
 _LAYOUT = 1
 """Raised when environments made by an older release cannot be used any more."""
@@ -75,7 +74,14 @@ class PythonEnvironments:
             run_installer([self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean)
             freeze = run_installer([self.uv, "pip", "freeze", "--quiet", "--python", python], clean)
         else:
-            run_installer([_interpreter(wanted.python), "-m", "venv", str(place)], clean)
+            interpreter = shutil.which(f"python{wanted.python}") if wanted.python is not None else sys.executable
+            if interpreter is None:
+                raise NotFoundError(
+                    f"there is no python{wanted.python} here",
+                    where="env.python",
+                    remedy="Install it, or install uv, which brings it.",
+                )
+            run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
             run_installer([*pip, "install", "--quiet", *requirements], clean)
             freeze = run_installer([*pip, "freeze", "--all"], clean)
@@ -85,19 +91,6 @@ class PythonEnvironments:
 def find_uv() -> str | None:
     """Return the uv on the path, or beside this interpreter."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
-
-
-def _interpreter(version: str | None) -> str:
-    if version is None:
-        return sys.executable
-    path = shutil.which(f"python{version}")
-    if path is None:
-        raise NotFoundError(
-            f"there is no python{version} here",
-            where="env.python",
-            remedy="Install it, or install uv, which brings it.",
-        )
-    return path
 
 
 _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
@@ -136,15 +129,17 @@ def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
     Raises:
         UserError: a requirement is not `package@1.2.3`.
     """
-    matches = {requirement: _PINNED.fullmatch(requirement) for requirement in requirements}
-    for requirement, match in matches.items():
+    versions = {}
+    for requirement in requirements:
+        match = _PINNED.fullmatch(requirement)
         if match is None:
             raise UserError(
                 f"{requirement!r} is no exact version of a package",
                 where="env.requirements",
                 remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
             )
-    return {match["name"]: match["version"] for match in matches.values() if match}
+        versions[match["name"]] = match["version"]
+    return versions
 
 
 def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:

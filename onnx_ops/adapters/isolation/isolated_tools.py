@@ -24,7 +24,7 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import NotFoundError
 from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import Exporter, ExportRequest
+from onnx_ops.ports.export import ExportRequest
 from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
 
 _EXPORTER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_exporter"
@@ -227,12 +227,15 @@ class ExporterWorker:
         """Import the project's exporter."""
         module, _, name = exporter.partition(":")
         sys.path.insert(0, root)
-        made: Exporter = getattr(importlib.import_module(module), name)()
-        self._exporter = made
+        self._exporter = getattr(importlib.import_module(module), name)()
 
     def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
         """Call the training function and save its model."""
-        sets = {name: _dataset(path) for name, path in data.items()}
+        sets = {}
+        for name, path in data.items():
+            arrays = load_arrays(Path(path))
+            inputs = {key.removeprefix("input/"): array for key, array in arrays.items() if key.startswith("input/")}
+            sets[name] = Dataset(inputs=inputs, label=arrays.get("label"))
         self._exporter.save(call_training(run, sets, parameters), Path(folder))
 
     def load(self, folder: str) -> None:
@@ -257,12 +260,6 @@ class ExporterWorker:
 def run_exporter() -> None:
     """Serve one exporter."""
     serve(ExporterWorker())
-
-
-def _dataset(path: str) -> Dataset:
-    arrays = load_arrays(Path(path))
-    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
-    return Dataset(inputs=inputs, label=arrays.get("label"))
 
 
 class OptimizerWorker:

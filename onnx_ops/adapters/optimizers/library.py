@@ -39,8 +39,6 @@ def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
 
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
-_FLOAT = 1
-_NAMED = 8
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
 """Operators whose weights are worth quantizing."""
 
@@ -113,6 +111,8 @@ def build_no_effect_error(
         op_types: the types of operators that the method quantizes.
         what: what happened.
     """
+    from onnx import TensorProto
+
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         return UserError(
             what,
@@ -133,12 +133,13 @@ def build_no_effect_error(
             reason = "excluded"
         elif weight is None:
             reason = "no constant weights"
-        elif weight.data_type != _FLOAT:
-            reason = f"weights in {_type_name(weight.data_type)}, and only float32 is quantized"
+        elif weight.data_type != TensorProto.FLOAT:
+            kind = TensorProto.DataType.Name(weight.data_type).lower()
+            reason = f"weights in {'float64' if kind == 'double' else kind}, and only float32 is quantized"
         else:
             reason = "the quantizer left it in float"
         reasons[node.op_type, reason] += 1
-    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:_NAMED])
+    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
     remedy = "Leave this variant out of `quantize`."
     if any("only float32" in reason for _, reason in reasons):
         remedy = "Quantize the model as it was in float32."
@@ -151,13 +152,6 @@ def build_no_effect_error(
         or f"the model has none of {', '.join(sorted(op_types & _WEIGHTED))}; it has {others}",
         remedy=remedy,
     )
-
-
-def _type_name(data_type: int) -> str:
-    from onnx import TensorProto
-
-    name: str = TensorProto.DataType.Name(data_type).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 BATCH = 16
@@ -176,18 +170,27 @@ class BatchReader:
     """
 
     def __init__(self, rows: Tensors, info: ModelInfo) -> None:
-        _check_rows(rows, info)
+        import numpy as np
+
+        where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs}
+        if wanted != set(rows):
+            raise UserError(
+                f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}",
+                where=where,
+                remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
+            )
+        for name, array in rows.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                what = f"calibration rows of input {name} hold NaN or infinity: no range can be read off them"
+                raise UserError(what, where=where, remedy="Calibrate with clean rows.")
         fixed = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
         count = len(next(iter(rows.values())))
         self._rows = rows
         self._size = int(min(fixed)) if fixed else BATCH
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
-            raise UserError(
-                f"{count} calibration rows, and the model takes {self._size} at once",
-                where="quantize.calibrate",
-                remedy="Raise `samples`.",
-            )
+            what = f"{count} calibration rows, and the model takes {self._size} at once"
+            raise UserError(what, where=where, remedy="Raise `samples`.")
         self._queue: Iterator[int] = iter(range(self._batches))
 
     def __len__(self) -> int:
@@ -206,22 +209,3 @@ class BatchReader:
         if index is None:
             return None
         return {name: rows[index * self._size : (index + 1) * self._size] for name, rows in self._rows.items()}
-
-
-def _check_rows(rows: Tensors, info: ModelInfo) -> None:
-    import numpy as np
-
-    wanted = {spec.name for spec in info.inputs}
-    if wanted != set(rows):
-        raise UserError(
-            f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}",
-            where="quantize.calibrate",
-            remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
-        )
-    for name, array in rows.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(
-                f"calibration rows of input {name} hold NaN or infinity: no range can be read off them",
-                where="quantize.calibrate",
-                remedy="Calibrate with clean rows.",
-            )

@@ -35,13 +35,11 @@ from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
-_GONE = frozenset({"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"})
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +59,20 @@ class MlflowRegistry:
     def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
         self._public_url = public_url.rstrip("/") if public_url else None
-        self._artifact_root = self._resolve_root(artifact_root) if self._mlflow.is_database else None
+        self._artifact_root: str | None = None
+        if self._mlflow.is_database and artifact_root is not None:
+            is_url = urlsplit(artifact_root).scheme
+            self._artifact_root = artifact_root if is_url else str(Path(artifact_root).absolute())
+        elif self._mlflow.is_database:
+            database = self._mlflow.sqlite_path()
+            if database is None:
+                raise UserError(
+                    "a database needs an artifact root",
+                    where=self._mlflow.shown,
+                    why="it holds no files",
+                    remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
+                )
+            self._artifact_root = str(database.parent / "mlartifacts")
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.
@@ -74,7 +85,7 @@ class MlflowRegistry:
             UserError: a name is invalid, or a variant does not hold exactly one ONNX file.
             DigestMismatchError: a file is not what its manifest says.
         """
-        model = _valid_name(publication.model)
+        model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
             _valid_name(record.variant)
             mlflow_folder.validate_record(record)
@@ -86,7 +97,18 @@ class MlflowRegistry:
                 experiment=self._ensure_experiment(client, model),
                 pages=f"{self._public_url}/" if self._public_url else "",
             )
-            self._ensure_model(client, model, publication.about)
+            from mlflow.exceptions import MlflowException
+
+            models = client.search_registered_models(f"name = '{model}'", max_results=1)
+            description = (models[0].description if models else None) or ""
+            try:
+                if not models:
+                    client.create_registered_model(model, description=about)
+                elif about not in ("", description) and (not description or description.endswith(KEPT)):
+                    client.update_registered_model(model, about)  # unless a person has written it
+            except MlflowException as error:
+                if error.error_code != _EXISTS:
+                    raise
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -138,7 +160,17 @@ class MlflowRegistry:
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            _delete(client, entry)
+            from mlflow.exceptions import MlflowException
+
+            # The version last, so that after a crash it is still listed.
+            model_id = str(entry.source).removeprefix("models:/")
+            for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
+                try:
+                    delete(name)
+                except MlflowException as error:
+                    if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"):
+                        raise
+            client.delete_model_version(entry.name, str(entry.version))
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return version by alias; empty if the model does not exist."""
@@ -259,19 +291,6 @@ class MlflowRegistry:
     def _pages(self) -> str:
         return self._public_url or ("" if self._mlflow.is_database else self._mlflow.shown.rstrip("/"))
 
-    def _resolve_root(self, root: str | None) -> str:
-        if root is not None:
-            return root if urlsplit(root).scheme else str(Path(root).absolute())
-        database = self._mlflow.sqlite_path()
-        if database is None:
-            raise UserError(
-                "a database needs an artifact root",
-                where=self._mlflow.shown,
-                why="it holds no files",
-                remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
-            )
-        return str(database.parent / "mlartifacts")
-
     def _ensure_experiment(self, client: MlflowClient, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
@@ -292,21 +311,6 @@ class MlflowRegistry:
             )
         return str(experiment.experiment_id)
 
-    def _ensure_model(self, client: MlflowClient, model: str, about: str) -> None:
-        """Create the model, or update its description unless a person has written it."""
-        from mlflow.exceptions import MlflowException
-
-        if models := client.search_registered_models(f"name = '{model}'", max_results=1):
-            description = models[0].description or ""
-            if about and description != about and (not description or description.endswith(KEPT)):
-                client.update_registered_model(model, about)
-            return
-        try:
-            client.create_registered_model(model, description=about)
-        except MlflowException as error:
-            if error.error_code != _EXISTS:
-                raise
-
     def _version(self, model: str, version: str) -> Any:
         try:
             if not (_NAME.fullmatch(model) and version.isdecimal()):
@@ -314,23 +318,19 @@ class MlflowRegistry:
             with self._mlflow.session(f"{model} version {version}") as client:
                 return client.get_model_version(model, version)
         except NotFoundError as error:
-            raise self._suggest(model, version) from error
-
-    def _suggest(self, model: str, version: str) -> NotFoundError:
-        """Return the error of an unknown version, with the names that exist."""
-        with self._mlflow.session(f"model {model}") as client:
-            models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
-            if model not in models:
-                close = difflib.get_close_matches(model, models, n=1)
-                remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
-                return NotFoundError(f"no model is called {model!r}", where=self._mlflow.shown, remedy=remedy)
-            aliases = self.aliases(model)
-            if version in aliases:
-                remedy = f"{version!r} is an alias of {aliases[version]}"
-            else:
-                newest = client.search_model_versions(f"name = '{model}'", max_results=10)
-                remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
-            return NotFoundError(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=remedy)
+            what = f"{model} has no version {version!r}"
+            with self._mlflow.session(f"model {model}") as client:
+                models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
+                if model not in models:
+                    what, close = f"no model is called {model!r}", difflib.get_close_matches(model, models, n=1)
+                    names = ", ".join(models[:10]) or "none"
+                    remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {names}"
+                elif version in (aliases := self.aliases(model)):
+                    remedy = f"{version!r} is an alias of {aliases[version]}"
+                else:
+                    newest = client.search_model_versions(f"name = '{model}'", max_results=10)
+                    remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
+            raise NotFoundError(what, where=self._mlflow.shown, remedy=remedy) from error
 
 
 def _valid_name(name: str) -> str:
@@ -340,17 +340,3 @@ def _valid_name(name: str) -> str:
             why="letters, digits, dots, dashes, underscores and spaces, at most 200",
         )
     return name
-
-
-def _delete(client: MlflowClient, entry: ModelVersion) -> None:
-    """Delete run, LoggedModel and version; the version last, so that after a crash it is still listed."""
-    from mlflow.exceptions import MlflowException
-
-    model_id = str(entry.source).removeprefix("models:/")
-    for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
-        try:
-            delete(name)
-        except MlflowException as error:
-            if error.error_code not in _GONE:
-                raise
-    client.delete_model_version(entry.name, str(entry.version))

@@ -107,7 +107,16 @@ class MlflowConnection:
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        self._probe()
+        # Nothing is asked of MLflow, which would retry, unless there is an answer.
+        address = urlsplit(self.uri)
+        port = address.port or _PORTS.get(self._kind)
+        if not self.is_database:
+            self.statuses("/health", 1)
+        elif address.hostname is not None and port is not None:
+            try:
+                socket.create_connection((address.hostname, port), timeout=_PROBE_S).close()
+            except OSError as error:
+                raise self._unavailable(str(error)) from error
         self._import()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
@@ -155,19 +164,6 @@ class MlflowConnection:
         logging.getLogger(mlflow.__name__).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
-    def _probe(self) -> None:
-        """Raise ServiceUnavailableError unless there is an answer, before MLflow starts to retry."""
-        if not self.is_database:
-            self.statuses("/health", 1)
-            return
-        host, port = urlsplit(self.uri).hostname, urlsplit(self.uri).port or _PORTS.get(self._kind)
-        if host is None or port is None:
-            return
-        try:
-            socket.create_connection((host, port), timeout=_PROBE_S).close()
-        except OSError as error:
-            raise self._unavailable(str(error)) from error
-
     def statuses(self, path: str, count: int) -> list[int]:
         """Return the HTTP statuses of concurrent requests, for several server workers.
 
@@ -176,27 +172,18 @@ class MlflowConnection:
         """
         self._import()
         from mlflow.exceptions import MlflowException
-
-        try:
-            with ThreadPoolExecutor(count) as pool:
-                return list(pool.map(self._get, [path] * count))
-        except MlflowException as error:
-            raise self._unavailable(str(error)) from error
-
-    def _get(self, path: str) -> int:
         from mlflow.utils.credentials import get_default_host_creds
         from mlflow.utils.rest_utils import http_request
 
-        # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
-        answer = http_request(  # type: ignore[no-untyped-call]
-            get_default_host_creds(self.uri),  # type: ignore[no-untyped-call]
-            path,
-            "GET",
-            max_retries=0,
-            timeout=_PROBE_S,
-            raise_on_status=False,
-        )
-        return int(answer.status_code)
+        options: dict[str, Any] = {"max_retries": 0, "timeout": _PROBE_S, "raise_on_status": False}
+        try:
+            # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
+            credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
+            with ThreadPoolExecutor(count) as pool:
+                answers = [pool.submit(http_request, credentials, path, "GET", **options) for _ in range(count)]
+                return [int(answer.result().status_code) for answer in answers]
+        except MlflowException as error:
+            raise self._unavailable(str(error)) from error
 
     def _translated(self, error: Exception, where: str) -> OnnxOpsError:
         code = getattr(error, "error_code", "")
