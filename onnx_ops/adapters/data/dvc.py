@@ -332,12 +332,7 @@ class DvcSource:
 
 
 def _read_settings(section: DataSection) -> DvcSettings:
-    """Bind `with:`.
-
-    Raises:
-        UserError: it is no section of this source, or its settings cannot be used.
-        RefusedError: the path leads out of the repository, or the URL holds a password.
-    """
+    """Bind `with:`."""
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
     settings = bind_settings(

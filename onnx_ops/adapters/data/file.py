@@ -59,10 +59,6 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
         where: its place in messages.
         name: what the file is called where its content came from; else the path tells its kind.
         most_bytes: read so much only, the first rows of each array.
-
-    Raises:
-        UserError: it is no such file.
-        MissingPackageError: what reads tables is not installed.
     """
     suffix = Path(name or path).suffix.lower()
     with path.open("rb") as stream:
@@ -170,10 +166,6 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
 
     Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
     value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
-
-    Raises:
-        MissingPackageError: pyarrow is not installed.
-        UserError: it is no such table, or holds a column of another type.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")

@@ -58,11 +58,7 @@ class _BoostedExporter(SklearnExporter):
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the estimator; an empty batch is refused, as its output shape is wrong.
-
-        Raises:
-            ValueError: the estimator refuses the inputs, or there are no rows.
-        """
+        """Run the estimator; an empty batch is refused, as its output shape is wrong."""
         if not all(len(array) for array in inputs.values()):
             raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
         return super().reference(model, inputs, precision)

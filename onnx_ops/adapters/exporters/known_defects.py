@@ -15,11 +15,7 @@ _DIFFERS = "the converted model gives other answers than `predict` (measured)"
 
 
 def check_convertible(parts: list[object]) -> None:
-    """Refuse estimators and steps that the converters get wrong.
-
-    Raises:
-        UserError: with the reason and what to take instead.
-    """
+    """Refuse estimators and steps that the converters get wrong."""
     for part in parts:
         package = type(part).__module__.partition(".")[0]
         faults = {"xgboost": _xgboost, "lightgbm": _lightgbm, "sklearn": _sklearn}.get(package)

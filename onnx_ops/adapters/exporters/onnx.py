@@ -52,12 +52,7 @@ class OnnxExporter:
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the one of a folder, with its weights; drop ZipMaps.
-
-        Raises:
-            UserError: it is not ONNX.
-            RefusedError: it names external data outside its folder.
-        """
+        """Copy a file, or the one of a folder, with its weights; drop ZipMaps."""
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
@@ -71,13 +66,7 @@ class OnnxExporter:
         return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy it, or convert it with option `convert_opset`.
-
-        Raises:
-            UserError: the file is newer than the pipeline asks for and nobody asked for a conversion, or something that
-                it takes or gives is no tensor.
-            UserError: it cannot be converted.
-        """
+        """Copy it, or convert it with option `convert_opset`."""
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):
@@ -99,14 +88,7 @@ class OnnxExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the file without graph optimizations; None in float64.
-
-        A file that is too new for this runtime is computed by ONNX's own evaluator.
-
-        Raises:
-            ValueError: the model refuses the inputs.
-            NotFoundError, DigestMismatchError: a library of operators is missing, or is another one.
-        """
+        """Run the file without graph optimizations, or in ONNX's own evaluator if it is too new; None in float64."""
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")
@@ -132,11 +114,7 @@ class OnnxExporter:
 
 
 def convert_opset(source: Path, result: Path, section: Export) -> None:
-    """Write the file at exactly the opset and IR version of the section.
-
-    Raises:
-        UserError: the converter cannot, or what it made is not valid at that version.
-    """
+    """Write the file at exactly the opset and IR version of the section."""
     try:
         run_guarded(_run_converter, source, result, section.opset, section.ir_version)
     except ProcessCrashError as crash:

@@ -100,11 +100,7 @@ class PaddleExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the layer; None in float64, as a saved program fixes its precision.
-
-        Raises:
-            ValueError: the layer refuses the inputs.
-        """
+        """Run the layer; None in float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
         try:

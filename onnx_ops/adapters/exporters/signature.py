@@ -33,11 +33,7 @@ def name_outputs(answer: object) -> dict[str, Any]:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the file of that name, else the only file of the folder.
-
-    Raises:
-        NotFoundError: there is neither.
-    """
+    """Return the file of that name, else the only file of the folder."""
     files = [folder / name] if (folder / name).is_file() else [path for path in folder.iterdir() if path.is_file()]
     if len(files) != 1:
         raise NotFoundError(f"no {name}, and not one file only", where=str(folder))
@@ -45,11 +41,7 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def find_file_with_suffix(folder: Path, suffix: str, remedy: str = "There must be exactly one.") -> Path:
-    """Return the only file of the folder with that suffix.
-
-    Raises:
-        NotFoundError: there is none, or another one.
-    """
+    """Return the only file of the folder with that suffix."""
     files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
         raise NotFoundError(f"{len(files)} {suffix} files there", where=str(folder), remedy=remedy)
@@ -88,13 +80,7 @@ def rename_values(graph: Any, names: Mapping[str, str]) -> None:
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Refuse an opset that the converter does not write.
-
-    Some converters end the process instead.
-
-    Raises:
-        UserError: the opset is out of range.
-    """
+    """Refuse an opset that the converter does not write; some converters end the process instead."""
     if not lowest <= section.opset <= highest:
         raise UserError(
             f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
@@ -112,11 +98,7 @@ def _rename_axis(dimension: Any, name: str) -> None:
 
 
 def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
-    """Check that free axes belong to inputs, and that options exist.
-
-    Raises:
-        UserError: an entry would take no effect.
-    """
+    """Check that free axes belong to inputs, and that options exist."""
     for _, problem in find_section_problems(section, samples, options):
         raise problem
 

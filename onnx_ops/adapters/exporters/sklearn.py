@@ -59,10 +59,7 @@ class SklearnExporter:
         joblib.dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled estimator, which runs its code.
-
-        The folder is verified by the store, or it is the user's own `model:`.
-        """
+        """Load the pickled estimator, which runs its code: the store verified it, or it is the user's own `model:`."""
         import joblib
 
         file = find_file(folder, FILE)
@@ -119,13 +116,7 @@ class SklearnExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the estimator; in float32 with its own arrays rounded.
-
-        Rounded weights so count as noise of the source.
-
-        Raises:
-            ValueError: the estimator refuses the inputs (NaN, no rows).
-        """
+        """Run the estimator; in float32 with rounded weights, which so count as noise of the source."""
         estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         rows = build_rows(model, inputs, precision)
         try:

@@ -28,11 +28,7 @@ class InputLayout:
 
 
 def choose_layout(model: object, parts: list[object], samples: Tensors) -> InputLayout:
-    """Choose by what the estimator was fitted on.
-
-    Raises:
-        UserError: the inputs are not those of the estimator.
-    """
+    """Choose by what the estimator was fitted on."""
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
     names = read_fitted_names(model)
     for name, array in samples.items():
@@ -103,13 +99,7 @@ def read_fitted_names(model: object) -> list[str] | None:
 
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
-    """Give the graph the inputs of the data: joined, split, or cast.
-
-    Args:
-        converted: changed in place.
-        layout: of the conversion.
-        samples: real inputs by name.
-    """
+    """Give the graph the inputs of the data: joined, split, or cast."""
     import numpy as np
     from onnx import TensorProto, helper
 
@@ -220,26 +210,14 @@ _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
 
 
 def check_runnable(model: object) -> None:
-    """Refuse an estimator whose conversion does not run.
-
-    Raises:
-        UserError: ONNX Runtime refuses to run its conversion.
-    """
+    """Refuse an estimator whose conversion does not run."""
     name = type(_last(model)).__name__
     if name in _NOT_RUN:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])
 
 
 def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:
-    """Make labels a vector, and name the one output of a regressor.
-
-    Args:
-        converted: changed in place.
-        model: the estimator.
-        label: name of a classifier's first output.
-        variable: name of a regressor's output.
-        regressor: whether it answers with a number.
-    """
+    """Make the output `label` of a classifier a vector; name the one output of a regressor `variable`."""
     from onnx import TensorProto, helper
 
     graph = converted.graph

@@ -91,15 +91,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 
 
 def route_missing_values(converted: Any, model: object) -> None:
-    """Let NaN take the same branches in the export as in the source.
+    """Let NaN take the same branches in the export as in the source, if that is one ensemble of trees.
 
-    The converter leaves them out.
-
-    A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.
-
-    Args:
-        converted: the ONNX model, changed in place.
-        model: the estimator; left alone unless its trees are those of the one ensemble of the export.
+    The converter leaves them out. A tree sends NaN where most rows of its training went, unless it has seen NaN.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

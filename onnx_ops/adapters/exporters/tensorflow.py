@@ -65,12 +65,7 @@ class TensorflowExporter:
             )
 
     def load(self, folder: Path) -> object:
-        """Load a `.keras` file or a SavedModel.
-
-        Raises:
-            NotFoundError: the folder holds neither.
-            UserError: it cannot be read.
-        """
+        """Load a `.keras` file or a SavedModel."""
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
             raise NotFoundError(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
@@ -115,11 +110,7 @@ class TensorflowExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the model; None in float64, as layers fix their precision.
-
-        Raises:
-            ValueError: the model refuses the inputs.
-        """
+        """Run the model; None in float64, as layers fix their precision."""
         if precision == "float64":
             return None
         tf = import_tensorflow()

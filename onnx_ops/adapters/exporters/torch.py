@@ -58,10 +58,7 @@ class TorchExporter:
         torch.save(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled module, which runs its code.
-
-        The folder is verified by the store, or it is the user's own `model:`.
-        """
+        """Load the pickled module, which runs its code: the store verified it, or it is the user's own `model:`."""
         torch = importlib.import_module("torch")
         file = find_file(folder, FILE)
         try:
@@ -126,11 +123,7 @@ class TorchExporter:
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
-        """Run the module; None in float64 if it creates float32 tensors.
-
-        Raises:
-            ValueError: the module refuses the inputs.
-        """
+        """Run the module; None in float64 if it creates float32 tensors."""
         torch = importlib.import_module("torch")
         module: Any = model
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
@@ -315,10 +308,7 @@ KERAS_BACKEND = "torch"
 
 
 class KerasExporter(TorchExporter):
-    """Exports Keras 3 models on their PyTorch backend.
-
-    Inputs are passed in the order of the data set's `inputs:`. Models of other backends load too.
-    """
+    """Exports Keras 3 models on their PyTorch backend; models of other backends load too."""
 
     tools = ("keras", *TorchExporter.tools)
 
@@ -342,13 +332,7 @@ class KerasExporter(TorchExporter):
 
 
 def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's own classes, to register them.
-
-    Keras imports none but its own.
-
-    Raises:
-        ImportError: a module cannot be imported.
-    """
+    """Import the modules of a `.keras` file's own classes, to register them: Keras imports none but its own."""
     with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
         for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
             importlib.import_module(module)

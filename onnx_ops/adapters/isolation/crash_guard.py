@@ -50,7 +50,7 @@ def run_guarded(
     Args:
         work: a function of a module.
         arguments: its arguments.
-        timeout: seconds that it may take.
+        timeout: in seconds.
         memory: bytes of its process's own data, by default what the machine has.
 
     Raises:

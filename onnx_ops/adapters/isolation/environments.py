@@ -39,15 +39,7 @@ class PythonEnvironments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of an environment, which is made if missing.
-
-        An existing environment needs no network.
-
-        Raises:
-            UserError: a requirement is none.
-            NotFoundError: there is no such Python.
-            StageError: the packages could not be installed.
-        """
+        """Return the interpreter of an environment, which is made if missing; else no network is needed."""
         place = self.place(wanted)
         python = place / "bin" / "python"
         make_once(place, python, lambda: self._make(place, wanted))
@@ -111,11 +103,6 @@ class NpmPackages:
         """Return the folder with `node_modules`, which is made if missing.
 
         No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
-
-        Raises:
-            UserError: a requirement is not an exact version.
-            MeasurementError: there is no npm to make it with.
-            StageError: the packages could not be installed.
         """
         parse_pins(requirements)
         place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
@@ -124,11 +111,7 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Return versions by package name.
-
-    Raises:
-        UserError: a requirement is not `package@1.2.3`.
-    """
+    """Return versions by package name."""
     versions = {}
     for requirement in requirements:
         match = _PINNED.fullmatch(requirement)
@@ -160,13 +143,7 @@ MARKER = "onnx-ops.json"
 
 
 def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
-    """Fill a folder with `make` unless it is complete; keep its document.
-
-    Args:
-        place: the folder; others may ask for it at the same time.
-        needed: a file below it, without which it is not whole.
-        make: fills it.
-    """
+    """Fill a folder with `make` unless it is complete with `needed`; keep its document. Safe for several processes."""
     with hold_lock(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
             return
@@ -178,11 +155,7 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """Run an installer and return its output.
-
-    Raises:
-        StageError: it failed.
-    """
+    """Run an installer and return its output."""
     done = subprocess.run(
         command,
         env=environ,

@@ -150,15 +150,9 @@ _OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_optimizer"
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedOptimizer:
-    """Runs an optimizer in another process.
+    """Runs an optimizer in another process; what needs none of its packages is done in this one, by `here`.
 
-    What needs none of its packages is done in this process.
-
-    Args:
-        here: the optimizer.
-        place: `module:Class`, as its entry point says.
-        python: makes the environment if it must, and gives its interpreter.
-        limits: of the process.
+    Args as of `IsolatedExporter`; `place` is `module:Class`.
     """
 
     here: Optimizer

@@ -40,10 +40,7 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Limits of a process: `memory` in bytes, `timeout` in seconds per answer.
-
-    Memory defaults to that of the machine.
-    """
+    """Limits of a process: `memory` in bytes, by default the machine's; `timeout` in seconds per answer."""
 
     memory: int | None = None
     timeout: float | None = None
@@ -87,11 +84,7 @@ class IsolatedProcess:
 
     @property
     def folder(self) -> Path:
-        """Folder that both processes see.
-
-        Raises:
-            StageError: the process has ended.
-        """
+        """Folder that both processes see."""
         if not self._end.alive:
             raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
         return self._scratch.path
@@ -186,12 +179,9 @@ Command = Callable[[Path, int, int], list[str]]
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Build the command that calls a function in an isolated environment.
+    """Build the command that calls `entry` (`module:function`) in an isolated environment.
 
-    Args:
-        python: the interpreter.
-        entry: `module:function`.
-        packages: further top-level packages or modules of this installation that it may import.
+    It may import this package and `packages`, top-level packages or modules of this installation.
     """
     module, _, function = entry.partition(":")
     code = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {function}; {function}()"

@@ -55,7 +55,8 @@ def _listen(requests: queue.SimpleQueue[str]) -> None:
 
 
 def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict[str, Any]:
-    work: Callable[..., Any] = getattr(worker, request.pop("do"))
+    do = request.pop("do")
+    work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
     if timeout is not None:
         # A thread of C: it speaks and ends the process even where a converter never gives the interpreter back.
@@ -73,7 +74,7 @@ def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict
         )
         return {"error": failure.as_document()}
     except Exception as error:  # a framework raises whatever its parts raise
-        if isinstance(error, ValueError) and work.__name__ in worker.refusing:
+        if isinstance(error, ValueError) and do in worker.refusing:
             return {"refused": str(error)}
         what, lines = (
             f"{type(error).__name__}: {quoted(error)}",
@@ -89,11 +90,7 @@ PREFIX = "input/"
 
 
 def save_arrays(tensors: Mapping[str, Any], path: Path) -> Path:
-    """Write named tensors to an `.npz` file; texts without pickle.
-
-    Raises:
-        MeasurementError: a value is no tensor.
-    """
+    """Write named tensors to an `.npz` file; texts without pickle."""
     import numpy as np
 
     arrays: dict[str, Any] = {}

@@ -109,11 +109,7 @@ class ObjectLedger(Ledger):
             _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
 
     def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
-        """Return the entries after a sequence, read one after the other until there is none.
-
-        Raises:
-            CorruptStateError: one cannot be read, or is missing before another one.
-        """
+        """Return the entries after a sequence, read one after the other until there is none."""
         entries: list[LedgerEntry] = []
         while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
             entries.append(_entry(endpoint, after + len(entries) + 1, data))

@@ -198,9 +198,7 @@ class SkipOptions:
 class _CleanupOptimizer:
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
-    Args:
-        timeout: seconds that the tool may take.
-        memory: bytes that its process may use, by default what the machine has.
+    It may take `timeout` seconds and `memory` bytes, by default what the machine has.
     """
 
     tool: str

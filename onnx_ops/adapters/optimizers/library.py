@@ -26,11 +26,7 @@ Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
-    """Return the options that are given, as the optimizer's dataclass has them.
-
-    Raises:
-        UserError: One is unknown or wrong, or they do not fit together.
-    """
+    """Return the options that are given, as the optimizer's dataclass has them."""
     where = f"variant {section.name}, options"
     options: Any = bind_settings(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):
@@ -68,11 +64,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Raise whatever the library raises as a failure of the stage.
-
-    Raises:
-        StageError: whatever the library raised, in one line.
-    """
+    """Raise whatever the library raises as a failure of the stage."""
     try:
         yield
     except OnnxOpsError:
@@ -84,11 +76,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Check that a tool kept names, types and free dimensions.
-
-    Raises:
-        StageError: the tool changed one.
-    """
+    """Check that a tool kept names, types and free dimensions."""
     before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
         if old != new:
@@ -103,14 +91,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
 def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
-    """Build the error of a variant in which nothing was quantized.
-
-    Args:
-        section: the variant.
-        source: the model as it came.
-        op_types: the types of operators that the method quantizes.
-        what: what happened.
-    """
+    """Build the error of a variant in which nothing was quantized."""
     from onnx import TensorProto
 
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
@@ -161,9 +142,8 @@ BATCH = 16
 class BatchReader:
     """Yields calibration batches in the order of the rows.
 
-    A model with a fixed batch gets exactly that many rows; rows left over go unused.
-
-    The quantizer asks for ranges of batches (`set_range`), so that it holds the activations of one range only.
+    A model with a fixed batch gets exactly that many rows; rows left over go unused. The quantizer asks for ranges of
+    batches (`set_range`), so that it holds the activations of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.

@@ -73,11 +73,7 @@ class OliveOptimizer:
         return (config,) if isinstance(config, str) else ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
-        """Return the section with the used part of the configuration in place of its file name.
-
-        Raises:
-            NotFoundError, UserError, ConfigError: there is no such file, or it is not of that kind.
-        """
+        """Return the section with the used part of the configuration in place of its file name."""
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
@@ -135,11 +131,7 @@ class OliveOptimizer:
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """Return the part of a configuration that decides a variant.
-
-    Raises:
-        UserError: it is no configuration, searches, runs code, or runs somewhere else.
-    """
+    """Return the part of a configuration that decides a variant."""
     if not isinstance(config, Mapping) or not isinstance(config.get("passes"), Mapping) or not config["passes"]:
         raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
     flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
@@ -240,11 +232,7 @@ def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
 
 
 def _run(workflow: Mapping[str, Any], variant: str) -> Path:
-    """Run a workflow and return the path of the model that Olive made.
-
-    Raises:
-        StageError: it failed, or made none: Olive calls both done.
-    """
+    """Run a workflow and return the path of the model that Olive made."""
     where = f"variant {variant}"
     remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
     with _warnings() as messages:

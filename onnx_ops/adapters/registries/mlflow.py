@@ -51,9 +51,6 @@ class MlflowRegistry:
         artifact_root: where files go when the database is used directly (a folder or `s3://…`); beside a SQLite
             database if it is left out. A tracking server decides for itself.
         public_url: where people open MLflow's pages, if that is not `tracking_uri`.
-
-    Raises:
-        UserError: `tracking_uri` is of a kind that MLflow no longer uses for registries, or `artifact_root` is missing.
     """
 
     def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
@@ -79,11 +76,6 @@ class MlflowRegistry:
 
         After a crash the next call completes the set. An existing version keeps its content; its decisions, evidence
         and description become those of this publication.
-
-        Raises:
-            ServiceUnavailableError: MLflow does not answer.
-            UserError: a name is invalid, or a variant does not hold exactly one ONNX file.
-            DigestMismatchError: a file is not what its manifest says.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -147,12 +139,7 @@ class MlflowRegistry:
         return tuple(sorted(listed, key=lambda entry: int(entry.version)))
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
-
-        Raises:
-            RefusedError: an alias points at it.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files."""
         if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
             raise RefusedError(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
         try:
@@ -185,14 +172,7 @@ class MlflowRegistry:
             return {model.name: {alias: str(to) for alias, to in model.aliases.items()} for model in models}
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Point an alias at a version.
-
-        Raises:
-            NotFoundError: there is no such version.
-            RefusedError: the server vetoes it.
-            UserError: the alias is not a valid name.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Point an alias at a version."""
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.set_registered_model_alias(model, alias, version)
@@ -216,11 +196,6 @@ class MlflowRegistry:
         """Download the version's model files into an empty folder; return their manifest.
 
         The caller compares the manifest's digest with the one that was signed.
-
-        Raises:
-            DigestMismatchError: the manifest or MLmodel is not what was registered, or a file is missing.
-            NotFoundError: there is no such version, or its files were not registered by onnx-ops.
-            ServiceUnavailableError: MLflow does not answer.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
@@ -239,12 +214,7 @@ class MlflowRegistry:
             return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """Return an evidence document by its path. Callers verify its signed digest.
-
-        Raises:
-            NotFoundError: the version has no such document.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Return an evidence document by its path. Callers verify its signed digest."""
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id
         with self._mlflow.session(where) as client, Scratch() as aside:

@@ -53,15 +53,7 @@ _default_uri_lock = threading.Lock()
 
 
 class MlflowConnection:
-    """One MLflow: a tracking server, or the database behind one.
-
-    Args:
-        uri: `http://…`, `https://…`, or a SQLAlchemy URL of SQLite, PostgreSQL, MySQL or SQL Server.
-
-    Raises:
-        UserError: the URI is of another kind.
-        MissingPackageError: MLflow is not installed.
-    """
+    """One MLflow: a tracking server (`http://…`), or the database behind one (a URL of SQLAlchemy)."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -165,11 +157,7 @@ class MlflowConnection:
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
     def statuses(self, path: str, count: int) -> list[int]:
-        """Return the HTTP statuses of concurrent requests, for several server workers.
-
-        Raises:
-            ServiceUnavailableError: there is no answer.
-        """
+        """Return the HTTP statuses of concurrent requests, for several server workers."""
         self._import()
         from mlflow.exceptions import MlflowException
         from mlflow.utils.credentials import get_default_host_creds
@@ -226,13 +214,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which others may have changed.
-
-    Args:
-        connection: to MLflow.
-        location: artifact location of the LoggedModel or run.
-        where: names the version in errors.
-    """
+    """Files of one LoggedModel or run, which others may have changed."""
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -267,13 +249,7 @@ class MlflowModels:
         self._mlflow = MlflowConnection(tracking_uri)
 
     def fingerprint(self, uri: str) -> str:
-        """Return the version and the location of its files, neither of which ever changes.
-
-        Raises:
-            UserError: it is no such URI.
-            NotFoundError: there is no such version or alias.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Return the version and the location of its files, neither of which ever changes."""
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"
 

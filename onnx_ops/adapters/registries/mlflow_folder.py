@@ -71,11 +71,7 @@ def validate_record(record: VariantRecord) -> None:
 
 
 def find_model_file(names: Iterable[str]) -> str:
-    """Return the ONNX file among the model's files; the others hold its external data.
-
-    Raises:
-        UserError: there is none, or more than one.
-    """
+    """Return the ONNX file among the model's files; the others hold its external data."""
     models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
     if len(models) != 1:
         raise UserError(f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}")

@@ -68,15 +68,7 @@ class WebhookReport:
 
 
 class MlflowWebhooks:
-    """The webhook of one name, by which people recognise it in MLflow's list.
-
-    Args:
-        tracking_uri: a tracking server's URL.
-        name: of the webhook; projects that share an MLflow need different ones.
-
-    Raises:
-        UserError: it is a database; only a server sends webhooks.
-    """
+    """The webhook of one name, by which people recognise it; projects that share an MLflow need different names."""
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
         self._mlflow = MlflowConnection(tracking_uri)
@@ -90,12 +82,7 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or correct all that is wrong with it; then test it.
-
-        Raises:
-            UserError: MLflow does not accept the URL.
-            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
-        """
+        """Create the webhook, or correct all that is wrong with it; then test it."""
         from mlflow.entities.webhook import WebhookEvent
 
         events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
@@ -121,12 +108,7 @@ class MlflowWebhooks:
         return report if report.ok else self.install(report.url, secret)
 
     def check(self) -> WebhookReport:
-        """Compare and test the webhook without changing it.
-
-        Raises:
-            NotFoundError: there is none.
-            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
-        """
+        """Compare and test the webhook without changing it."""
         with self._session() as client:
             webhooks = self._webhooks(client)
             if not webhooks:

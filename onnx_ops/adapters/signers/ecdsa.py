@@ -70,10 +70,6 @@ def create_key(path: Path) -> EcdsaSigner:
     """Create a private key at `path` (mode 0600), with the public one beside it.
 
     An existing key is kept and used, so two processes that start at once use the same key.
-
-    Raises:
-        InfrastructureError: the folder cannot be written.
-        NotFoundError, RefusedError, UserError: as `EcdsaSigner` does, of an existing key.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
