@@ -236,8 +236,8 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
         ):
             library_call(job)
         derived = read_model(job.result)
-    section, ignored = request.section, find_quantized_nodes(sorted(job.nodes_to_exclude()), derived, _REWRITTEN_GEMM)
-    if ignored:
+    section, excluded = request.section, {name for names in job.excluded.values() for name in names}
+    if ignored := find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM):
         names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
         raise UserError(
             f"excluding {', '.join(names)} took no effect",
