@@ -6,8 +6,8 @@ import base64
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,
     NotFoundError,
-    OnnxOpsError,
     ServiceUnavailableError,
     UserError,
 )
@@ -148,23 +147,10 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
 @pytest.mark.nightly
 def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
     """DVC's own fetch takes a lock, and refuses whoever comes second."""
-    found: list[float] = []
-    errors: list[OnnxOpsError] = []
-
-    def work() -> None:
-        try:
-            found.append(first(reads.load(section(PATH), pushed.root)))
-        except OnnxOpsError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    dvc(pushed, reads.environments, ("fetch", "-q"))
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert found == [expected(1)] * 3
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(reads.load, section(PATH), pushed.root) for _ in range(3)]
+        dvc(pushed, reads.environments, ("fetch", "-q"))
+    assert [first(load.result()) for load in loads] == [expected(1)] * 3
 
 
 @pytest.mark.nightly

@@ -23,9 +23,9 @@ from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.ports import PairedBenchmarkSchedule, RewritingRuntime, Runtime
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
-from tests.adapters.runtime_places import ended_in_the_middle, environments, require
+from tests.adapters.runtime_places import ended_in_the_middle, environments, require, write_identity
 from tests.support.external import write_external
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
@@ -126,25 +126,6 @@ class TestBrowser(RuntimeSuite):
         super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_perceptron(tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
-
-
-def identity(path: Path, kind: int, shape: tuple[int | str, ...] = ("n", 2)) -> Path:
-    """A model that gives back what it gets, of one type."""
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["x"], ["y"])],
-        "identity",
-        [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info("y", kind, shape)],
-    )
-    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
 VALUES = {
     "float32": [[0.5, -np.inf], [np.nan, 3e38]],
     "float64": [[0.1, -0.0], [np.inf, 5e-324]],
@@ -166,7 +147,7 @@ VALUES = {
 def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp_path: Path, name: str) -> None:
     runtime, target = place
     array = np.array(VALUES[name], dtype=name)
-    path = identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype))
+    path = write_identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype), ("n", 2))
     answers = runtime.run(path, target, ({"x": array}, {"x": array[:0]}))
     assert answers[0]["y"].dtype == array.dtype
     assert answers[0]["y"].shape == (2, 2)

@@ -41,13 +41,6 @@ class TestOnnxRuntime(RuntimeSuite):
         return CPU
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    return path
-
-
 def test_the_fingerprint_needs_no_runtime() -> None:
     code = """
 import json, sys

@@ -44,13 +44,6 @@ class TestOrtFormat(RuntimeSuite):
         return PHONE
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    return path
-
-
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
 def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, target: Target) -> None:
     session = build_session(file, target)

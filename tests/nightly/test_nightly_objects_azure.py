@@ -41,14 +41,8 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with subprocess.Popen([program, *options, "--skipApiVersionCheck"], stdout=subprocess.DEVNULL) as process:
         try:
             address = f"http://127.0.0.1:{port}/{ACCOUNT}"
-            opened = ";".join(
-                (
-                    "DefaultEndpointsProtocol=http",
-                    f"AccountName={ACCOUNT}",
-                    f"AccountKey={KEY}",
-                    f"BlobEndpoint={address}",
-                )
-            )
+            account = f"AccountName={ACCOUNT};AccountKey={KEY}"
+            opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint={address}"
             _wait_for(f"{address}?comp=list", process)
             with BlobServiceClient.from_connection_string(opened) as client:
                 client.create_container(CONTAINER)
