@@ -149,8 +149,7 @@ class FakeProvider:
         return replace(state, drift=tuple(differs))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         name, state = config.endpoint, replace(state, generation=generation)
         last = self._generations.get(name, -1)
         current = self._states.get(name)
@@ -172,20 +171,21 @@ class FakeProvider:
         return self.counted
 
     def remove(self, config: EndpointConfig) -> None:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
+        self._reach(config)
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
+
+    def _reach(self, config: EndpointConfig) -> None:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
-        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """Replace or lose the endpoint without an entry in the ledger; its generation stays."""

@@ -52,9 +52,7 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
 def test_load_csv_by_a_pointer_gives_its_columns(repository: Repository, reads: DvcSource) -> None:
     repository.add("data/rows.csv", b"age,city\n40.5,Oslo\n,Rome\n")
     repository.commit("v3")
-
     arrays = reads.load(section("data/rows.csv"), repository.root)
-
     assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
 
 

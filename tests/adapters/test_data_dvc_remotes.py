@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
-from onnx_ops.adapters.isolation.environments import NpmPackages
 from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,
@@ -24,7 +19,7 @@ from onnx_ops.errors import (
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require
-from tests.support.ports import free_port
+from tests.support.azurite import azurite
 
 PATH = "data/train.npz"
 
@@ -181,44 +176,23 @@ def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
             reads.load(section(PATH), repository.root)
 
 
-@pytest.fixture
-def azure(reads: DvcSource, tmp_path: Path) -> Iterator[str]:
-    """Connection string of an Azurite with one empty container, `data`."""
+@pytest.mark.nightly
+def test_azure_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
     from azure.storage.blob import BlobServiceClient
 
     require("node", "npm")
-    program = NpmPackages(folder=reads.environments).installed(("azurite@3.37.0",)) / "node_modules/.bin/azurite-blob"
-    key, port = base64.b64encode(b"a key of the tests").decode(), free_port()
-    command = [str(program), "--silent", "--skipApiVersionCheck", "--blobPort", str(port), "--location", str(tmp_path)]
-    server = subprocess.Popen(command, env={**os.environ, "AZURITE_ACCOUNTS": f"tests:{key}"})
-    connection = (
-        f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/tests;"
-    )
-    try:
-        client = BlobServiceClient.from_connection_string(connection, retry_total=20, retry_backoff_factor=0.1)
-        client.create_container("data")
-        client.close()
-        yield connection
-    finally:
-        server.terminate()
-        server.wait()
-
-
-@pytest.mark.nightly
-def test_azure_is_a_remote(azure: str, reads: DvcSource, tmp_path: Path) -> None:
-    from azure.storage.blob import BlobServiceClient
-
-    setup = (
-        ("remote", "add", "-d", "cloud", "azure://data/dvc"),
-        ("remote", "modify", "--local", "cloud", "connection_string", azure),
-    )
-    repository = push(tmp_path, reads, *setup, packages=("dvc-azure==3.1.1",))
-    assert first(reads.load(section(PATH), repository.root)) == expected(1)
     oid = md5(archive(1))
     key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
-    with BlobServiceClient.from_connection_string(azure) as client:
-        client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
-    with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
-        reads.load(section(PATH), repository.root)
+    with azurite(reads.environments, "data") as opened:
+        setup = (
+            ("remote", "add", "-d", "cloud", "azure://data/dvc"),
+            ("remote", "modify", "--local", "cloud", "connection_string", opened),
+        )
+        repository = push(tmp_path, reads, *setup, packages=("dvc-azure==3.1.1",))
+        assert first(reads.load(section(PATH), repository.root)) == expected(1)
+        with BlobServiceClient.from_connection_string(opened) as client:
+            client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
+        with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
+            reads.load(section(PATH), repository.root)
     assert caught.value.where.endswith(f"data/{key}")
     assert "AccountKey" not in str(caught.value)

@@ -19,7 +19,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import onnxruntime as adapter
 from onnx_ops.adapters.optimizers.library import BATCH, BatchReader
-from onnx_ops.adapters.optimizers.low_precision import WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_file
@@ -175,33 +174,6 @@ def test_an_excluded_operator_without_weights_is_followed_into_what_it_became(pe
     DynamicQuantizer().optimize(replace(perceptron, section=replace(DYNAMIC, exclude=("first_bias",))))
     names = {weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)}
     assert names == {"second.weight", "third.weight"}
-
-
-@pytest.mark.parametrize(
-    ("method", "data_type", "name"),
-    [
-        ("dynamic", TensorProto.FLOAT16, "float16"),
-        ("dynamic", TensorProto.DOUBLE, "float64"),
-        ("weight-only", TensorProto.DOUBLE, "float64"),
-    ],
-)
-def test_matrix_products_of_other_floats_are_named_with_the_reason(
-    perceptron: OptimizeRequest, method: str, data_type: int, name: str
-) -> None:
-    weight = helper.make_tensor("weight", data_type, (4, 3), range(12))
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "weight"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])],
-        "products",
-        [helper.make_tensor_value_info(one, data_type, shape) for one, shape in (("x", (4, 4)), ("y", (4, 4)))],
-        [helper.make_tensor_value_info(one, data_type, None) for one in ("mixed", "scores")],
-        [weight],
-    )
-    write_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), perceptron.source)
-    quantizer = DynamicQuantizer() if method == "dynamic" else WeightOnlyQuantizer()
-    with pytest.raises(UserError, match="nothing was quantized") as raised:
-        quantizer.optimize(replace(perceptron, section=Quantize(name="v", method=method)))
-    assert f"1 MatMul: weights in {name}, and only float32 is quantized" in raised.value.why
-    assert "1 MatMul: no constant weights" in raised.value.why
 
 
 def test_excluding_everything_is_no_variant(perceptron: OptimizeRequest) -> None:

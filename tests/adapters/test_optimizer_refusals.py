@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import low_precision
-from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
@@ -53,22 +53,34 @@ def test_what_builds_and_does_not_run_is_refused(file: Path, options: dict[str, 
     assert not request.path.exists()
 
 
-def write_product(path: Path, kind: str) -> None:
-    """`y = x @ w` in that type."""
+def write_products(path: Path, kind: str) -> None:
+    """One product with a weight of that type, and one of two inputs."""
     element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-    x, y = (helper.make_tensor_value_info(name, element, ["N", 8]) for name in "xy")
-    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(8, 8)).astype(kind), "w")
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "product", [x], [y], [weight])
+    x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
+    given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 3)).astype(kind), "w")
+    products = [helper.make_node("MatMul", ["x", "w"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])]
+    graph = helper.make_graph(products, "products", [x, y], given, [weight])
     onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
 
 
-@pytest.mark.parametrize("kind", ["float16", "float64"])
-@pytest.mark.parametrize("optimizer", [DynamicQuantizer(), Fp16Optimizer()], ids=["dynamic", "fp16"])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        (DynamicQuantizer(), "float16"),
+        (DynamicQuantizer(), "float64"),
+        (Fp16Optimizer(), "float16"),
+        (Fp16Optimizer(), "float64"),
+        (WeightOnlyQuantizer(), "float64"),
+    ],
+)
 def test_weights_of_another_precision_are_named(tmp_path: Path, optimizer: Optimizer, kind: str) -> None:
-    write_product(tmp_path / "model.onnx", kind)
+    write_products(tmp_path / "model.onnx", kind)
     request = request_for(tmp_path / "model.onnx")
-    with pytest.raises(UserError, match=f"weights in {kind}, and only float32") as caught:
+    with pytest.raises(UserError, match=r"nothing was (quantized|converted)") as caught:
         optimizer.optimize(request)
+    assert f"1 MatMul: weights in {kind}, and only float32 is quantized" in caught.value.why
+    assert "1 MatMul: no constant weights" in caught.value.why
     assert "in float32" in caught.value.remedy
     assert not request.path.exists()
 

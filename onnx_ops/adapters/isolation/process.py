@@ -10,13 +10,14 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
@@ -89,6 +90,12 @@ class IsolatedProcess:
             raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
         return self._scratch.path
 
+    @contextlib.contextmanager
+    def shared_folder(self) -> Iterator[Path]:
+        """Make a folder that both processes see; it is removed afterwards."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
+
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
         """Send one request and return the answer.
 
@@ -107,8 +114,7 @@ class IsolatedProcess:
             ready, _, _ = select.select([self._answers], [], [], left)
             part = self._answers.read(1 << 16) if ready else None
             if not part:
-                late = deadline is not None and time.monotonic() >= deadline
-                raise self._late(do, timeout) if late else self._crashed(do)
+                self._fail(do, timeout if deadline is not None and time.monotonic() >= deadline else None)
             received += part
         answer = json.loads(received)
         if "refused" in answer:
@@ -121,30 +127,30 @@ class IsolatedProcess:
         """End it, and whatever it has started."""
         self._end()
 
-    def _crashed(self, do: str) -> StageError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+    def _fail(self, do: str, late_after: float | None) -> NoReturn:
+        """Stop the process, which has not answered in time or, without a time, has crashed."""
+        if late_after is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code, output = self._process.poll(), self._tail.summary()
         self.stop()
+        if late_after is not None:
+            raise StageError(
+                f"it took longer than {late_after:g} s to {do} and was stopped",
+                where=self._where,
+                why=output,
+                remedy="Raise `env.timeout` if the work is really that long.",
+            )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
-        return StageError(
+        raise StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
             why=output or "it printed nothing",
             remedy=f"The lines above are its last words. It may use {self._memory / 1e9:.1f} GB of memory: see "
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
-        )
-
-    def _late(self, do: str, timeout: float | None) -> StageError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        output = self._tail.summary()
-        self.stop()
-        return StageError(
-            f"it took longer than {timeout:g} s to {do} and was stopped",
-            where=self._where,
-            why=output,
-            remedy="Raise `env.timeout` if the work is really that long.",
         )
 
 

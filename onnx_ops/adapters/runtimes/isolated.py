@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partialmethod
 from pathlib import Path
@@ -79,7 +77,7 @@ class IsolatedRuntime:
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             feeds = [save_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
             answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
             files = {"feeds": [str(path) for path in feeds], "answers": [str(path) for path in answers]}
@@ -111,7 +109,7 @@ class IsolatedRuntime:
         return self._measure(do, target, feed, models=names, schedule=codec.to_json(schedule))
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> dict[str, Any]:
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             stored, answers = save_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
             self._ask(do, target, feed=str(stored), answers=str(answers), **arguments)
             with np.load(answers, allow_pickle=False) as archive:
@@ -120,11 +118,6 @@ class IsolatedRuntime:
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
         document = codec.to_json(replace(target, env=None))
         return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
-
-    @contextmanager
-    def _scratch(self, target: Target) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
-            yield Path(folder)
 
     def _process(self, target: Target) -> IsolatedProcess:
         def start() -> IsolatedProcess:

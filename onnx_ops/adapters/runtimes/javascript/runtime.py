@@ -7,9 +7,7 @@ import functools
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -96,7 +94,7 @@ class NodeRuntime:
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             requests = [
                 {"feed": write_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
                 for number, feed in enumerate(batches)
@@ -167,17 +165,12 @@ class NodeRuntime:
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Any:
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             return self._ask(do, target, feed=write_tensors(feed, folder / "feed"), **arguments)
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
         document = codec.to_json(replace(target, env=None))
         return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
-
-    @contextmanager
-    def _scratch(self, target: Target) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
-            yield Path(folder)
 
     def _process(self, target: Target) -> IsolatedProcess:
         return self._held.get(target.digest(), lambda: self._start(target))
