@@ -414,12 +414,8 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     """Return the commit that a tag, branch or hash names; an empty one is what is checked out."""
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
-        raise NotFoundError(
-            "this is no git repository",
-            where=place,
-            why=_last_error(repository),
-            remedy="`repo` is a folder of a checkout, relative to the project's root, or a URL.",
-        )
+        remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."
+        raise NotFoundError("this is no git repository", where=place, why=_last_error(repository), remedy=remedy)
     done = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
     if done.returncode:
         raise NotFoundError(

@@ -263,8 +263,5 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
-    raise UserError(
-        f"the column is of type {kind}",
-        where=where,
-        remedy="Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file.",
-    )
+    remedy = "Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file."
+    raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from onnx_ops.adapters.exporters.signature import Precision
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter, list_estimators
 from onnx_ops.errors import UserError
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 _CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
@@ -55,9 +55,7 @@ class _BoostedExporter(SklearnExporter):
             )
         super().export(model, request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; an empty batch is refused, as its output shape is wrong."""
         if not all(len(array) for array in inputs.values()):
             raise ValueError(f"{self._package} gives no answer of the right shape to no rows")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from onnx_ops.adapters.exporters.signature import check_section
+from onnx_ops.adapters.exporters.signature import Precision, check_section
 from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
@@ -26,7 +25,7 @@ from onnx_ops.onnx_graph.compatibility import (
 from onnx_ops.onnx_graph.files import copy_model, find_model_file, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 FILE = "model.onnx"
@@ -85,9 +84,7 @@ class OnnxExporter:
             )
         copy_model(source, request.path)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the file without graph optimizations, or in ONNX's own evaluator if it is too new; None in float64."""
         if precision == "float64":
             return None

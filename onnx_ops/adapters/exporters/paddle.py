@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.signature import (
+    Precision,
     check_opset,
     check_section,
     find_file_with_suffix,
@@ -17,7 +17,7 @@ from onnx_ops.adapters.exporters.signature import (
 )
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 from onnx_ops.scratch import Scratch
 
@@ -52,11 +52,8 @@ class PaddleExporter:
             importlib.import_module("paddle.jit.dy2static.program_translator").StaticFunction,
         )
         if not static:
-            raise UserError(
-                f"{type(model).__name__} is no static layer",
-                where="train.run",
-                remedy="Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')]).",
-            )
+            remedy = "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')])."
+            raise UserError(f"{type(model).__name__} is no static layer", where="train.run", remedy=remedy)
         model.eval()  # type: ignore[attr-defined]
         paddle.jit.save(model, str(folder / STEM))
 
@@ -97,9 +94,7 @@ class PaddleExporter:
         del converted.graph.value_info[:]
         write_model(converted, request.path)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the layer; None in float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None

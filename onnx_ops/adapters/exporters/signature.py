@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.ports.data import Tensors
+
+Precision = Literal["float32", "float64"]
+"""Of reference outputs."""
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
 """Free axes of an input that `export.dynamic` says nothing about."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.known_defects import check_convertible
-from onnx_ops.adapters.exporters.signature import check_section, find_file
+from onnx_ops.adapters.exporters.signature import Precision, check_section, find_file
 from onnx_ops.adapters.exporters.sklearn_signature import (
     InputLayout,
     build_rows,
@@ -113,9 +113,7 @@ class SklearnExporter:
         """Return the model in the form that the converters take."""
         return model
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; in float32 with rounded weights, which so count as noise of the source."""
         estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         rows = build_rows(model, inputs, precision)
@@ -198,12 +196,8 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
             if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
                 remedy = f"Set export.framework: {package}, which converts pipelines with its estimators too."
                 break
-        raise UserError(
-            f"skl2onnx cannot convert {type(model).__name__}",
-            where="export",
-            why=f"{type(error).__name__}: {quoted(error)}",
-            remedy=remedy,
-        ) from error
+        what = f"skl2onnx cannot convert {type(model).__name__}"
+        raise UserError(what, where="export", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy) from error
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from onnx_ops.adapters.exporters.signature import rename_values
+from onnx_ops.adapters.exporters.signature import Precision, rename_values
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors, frame_of
 
@@ -64,7 +64,7 @@ def choose_layout(model: object, parts: list[object], samples: Tensors) -> Input
     return InputLayout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
 
 
-def build_rows(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
+def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     """Build the argument of `predict`: an array, or a data frame if fitted on one."""
     import numpy as np
 

@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.signature import (
+    Precision,
     check_opset,
     check_section,
     find_file_with_suffix,
@@ -23,7 +24,7 @@ from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 KERAS_FILE = "model.keras"
@@ -107,9 +108,7 @@ class TensorflowExporter:
             raise build_conversion_error("tf2onnx", error) from error
         write_converted(converted, names, request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the model; None in float64, as layers fix their precision."""
         if precision == "float64":
             return None
@@ -152,19 +151,14 @@ class TfliteExporter:
             raise build_conversion_error("tf2onnx", error) from error
         inputs = converted.graph.input
         if len(inputs) != len(request.samples):
-            raise UserError(
-                f"the file has {len(inputs)} inputs, not {len(request.samples)}",
-                where="data inputs",
-                remedy="Name as many arrays in `inputs:`, in the file's order.",
-            )
+            what = f"the file has {len(inputs)} inputs, not {len(request.samples)}"
+            raise UserError(what, where="data inputs", remedy="Name as many arrays in `inputs:`, in the file's order.")
         rename_values(converted.graph, {value.name: name for value, name in zip(inputs, request.samples, strict=True)})
         for value, name in zip(inputs, request.samples, strict=True):
             value.name = name
         write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the interpreter without its accelerated kernels.
 
         Raises:

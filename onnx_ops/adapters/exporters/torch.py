@@ -15,9 +15,10 @@ import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.signature import (
+    Precision,
     check_section,
     find_file,
     find_file_with_suffix,
@@ -120,9 +121,7 @@ class TorchExporter:
 
         return trace
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the module; None in float64 if it creates float32 tensors."""
         torch = importlib.import_module("torch")
         module: Any = model
@@ -139,11 +138,8 @@ class TorchExporter:
 
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     if not isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"{type(model).__name__} is no torch.nn.Module",
-            where="export",
-            remedy="`train.run` must return a module.",
-        )
+        remedy = "`train.run` must return a module."
+        raise UserError(f"{type(model).__name__} is no torch.nn.Module", where="export", remedy=remedy)
     section = request.section
     check_section(section, request.samples, (TRANSLATIONS,))
     table = _load_translations(section)
@@ -353,11 +349,8 @@ def _keras() -> Any:
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")
     if keras.backend.backend() != KERAS_BACKEND:
-        raise UserError(
-            f"Keras runs on {keras.backend.backend()} here",
-            where="export.framework",
-            remedy="Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow.",
-        )
+        remedy = "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
+        raise UserError(f"Keras runs on {keras.backend.backend()} here", where="export.framework", remedy=remedy)
     return keras
 
 
@@ -375,11 +368,8 @@ class HuggingfaceExporter(TorchExporter):
     def save(self, model: object, folder: Path) -> None:
         """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-            raise UserError(
-                f"{type(model).__name__} is no model of transformers",
-                where="train.run",
-                remedy="It must return a PreTrainedModel; export.framework: torch takes any module.",
-            )
+            remedy = "It must return a PreTrainedModel; export.framework: torch takes any module."
+            raise UserError(f"{type(model).__name__} is no model of transformers", where="train.run", remedy=remedy)
         if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
             raise UserError(
                 f"{type(model).__name__} is no class of transformers",
@@ -399,11 +389,8 @@ class HuggingfaceExporter(TorchExporter):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):
-            raise UserError(
-                f"transformers has no architecture {names}",
-                where="config.json",
-                remedy="Install the version that wrote it.",
-            )
+            remedy = "Install the version that wrote it."
+            raise UserError(f"transformers has no architecture {names}", where="config.json", remedy=remedy)
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
@@ -415,9 +402,7 @@ class HuggingfaceExporter(TorchExporter):
         """Return a tracer of the model with its inputs in the order of the data."""
         return super().tracer(_named(model, tuple(request.samples)), request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the model with inputs by name; raises as for PyTorch modules."""
         return super().reference(_named(model, tuple(inputs)), inputs, precision)
 

@@ -49,11 +49,8 @@ class PythonEnvironments:
         """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
-                raise UserError(
-                    f"{requirement!r} is no requirement",
-                    where="env.requirements",
-                    remedy="Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings.",
-                )
+                remedy = "Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings."
+                raise UserError(f"{requirement!r} is no requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
         return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
@@ -68,11 +65,8 @@ class PythonEnvironments:
         else:
             interpreter = shutil.which(f"python{wanted.python}") if wanted.python is not None else sys.executable
             if interpreter is None:
-                raise NotFoundError(
-                    f"there is no python{wanted.python} here",
-                    where="env.python",
-                    remedy="Install it, or install uv, which brings it.",
-                )
+                remedy = "Install it, or install uv, which brings it."
+                raise NotFoundError(f"there is no python{wanted.python} here", where="env.python", remedy=remedy)
             run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
             run_installer([*pip, "install", "--quiet", *requirements], clean)

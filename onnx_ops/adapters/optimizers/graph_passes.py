@@ -227,12 +227,8 @@ class _CleanupOptimizer:
                     type(self).clean, request.source, result, chosen, timeout=self._timeout, memory=self._memory
                 )
             except ProcessCrashError as crash:
-                raise StageError(
-                    f"{self.tool} failed",
-                    where=where,
-                    why=crash.explanation,
-                    remedy=f"Leave this variant out of `quantize`, or give other passes with options.{self.option}.",
-                ) from None
+                remedy = f"Leave this variant out of `quantize`, or give other passes with options.{self.option}."
+                raise StageError(f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy) from None
             derived = read_model(result)
             restore_metadata(derived, source)
             write_model(derived, request.path)

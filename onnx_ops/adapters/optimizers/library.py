@@ -154,11 +154,8 @@ class BatchReader:
 
         where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs}
         if wanted != set(rows):
-            raise UserError(
-                f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}",
-                where=where,
-                remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
-            )
+            what = f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}"
+            raise UserError(what, where=where, remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.")
         for name, array in rows.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 what = f"calibration rows of input {name} hold NaN or infinity: no range can be read off them"

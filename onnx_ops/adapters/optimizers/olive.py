@@ -77,11 +77,8 @@ class OliveOptimizer:
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
-            raise UserError(
-                "olive needs a configuration",
-                where=f"variant {section.name}",
-                remedy="Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}.",
-            )
+            remedy = "Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}."
+            raise UserError("olive needs a configuration", where=f"variant {section.name}", remedy=remedy)
         if not isinstance(config, str | Mapping):
             raise UserError("config must be a file of the project, or the configuration: {passes: {...}}", where=where)
         if isinstance(config, str):
@@ -136,26 +133,17 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
         raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
     flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
     if flat.get("search_strategy"):
-        raise UserError(
-            "it searches, and Olive's search keeps what it measured best on a machine that happened to be there",
-            where=where,
-            remedy="Leave out search_strategy. `method: auto` searches under a budget.",
-        )
+        what = "it searches, and Olive's search keeps what it measured best on a machine that happened to be there"
+        raise UserError(what, where=where, remedy="Leave out search_strategy. `method: auto` searches under a budget.")
     used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
     for path, value in _walk(used):
         if path[-1] in _CODE and value:
-            raise UserError(
-                f"{'.'.join(path)} names code, which would not be part of the stage's key",
-                where=where,
-                remedy="Leave it out; rows come from `calibrate`.",
-            )
+            what = f"{'.'.join(path)} names code, which would not be part of the stage's key"
+            raise UserError(what, where=where, remedy="Leave it out; rows come from `calibrate`.")
     for name, system in used.get("systems", {}).items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
-            raise UserError(
-                f"systems.{name} is no LocalSystem",
-                where=where,
-                remedy="Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out.",
-            )
+            remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
+            raise UserError(f"systems.{name} is no LocalSystem", where=where, remedy=remedy)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")

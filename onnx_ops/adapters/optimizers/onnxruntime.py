@@ -134,27 +134,18 @@ class StaticQuantizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Quantize weights and activations with ranges from calibration rows."""
         if request.section.calibrate is None or not request.calibration:
-            raise UserError(
-                f"variant {request.section.name} needs calibration rows",
-                where="quantize.calibrate",
-                remedy="Add calibrate: {data: train, samples: 256}.",
-            )
+            what = f"variant {request.section.name} needs calibration rows"
+            raise UserError(what, where="quantize.calibrate", remedy="Add calibrate: {data: train, samples: 256}.")
         options = read_options(request.section, self.options)
         recipe = choose_static_recipe(options, request.machines)
         opsets, where = read_model_info(request.source).opsets, f"variant {request.section.name}"
         opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
         if request.section.per_channel and opset < PER_CHANNEL_OPSET:
-            raise UserError(
-                f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}",
-                where=where,
-                remedy="Set per_channel: false, or export at a newer opset.",
-            )
+            what = f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}"
+            raise UserError(what, where=where, remedy="Set per_channel: false, or export at a newer opset.")
         if recipe.activations == "uint16" and opset < WIDE_OPSET:
-            raise UserError(
-                f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}",
-                where=where,
-                remedy="Export at a newer opset, or leave `activations` to the target.",
-            )
+            what = f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}"
+            raise UserError(what, where=where, remedy="Export at a newer opset, or leave `activations` to the target.")
         chosen = {
             "activations": recipe.activations,
             "weights": recipe.weights,

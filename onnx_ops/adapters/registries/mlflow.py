@@ -274,11 +274,8 @@ class MlflowRegistry:
                 if error.error_code != _EXISTS or experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
-            raise UserError(
-                "the experiment was deleted in MLflow",
-                where=f"experiment {name}",
-                remedy=f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
-            )
+            remedy = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            raise UserError("the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy)
         return str(experiment.experiment_id)
 
     def _version(self, model: str, version: str) -> Any:

@@ -56,11 +56,8 @@ def validate_record(record: VariantRecord) -> None:
     # A model that takes its weights from elsewhere could not be verified.
     external = list_external_names(record.files[find_model_file(record.files)])
     if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
-        raise RefusedError(
-            f"its external data {outside[0]!r} is not among the files of the version",
-            where=where,
-            remedy="Export the model with its weights beside it.",
-        )
+        what = f"its external data {outside[0]!r} is not among the files of the version"
+        raise RefusedError(what, where=where, remedy="Export the model with its weights beside it.")
     if set(record.files) != set(record.manifest.files):
         raise DigestMismatchError("the manifest names other files than those given", where=where)
     for name, path in record.files.items():

@@ -69,12 +69,8 @@ def check_machine(target: Target) -> None:
     missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
     if missing:
         remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
-        raise MeasurementError(
-            f"execution provider {missing[0]} is not in this build of ONNX Runtime",
-            where=f"target {target.name}",
-            why=f"it has {', '.join(build)}",
-            remedy=remedy,
-        )
+        what = f"execution provider {missing[0]} is not in this build of ONNX Runtime"
+        raise MeasurementError(what, where=f"target {target.name}", why=f"it has {', '.join(build)}", remedy=remedy)
     for provider in target.providers:
         if provider.package:
             register_plugin(provider, target)
@@ -180,11 +176,8 @@ def register_plugin(provider: Provider, target: Target) -> None:
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
-        raise MeasurementError(
-            f"package {provider.package} is not installed",
-            where=where,
-            remedy=f"pip install {provider.package.replace('_', '-')} where the target's hardware is.",
-        ) from error
+        remedy = f"pip install {provider.package.replace('_', '-')} where the target's hardware is."
+        raise MeasurementError(f"package {provider.package} is not installed", where=where, remedy=remedy) from error
     except AttributeError as error:
         raise MeasurementError(
             f"package {provider.package} brings no execution provider",
@@ -217,11 +210,8 @@ def append_provider(options: Any, provider: Provider, values: Mapping[str, str])
 def check_devices(provider: Provider, target: Target) -> None:
     """Check that a plug-in detects a device."""
     if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
-        raise MeasurementError(
-            f"{provider.name} finds no device here",
-            where=f"target {target.name}",
-            remedy="Measure this target where its hardware is; it is not measured here.",
-        )
+        remedy = "Measure this target where its hardware is; it is not measured here."
+        raise MeasurementError(f"{provider.name} finds no device here", where=f"target {target.name}", remedy=remedy)
 
 
 def describe_runtime_version(target: Target, own: str) -> str:

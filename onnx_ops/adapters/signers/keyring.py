@@ -91,11 +91,8 @@ class Keyring:
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
         """Stop trusting a key; return the files that are kept as a record."""
         if known.signs:
-            raise RefusedError(
-                f"this machine signs with key {short_digest(known.key)}",
-                where=str(self._signing),
-                remedy="Replace that key first: `onnx-ops keys rotate`.",
-            )
+            what = f"this machine signs with key {short_digest(known.key)}"
+            raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
         kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
         return tuple(path.replace(retired) for path, retired in kept)
 
