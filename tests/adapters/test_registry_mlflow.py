@@ -207,7 +207,6 @@ def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> N
         target.mkdir(parents=True)
         assert registry.fetch(read, target).digest() == record.manifest.digest()
     experiment = client.get_experiment_by_name(release.model)
-    assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     assert not [run for run in runs if run.info.status == "RUNNING"]
     assert [run.info.status for run in runs if run.data.tags["onnx_ops.kind"] == "release"] == ["FINISHED"]
@@ -415,7 +414,6 @@ def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: 
     registry.publish(replace(release, variants=(release.variants[0], fast)))
     client = client_of(registry)
     experiment = client.get_experiment_by_name("measured")
-    assert experiment is not None
     found = client.search_logged_models([experiment.experiment_id], "metrics.`cpu-1t/p50` > 0.1")
     assert [model.name for model in found] == ["int8-dynamic"]
     assert [metric.value for metric in found[0].metrics or ()] == [0.5]
@@ -438,7 +436,6 @@ def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, t
     release = publication(tmp_path, model="scored", seed="a")
     version, client = registry.publish(release)["fp32"], client_of(registry)
     run = client.get_run(str(client.get_model_version("scored", version).run_id))
-    assert run.inputs is not None
     (used,) = run.inputs.dataset_inputs
     assert str(release.lineage.data["test"]).startswith(f"sha256:{used.dataset.digest}")
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
@@ -465,7 +462,6 @@ def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp
     version, client = publish(registry, tmp_path, "evident").version, client_of(registry)
     found = client.get_model_version("evident", version)
     experiment, run_id = client.get_experiment_by_name("evident"), str(found.run_id)
-    assert experiment is not None
     assert f"#/experiments/{experiment.experiment_id}/runs/{run_id}" in str(found.description)
     path = client.download_artifacts(run_id, "evidence/cpu-1t.json", str(tmp_path))
     assert Path(path).read_text() == '{"verdict":"pass"}'
@@ -701,7 +697,6 @@ def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
         registry.mirror(entry, "digits")
     client = client_of(registry)
     experiment = client.get_experiment_by_name("releases/digits")
-    assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     assert [(run.info.run_name, run.info.status) for run in runs] == [
         ("00001 endpoint-bound", "FINISHED"),
