@@ -96,7 +96,11 @@ class NotifierSuite:
         caplog.set_level(logging.DEBUG)
         told = [repr(notifier), notifier.check()]
         for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
-            inbox.answer = lambda _, reply=reply: reply
+
+            def answer(_: ReceivedRequest, reply: Reply = reply) -> Reply:
+                return reply
+
+            inbox.answer = answer
             with pytest.raises(OnnxOpsError) as caught:
                 notifier.send(ROLLED_BACK)
             told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]

@@ -49,7 +49,7 @@ class TestBoosted(ExporterSuite):
     @pytest.fixture
     def trained(self, package: str, data: str) -> tuple[Any, Any]:
         if data == "breast_cancer":  # two classes, in a pipeline
-            settings = {"max_depth": 3} if package == "xgboost" else {}
+            settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
             return fit(make_pipeline(StandardScaler(), boosted(package, **settings)), data)
         return fit(boosted(package, "Regressor" if data == "diabetes" else "Classifier"), data)
 

@@ -48,7 +48,8 @@ class TestCleanup(OptimizerSuite):
 
     @pytest.fixture(params=TOOLS)
     def optimizer(self, request: pytest.FixtureRequest) -> Optimizer:
-        return request.param()
+        made: Optimizer = request.param()
+        return made
 
 
 def request_for(source: Path, **options: object) -> OptimizeRequest:

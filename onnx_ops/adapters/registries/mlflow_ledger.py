@@ -72,7 +72,8 @@ def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model:
 
 def _describe(body: EntryBody) -> tuple[str, dict[str, str]]:
     """Return the title of an entry's run, and its tags."""
-    title, details = body.kind, dict[str, str]()
+    title: str = body.kind
+    details: dict[str, str] = {}
     match body:
         case Intent() | RollbackRequested():
             title = f"{'requested: ' if isinstance(body, RollbackRequested) else ''}{body.action.kind.value}"

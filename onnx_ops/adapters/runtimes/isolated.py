@@ -181,8 +181,9 @@ class RuntimeWorker:
     def _measure(
         self, do: str, kind: type, *, models: list[str], target: Any, feed: str, answers: str, schedule: Any
     ) -> None:
-        paths, request = [Path(model) for model in models], codec.from_json(schedule, kind)
-        _save(answers, getattr(self._runtime, do)(paths, _target(target), load_arrays(Path(feed)), request))
+        request: Any = codec.from_json(schedule, kind)
+        paths, rows = [Path(model) for model in models], load_arrays(Path(feed))
+        _save(answers, getattr(self._runtime, do)(paths, _target(target), rows, request))
 
     race = partialmethod(_measure, "race", PairedBenchmarkSchedule)
     under_load = partialmethod(_measure, "under_load", LoadSchedule)
@@ -203,4 +204,5 @@ def _target(document: Any) -> Target:
 def _save(path: str, samples: Any) -> None:
     """Write the arrays of samples by the names of their fields."""
     values = {entry.name: getattr(samples, entry.name) for entry in fields(samples)}
-    np.savez(path, **{name: value for name, value in values.items() if isinstance(value, np.ndarray)})
+    arrays: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    np.savez(path, **arrays)
