@@ -100,13 +100,11 @@ class MlflowConnection:
             MissingPackageError: the driver of the database is not installed.
         """
         # Nothing is asked of MLflow, which would retry, unless there is an answer.
-        address = urlsplit(self.uri)
-        port = address.port or _PORTS.get(self._kind)
         if not self.is_database:
             self.statuses("/health", 1)
-        elif address.hostname is not None and port is not None:
+        elif (host := urlsplit(self.uri).hostname) and (port := urlsplit(self.uri).port or _PORTS.get(self._kind)):
             try:
-                socket.create_connection((address.hostname, port), timeout=_PROBE_S).close()
+                socket.create_connection((host, port), timeout=_PROBE_S).close()
             except OSError as error:
                 raise self._unavailable(str(error)) from error
         self._import()
