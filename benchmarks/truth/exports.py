@@ -166,7 +166,7 @@ def _legacy(case: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         rows = {name: torch.from_numpy(array[:2]) for name, array in case.samples.items()}
         with torch.no_grad():
-            names = name_outputs(case.module(*rows.values()))
+            names = list(name_outputs(case.module(*rows.values())))
         torch.onnx.export(
             case.module,
             tuple(rows.values()),

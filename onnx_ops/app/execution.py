@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops import codec, plugins
-from onnx_ops.adapters.isolation.process import LineListener, OutputTail, describe_exit
+from onnx_ops.adapters.isolation.process import OutputTail, describe_exit
 from onnx_ops.config.settings import Settings, to_environ
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits
 from onnx_ops.domain.pipeline import Stage, StageKind
@@ -172,7 +172,7 @@ def run_in_subprocess(
             env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
             start_new_session=True,
         )
-        tail = OutputTail(process.stdout, LineListener(PROGRESS, lambda line: tell(stage, line)))  # type: ignore[arg-type]
+        tail = OutputTail(process.stdout, PROGRESS, lambda line: tell(stage, line))  # type: ignore[arg-type]
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request).encode("utf-8") + b"\n")  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedReso
 from onnx_ops.domain.ledger import LedgerEntry
 from onnx_ops.domain.notification import Notification
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.release import ListedVersion, Publication, VariantRecord, VersionRecord
+from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.domain.rollout_observations import (
     LatencyThresholds,
     MetricsReading,
@@ -149,8 +149,7 @@ class FakeProvider:
         return replace(state, drift=tuple(differs))
 
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         name, state = config.endpoint, replace(state, generation=generation)
         last = self._generations.get(name, -1)
         current = self._states.get(name)
@@ -172,20 +171,21 @@ class FakeProvider:
         return self.counted
 
     def remove(self, config: EndpointConfig) -> None:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         self._states.pop(config.endpoint, None)
         self._generations.pop(config.endpoint, None)
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
-        if self.down:
-            raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
+        self._reach(config)
         return [one for one in self.left.get(config.endpoint, ()) if one.name not in needed]
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
+        self._reach(config)
+        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
+
+    def _reach(self, config: EndpointConfig) -> None:
         if self.down:
             raise ServiceUnavailableError("the endpoint cannot be reached", where=config.endpoint)
-        self.left[config.endpoint] = [one for one in self.left.get(config.endpoint, ()) if one != orphan]
 
     def interfere(self, endpoint: str, state: EndpointState | None) -> None:
         """Replace or lose the endpoint without an entry in the ledger; its generation stays."""
@@ -265,8 +265,30 @@ class FakeRegistry:
             found = Manifest(files={name: digest_file(path) for name, path in variant.files.items()})
             if found != variant.manifest:
                 raise DigestMismatchError("files are not what the manifest says", where=publication.model)
-        model = self._models.setdefault(publication.model, _Model())
-        return {variant.variant: self._publish(model, publication, variant) for variant in publication.variants}
+        model, release, versions = self._models.setdefault(publication.model, _Model()), publication.lineage.release, {}
+        for variant in publication.variants:
+            key = (release, variant.variant, variant.manifest.digest())
+            records = [(kept, kept.record) for kept in model.versions.values()]
+            known = (kept for kept, record in records if (record.release, record.variant, record.manifest) == key)
+            kept = next(known, None)
+            record = VersionRecord(
+                model=publication.model,
+                version=kept.record.version if kept else str(max(map(int, model.versions), default=0) + 1),
+                release=release,
+                variant=variant.variant,
+                manifest=variant.manifest.digest(),
+                decisions=dict(variant.signed),
+                tags=kept.record.tags if kept else {},
+            )
+            model.versions[record.version] = _Version(
+                record=record,
+                files={name: path.read_bytes() for name, path in variant.files.items()},
+                documents={name: path.read_bytes() for name, path in variant.evidence.items()},
+                created_at=kept.created_at if kept else self.clock.now(),
+                evidence=variant.evidence_digest(),
+            )
+            versions[variant.variant] = record.version
+        return versions
 
     def version(self, model: str, version: str) -> VersionRecord:
         return self._version(model, version).record
@@ -354,28 +376,6 @@ class FakeRegistry:
         """Change a stored file behind the registry's back."""
         files = self._version(record.model, record.version).files
         files[name] = bytes([files[name][0] ^ 1]) + files[name][1:]
-
-    def _publish(self, model: _Model, publication: Publication, variant: VariantRecord) -> str:
-        key = (publication.lineage.release, variant.variant, variant.manifest.digest())
-        known = (v for v in model.versions.values() if (v.record.release, v.record.variant, v.record.manifest) == key)
-        kept = next(known, None)
-        record = VersionRecord(
-            model=publication.model,
-            version=kept.record.version if kept is not None else str(max(map(int, model.versions), default=0) + 1),
-            release=publication.lineage.release,
-            variant=variant.variant,
-            manifest=variant.manifest.digest(),
-            decisions=dict(variant.signed),
-            tags=kept.record.tags if kept is not None else {},
-        )
-        model.versions[record.version] = _Version(
-            record=record,
-            files={name: path.read_bytes() for name, path in variant.files.items()},
-            documents={name: path.read_bytes() for name, path in variant.evidence.items()},
-            created_at=kept.created_at if kept is not None else self.clock.now(),
-            evidence=variant.evidence_digest(),
-        )
-        return record.version
 
     def _version(self, model: str, version: str) -> _Version:
         self._answer()

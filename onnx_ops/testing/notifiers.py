@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -36,11 +35,6 @@ ROLLED_BACK = Notification(
     model="digits-mlp",
     link="https://registry.example/models/digits-mlp",
 )
-
-
-def _always(reply: Reply, letter: ReceivedRequest) -> Reply:
-    del letter
-    return reply
 
 
 class NotifierSuite:
@@ -102,7 +96,11 @@ class NotifierSuite:
         caplog.set_level(logging.DEBUG)
         told = [repr(notifier), notifier.check()]
         for reply in (Reply(status=404), Reply(status=500), Reply(status=302, headers={"Location": "https://x"})):
-            inbox.answer = partial(_always, reply)
+
+            def answer(_: ReceivedRequest, reply: Reply = reply) -> Reply:
+                return reply
+
+            inbox.answer = answer
             with pytest.raises(OnnxOpsError) as caught:
                 notifier.send(ROLLED_BACK)
             told += [str(caught.value), repr(caught.value.as_document()), repr(caught.value.__cause__)]

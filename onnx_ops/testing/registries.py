@@ -10,7 +10,7 @@ class TestMyRegistry(RegistrySuite):
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,7 +130,9 @@ class RegistrySuite:
         before = {v: registry.version(release.model, v) for v in versions.values()}
         assert registry.publish(release) == versions
         assert {v: registry.version(release.model, v) for v in versions.values()} == before
-        _assert_versions(registry, release.model, len(versions))
+        for number in range(1, len(versions) + 1):
+            assert registry.version(release.model, str(number)).model == release.model
+        _assert_raises(NotFoundError, registry.version, release.model, str(len(versions) + 1))
 
     def test_another_release_is_another_version(self, registry: Registry, tmp_path: Path) -> None:
         model = _unique()
@@ -198,7 +200,9 @@ class RegistrySuite:
         record = registry.version(release.model, registry.publish(release)["fp32"])
         manifest = registry.fetch(record, _empty(tmp_path))
         assert manifest.digest() == record.manifest
-        assert _content(tmp_path / "fetched") == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
+        fetched = tmp_path / "fetched"
+        content = {str(p.relative_to(fetched)): p.read_bytes() for p in fetched.rglob("*") if p.is_file()}
+        assert content == {"model.onnx": release.variants[0].files["model.onnx"].read_bytes()}
 
     def test_a_tampered_file_is_detected(self, registry: Registry, tmp_path: Path) -> None:
         release = publication(tmp_path, model=_unique(), seed="a")
@@ -293,18 +297,7 @@ def _empty(folder: Path) -> Path:
     return path
 
 
-def _content(folder: Path) -> Mapping[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def _assert_versions(registry: Registry, model: str, count: int) -> None:
-    for number in range(1, count + 1):
-        assert registry.version(model, str(number)).model == model
-    _assert_raises(NotFoundError, registry.version, model, str(count + 1))
-
-
-def _assert_raises(kind: type[Exception], call: object, *arguments: object) -> None:
-    assert callable(call)
+def _assert_raises(kind: type[Exception], call: Callable[..., object], *arguments: object) -> None:
     try:
         call(*arguments)
     except kind:

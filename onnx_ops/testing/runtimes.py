@@ -102,21 +102,18 @@ class RuntimeSuite:
     ) -> None:
         broken = tmp_path / "broken.onnx"
         broken.write_bytes(file.read_bytes()[:100])
-        with pytest.raises(MeasurementError):
-            runtime.run(broken, target, (rows(1),))
         wrong = {"x": np.zeros((1, 3), dtype=np.float32)}
-        with pytest.raises(MeasurementError):
-            runtime.run(file, target, (wrong,))
-        with pytest.raises(MeasurementError):
-            runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0)
-        with pytest.raises(MeasurementError):
-            runtime.facts(broken, target)
-        with pytest.raises(MeasurementError):
-            runtime.race((file, broken), target, rows(1), PairedBenchmarkSchedule(rounds=1))
-        with pytest.raises(MeasurementError):
-            runtime.under_load((file, file), target, wrong, ONE_WINDOW)
-        with pytest.raises(MeasurementError):
-            runtime.starts((broken, file), target, rows(1), StartSchedule(rounds=1))
-        with pytest.raises(MeasurementError):
-            runtime.starts((file, file), target, wrong, StartSchedule(rounds=1))
+        race, start = PairedBenchmarkSchedule(rounds=1), StartSchedule(rounds=1)
+        for measure in (
+            lambda: runtime.run(broken, target, (rows(1),)),
+            lambda: runtime.run(file, target, (wrong,)),
+            lambda: runtime.sample(file, target, {"y": rows(1)["x"]}, runs=1, warmup=0),
+            lambda: runtime.facts(broken, target),
+            lambda: runtime.race((file, broken), target, rows(1), race),
+            lambda: runtime.under_load((file, file), target, wrong, ONE_WINDOW),
+            lambda: runtime.starts((broken, file), target, rows(1), start),
+            lambda: runtime.starts((file, file), target, wrong, start),
+        ):
+            with pytest.raises(MeasurementError):
+                measure()
         assert len(runtime.run(file, target, (rows(1),))) == 1  # what was refused has spoilt nothing

@@ -38,15 +38,14 @@ class WebhookSink:
         self.answer = answer
         self.requests: list[ReceivedRequest] = []
         self.url = ""
-        self._over = threading.Event()
 
     @contextmanager
     def open(self) -> Iterator[WebhookSink]:
         """Listen on this machine at `url`."""
-        sink = self
+        sink, over = self, threading.Event()
 
         class SinkHandler(BaseHTTPRequestHandler):
-            def _take(self) -> None:
+            def do_GET(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(length)
                 headers = {name.lower(): value for name, value in self.headers.items()}
@@ -54,16 +53,18 @@ class WebhookSink:
                     method=self.command, path=self.path, headers=headers, document=json.loads(raw) if raw else None
                 )
                 sink.requests.append(request)
-                sink._send(self, sink.answer(request))
+                reply = sink.answer(request)
+                if reply.hang:
+                    over.wait()
+                    return
+                body = b"ok" if reply.document is None else json.dumps(reply.document).encode()
+                self.send_response(reply.status)
+                for name, value in {"Content-Length": str(len(body)), **reply.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
 
-            def do_GET(self) -> None:
-                self._take()
-
-            def do_POST(self) -> None:
-                self._take()
-
-            def do_PATCH(self) -> None:
-                self._take()
+            do_POST = do_PATCH = do_GET  # noqa: N815 (names of http.server)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -76,17 +77,6 @@ class WebhookSink:
             try:
                 yield self
             finally:
-                self._over.set()
+                over.set()
                 server.shutdown()
                 thread.join()
-
-    def _send(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
-        if reply.hang:
-            self._over.wait()
-            return
-        body = b"ok" if reply.document is None else json.dumps(reply.document).encode()
-        handler.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(body)), **reply.headers}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(body)

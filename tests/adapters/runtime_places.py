@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import helper
 
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule, Runtime
@@ -38,6 +40,14 @@ def require(*programs: str) -> None:
     if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def write_identity(path: Path, kind: int, shape: tuple[int | str, ...] = ("n",), name: str = "x") -> Path:
+    """A model that returns what it gets, of one type."""
+    values = [helper.make_tensor_value_info(value, kind, shape) for value in (name, "y")]
+    graph = helper.make_graph([helper.make_node("Identity", [name], ["y"])], "identity", values[:1], values[1:])
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), path)
+    return path
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,27 +11,7 @@ from onnx_ops.adapters.data.dvc import DvcSource
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError, UserError
 from onnx_ops.testing.data import DataSourceSuite
-from tests.adapters.dvc_parts import (
-    Repository,
-    archive,
-    expected,
-    first,
-    make_repository,
-    md5,
-    section,
-    source,
-)
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    return make_repository(tmp_path / "project")
-
-
-@pytest.fixture
-def reads(tmp_path: Path) -> DvcSource:
-    return source(tmp_path / "state")
+from tests.adapters.dvc_parts import Repository, archive, expected, first, md5, section
 
 
 class TestDvc(DataSourceSuite):
@@ -72,9 +52,7 @@ def test_a_file_of_a_folder_is_found_through_its_list(repository: Repository, re
 def test_load_csv_by_a_pointer_gives_its_columns(repository: Repository, reads: DvcSource) -> None:
     repository.add("data/rows.csv", b"age,city\n40.5,Oslo\n,Rome\n")
     repository.commit("v3")
-
     arrays = reads.load(section("data/rows.csv"), repository.root)
-
     assert {name: array.dtype.kind for name, array in arrays.items()} == {"age": "f", "city": "U"}
 
 
@@ -180,19 +158,13 @@ def test_only_what_is_checked_out_rests_on_pointers(reads: DvcSource) -> None:
 
 
 def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSource) -> None:
-    found: list[float] = []
-
-    def work(seed: int) -> None:
+    def work(seed: int) -> float:
         wanted = section(rev=f"v{seed + 1}", repo=repository.root.as_uri() if seed else ".")
         assert reads.fingerprint(wanted, repository.root)
-        found.append(first(reads.load(section(rev=f"v{seed + 1}"), repository.root)))
+        return first(reads.load(section(rev=f"v{seed + 1}"), repository.root))
 
-    threads = [threading.Thread(target=work, args=(index % 2,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == sorted([expected(0)] * 4 + [expected(1)] * 4)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, [0, 1] * 4)) == [expected(0), expected(1)] * 4
 
 
 def test_sample_is_the_file_in_the_checkout_if_no_revision_is_pinned(repository: Repository, reads: DvcSource) -> None:

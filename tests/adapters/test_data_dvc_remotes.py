@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import os
 import shutil
-import subprocess
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
-from onnx_ops.adapters.isolation.environments import NpmPackages
 from onnx_ops.errors import (
     DigestMismatchError,
     MissingPackageError,
     NotFoundError,
-    OnnxOpsError,
     ServiceUnavailableError,
     UserError,
 )
 from tests.adapters.dvc_parts import Repository, archive, dvc, expected, first, md5, section, source
 from tests.adapters.registry_services import BUCKET, s3
 from tests.adapters.runtime_places import require
-from tests.support.ports import free_port
+from tests.support.azurite import azurite
 
 PATH = "data/train.npz"
 
@@ -148,23 +142,10 @@ def test_remotes_that_cannot_be_used_are_told(pushed: Repository, reads: DvcSour
 @pytest.mark.nightly
 def test_runs_and_dvc_itself_work_on_one_repository_at_once(pushed: Repository, reads: DvcSource) -> None:
     """DVC's own fetch takes a lock, and refuses whoever comes second."""
-    found: list[float] = []
-    errors: list[OnnxOpsError] = []
-
-    def work() -> None:
-        try:
-            found.append(first(reads.load(section(PATH), pushed.root)))
-        except OnnxOpsError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    dvc(pushed, reads.environments, ("fetch", "-q"))
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert found == [expected(1)] * 3
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(reads.load, section(PATH), pushed.root) for _ in range(3)]
+        dvc(pushed, reads.environments, ("fetch", "-q"))
+    assert [first(load.result()) for load in loads] == [expected(1)] * 3
 
 
 @pytest.mark.nightly
@@ -195,44 +176,23 @@ def test_s3_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
             reads.load(section(PATH), repository.root)
 
 
-@pytest.fixture
-def azure(reads: DvcSource, tmp_path: Path) -> Iterator[str]:
-    """Connection string of an Azurite with one empty container, `data`."""
+@pytest.mark.nightly
+def test_azure_is_a_remote(reads: DvcSource, tmp_path: Path) -> None:
     from azure.storage.blob import BlobServiceClient
 
     require("node", "npm")
-    program = NpmPackages(folder=reads.environments).installed(("azurite@3.37.0",)) / "node_modules/.bin/azurite-blob"
-    key, port = base64.b64encode(b"a key of the tests").decode(), free_port()
-    command = [str(program), "--silent", "--skipApiVersionCheck", "--blobPort", str(port), "--location", str(tmp_path)]
-    server = subprocess.Popen(command, env={**os.environ, "AZURITE_ACCOUNTS": f"tests:{key}"})
-    connection = (
-        f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/tests;"
-    )
-    try:
-        client = BlobServiceClient.from_connection_string(connection, retry_total=20, retry_backoff_factor=0.1)
-        client.create_container("data")
-        client.close()
-        yield connection
-    finally:
-        server.terminate()
-        server.wait()
-
-
-@pytest.mark.nightly
-def test_azure_is_a_remote(azure: str, reads: DvcSource, tmp_path: Path) -> None:
-    from azure.storage.blob import BlobServiceClient
-
-    setup = (
-        ("remote", "add", "-d", "cloud", "azure://data/dvc"),
-        ("remote", "modify", "--local", "cloud", "connection_string", azure),
-    )
-    repository = push(tmp_path, reads, *setup, packages=("dvc-azure==3.1.1",))
-    assert first(reads.load(section(PATH), repository.root)) == expected(1)
     oid = md5(archive(1))
     key = f"dvc/files/md5/{oid[:2]}/{oid[2:]}"
-    with BlobServiceClient.from_connection_string(azure) as client:
-        client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
-    with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
-        reads.load(section(PATH), repository.root)
+    with azurite(reads.environments, "data") as opened:
+        setup = (
+            ("remote", "add", "-d", "cloud", "azure://data/dvc"),
+            ("remote", "modify", "--local", "cloud", "connection_string", opened),
+        )
+        repository = push(tmp_path, reads, *setup, packages=("dvc-azure==3.1.1",))
+        assert first(reads.load(section(PATH), repository.root)) == expected(1)
+        with BlobServiceClient.from_connection_string(opened) as client:
+            client.get_blob_client("data", key).upload_blob(archive(7), overwrite=True)
+        with pytest.raises(DigestMismatchError, match="object in the DVC remote") as caught:
+            reads.load(section(PATH), repository.root)
     assert caught.value.where.endswith(f"data/{key}")
     assert "AccountKey" not in str(caught.value)

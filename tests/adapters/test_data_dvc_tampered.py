@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onnx_ops.adapters.data.dvc import DvcSource
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, OnnxOpsError, RefusedError
-from tests.adapters.dvc_parts import (
-    Repository,
-    archive,
-    expected,
-    first,
-    make_repository,
-    md5,
-    pointer,
-    section,
-    source,
-)
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    return make_repository(tmp_path / "project")
-
-
-@pytest.fixture
-def reads(tmp_path: Path) -> DvcSource:
-    return source(tmp_path / "state")
+from tests.adapters.dvc_parts import Repository, archive, expected, first, md5, pointer, section
 
 
 def test_a_tampered_cache_file_is_refused_by_name(repository: Repository, reads: DvcSource) -> None:

@@ -188,9 +188,7 @@ TABLE = "age,income,visits,city,member,day,y\n40.5,1,3,Oslo,true,2024-01-02,a\n,
 
 def test_load_csv_gives_each_column_its_type(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
-
     arrays = FileSource().load(FileData(file="rows.csv"), tmp_path)
-
     assert {name: array.dtype.kind for name, array in arrays.items()} == {
         "age": "f", "income": "i", "visits": "i", "city": "U", "member": "b", "day": "U", "y": "U",
     }  # fmt: skip
@@ -208,9 +206,7 @@ def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
         "seen": pa.array([True, None]),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-
     arrays = FileSource().load(FileData(file="rows.parquet"), tmp_path)
-
     assert arrays["visits"].dtype == np.int64
     assert arrays["city"].tolist() == [["Oslo"], [""]]
     np.testing.assert_array_equal(arrays["seen"], np.array([[1], [np.nan]], np.float32))
@@ -228,10 +224,8 @@ def test_load_parquet_gives_the_same_as_csv(tmp_path: Path) -> None:
 )
 def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
-
     with pytest.raises(UserError) as caught:
         FileSource().load(FileData(file="rows.csv"), tmp_path)
-
     assert part in str(caught.value)
     assert "rows.csv" in str(caught.value)
 
@@ -239,10 +233,8 @@ def test_load_broken_csv_is_refused_with_its_place(tmp_path: Path, text: str, pa
 def test_load_csv_without_its_reader_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
     hide(monkeypatch, "pyarrow")
-
     with pytest.raises(MissingPackageError) as caught:
         FileSource().load(FileData(file="rows.csv"), tmp_path)
-
     assert caught.value.remedy == "Install it with: pip install 'onnx-ops[tables]'"
 
 

@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sklearn import datasets
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.ports import ExportRequest, Tensors
+from onnx_ops.ports import Tensors
 from onnx_ops.testing.exporters import ExporterSuite
+from tests.adapters.model_runs import export
 
 SECTION = Export(framework="xgboost")
+EXPORTERS = {"xgboost": XgboostExporter(), "lightgbm": LightgbmExporter()}
+by_package = pytest.mark.parametrize("package", EXPORTERS)
+
+
+def boosted(package: str, kind: str = "Classifier", **settings: Any) -> Any:
+    name, quiet = ("XGB", {}) if package == "xgboost" else ("LGBM", {"verbose": -1})
+    made = {"n_estimators": 15, "random_state": 0, "n_jobs": 1, **quiet, **settings}
+    return getattr(importlib.import_module(package), name + kind)(**made)
 
 
 def fit(model: Any, name: str) -> tuple[Any, Any]:
     """The model, trained on a bundled set, and the set's rows."""
-    from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
-
-    data = {"iris": load_iris, "cancer": load_breast_cancer, "diabetes": load_diabetes}[name]()
+    data = getattr(datasets, f"load_{name}")()
     rows = data.data.astype(np.float32)
     return model.fit(rows, data.target), rows
 
 
-def lgbm(kind: str, **settings: Any) -> Any:
-    import lightgbm
-
-    estimator = getattr(lightgbm, f"LGBM{kind}")
-    return estimator(n_estimators=15, random_state=0, verbose=-1, n_jobs=1, **settings)
-
-
-def xgb(kind: str, **settings: Any) -> Any:
-    import xgboost
-
-    return getattr(xgboost, f"XGB{kind}")(**{"n_estimators": 15, "random_state": 0, "n_jobs": 1, **settings})
-
-
-class TestXgboost(ExporterSuite):
+@by_package
+@pytest.mark.parametrize("data", ["iris", "breast_cancer", "diabetes"])
+class TestBoosted(ExporterSuite):
     @pytest.fixture
-    def exporter(self) -> SklearnExporter:
-        return XgboostExporter()
+    def exporter(self, package: str) -> SklearnExporter:
+        return EXPORTERS[package]
 
     @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        return fit(xgb("Classifier"), "iris")
+    def trained(self, package: str, data: str) -> tuple[Any, Any]:
+        if data == "breast_cancer":  # two classes, in a pipeline
+            settings: dict[str, Any] = {"max_depth": 3} if package == "xgboost" else {}
+            return fit(make_pipeline(StandardScaler(), boosted(package, **settings)), data)
+        return fit(boosted(package, "Regressor" if data == "diabetes" else "Classifier"), data)
 
     @pytest.fixture
     def model(self, trained: tuple[Any, Any]) -> object:
@@ -64,109 +66,50 @@ class TestXgboost(ExporterSuite):
         return {"x": trained[1][::4]}
 
 
-class TestXgboostTwoClassesInAPipeline(TestXgboost):
-    @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
-        return fit(make_pipeline(StandardScaler(), xgb("Classifier", max_depth=3)), "cancer")
-
-
-class TestXgboostRegression(TestXgboost):
-    @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        return fit(xgb("Regressor"), "diabetes")
-
-
-class TestLightgbm(TestXgboost):
-    @pytest.fixture
-    def exporter(self) -> SklearnExporter:
-        return LightgbmExporter()
-
-    @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        return fit(lgbm("Classifier"), "iris")
-
-
-class TestLightgbmTwoClassesInAPipeline(TestLightgbm):
-    @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
-        return fit(make_pipeline(StandardScaler(), lgbm("Classifier")), "cancer")
-
-
-class TestLightgbmRegression(TestLightgbm):
-    @pytest.fixture
-    def trained(self) -> tuple[Any, Any]:
-        return fit(lgbm("Regressor"), "diabetes")
-
-
-@pytest.mark.parametrize("exporter", [XgboostExporter(), LightgbmExporter()])
+@by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
-def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(
-    tmp_path: Path, exporter: SklearnExporter, opset: int
-) -> None:
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    last = xgb("Classifier") if isinstance(exporter, XgboostExporter) else lgbm("Classifier")
-    model, rows = fit(make_pipeline(StandardScaler(), last), "cancer")
-    request = ExportRequest(section=Export(framework="x", opset=opset), samples={"x": rows}, path=tmp_path / "m.onnx")
-    exporter.export(model, request)
-    (answers,) = OnnxRuntime().run(request.path, Target(name="cpu"), ({"x": rows},))
+def test_a_scaler_before_the_trees_moves_no_row_to_another_leaf(tmp_path: Path, package: str, opset: int) -> None:
+    model, rows = fit(make_pipeline(StandardScaler(), boosted(package)), "breast_cancer")
+    section = Export(framework="x", opset=opset)
+    answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(answers["label"], model.predict(rows))
     assert np.abs(answers["probabilities"] - model.predict_proba(rows)).max() < 1e-5
 
 
-@pytest.mark.parametrize("exporter", [XgboostExporter(), LightgbmExporter()])
-def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path, exporter: SklearnExporter) -> None:
-    from sklearn.datasets import load_iris
-
-    data = load_iris()
+@by_package
+def test_missing_values_take_the_way_that_they_take_in_the_source(tmp_path: Path, package: str) -> None:
+    data = datasets.load_iris()
     rows = data.data.astype(np.float32)
     rows[np.random.default_rng(0).random(rows.shape) < 0.2] = np.nan
-    last = xgb("Classifier") if isinstance(exporter, XgboostExporter) else lgbm("Classifier")
-    model = last.fit(rows, data.target)
-    request = ExportRequest(section=SECTION, samples={"x": rows}, path=tmp_path / "m.onnx")
-    exporter.export(model, request)
-    (answers,) = OnnxRuntime().run(request.path, Target(name="cpu"), ({"x": rows},))
+    model = boosted(package).fit(rows, data.target)
+    answers = export(EXPORTERS[package], model, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert np.abs(answers["probabilities"] - model.predict_proba(rows)).max() < 1e-5
 
 
-@pytest.mark.parametrize("exporter", [XgboostExporter(), LightgbmExporter()])
-def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, exporter: SklearnExporter) -> None:
-    model, rows = fit(xgb("Classifier") if isinstance(exporter, XgboostExporter) else lgbm("Classifier"), "iris")
-    booster = model.get_booster() if isinstance(exporter, XgboostExporter) else model.booster_
+@by_package
+def test_a_booster_is_refused_with_the_way_to_bring_it(tmp_path: Path, package: str) -> None:
+    model, rows = fit(boosted(package), "iris")
+    booster = model.get_booster() if package == "xgboost" else model.booster_
     with pytest.raises(UserError, match="Booster") as refused:
-        exporter.export(booster, ExportRequest(section=SECTION, samples={"x": rows}, path=tmp_path / "m.onnx"))
+        export(EXPORTERS[package], booster, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert "Classifier" in refused.value.remedy
 
 
-@pytest.mark.parametrize("kind", ["RFClassifier", "Classifier"])
-def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str) -> None:
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-
-    settings = {} if kind == "RFClassifier" else {"num_parallel_tree": 3}
-    model, rows = fit(make_pipeline(SimpleImputer(), xgb(kind, **settings)), "iris")
+@pytest.mark.parametrize(("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})])
+def test_a_forest_that_the_converter_gets_wrong_is_refused(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    model, rows = fit(make_pipeline(SimpleImputer(), boosted("xgboost", kind, **settings)), "iris")
     with pytest.raises(UserError) as refused:
-        XgboostExporter().export(model, ExportRequest(section=SECTION, samples={"x": rows}, path=tmp_path / "m.onnx"))
+        export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert refused.value.remedy
 
 
 def test_the_sklearn_exporter_names_the_one_that_can(tmp_path: Path) -> None:
     import xgboost
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
 
     class Mine(xgboost.XGBClassifier):
         """A class that nothing has registered."""
 
     Mine.__module__ = "xgboost.sklearn"
-
     model, rows = fit(make_pipeline(SimpleImputer(), Mine(n_estimators=2)), "iris")
     with pytest.raises(UserError, match=r"skl2onnx cannot convert .* Set export.framework: xgboost"):
-        SklearnExporter().export(model, ExportRequest(section=SECTION, samples={"x": rows}, path=tmp_path / "m.onnx"))
+        export(SklearnExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)

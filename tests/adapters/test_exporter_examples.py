@@ -12,6 +12,7 @@ from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import TorchExporter
 from onnx_ops.domain.pipeline import SklearnData
 from onnx_ops.ports import Dataset
+from tests.adapters.model_runs import reference
 
 HALVES = ("train", "test")
 
@@ -29,10 +30,8 @@ def test_the_perceptron_is_right_on_95_of_100_and_the_same_each_time() -> None:
     from examples import digits_mlp
 
     train, test = (dataset(split, "x", "data") for split in HALVES)
-    first, second = (digits_mlp.train({"train": train}) for _ in range(2))
-    answers = [SklearnExporter().reference(model, test.inputs, "float64") for model in (first, second)]
-    assert answers[0] is not None
-    assert answers[1] is not None
+    models = (digits_mlp.train({"train": train}) for _ in range(2))
+    answers = [reference(SklearnExporter(), model, test.inputs, "float64") for model in models]
     assert accuracy(answers[0]["label"], test) >= 0.95
     np.testing.assert_array_equal(answers[0]["probabilities"], answers[1]["probabilities"])
 
@@ -42,10 +41,8 @@ def test_the_convolution_is_right_on_95_of_100_and_the_same_each_time() -> None:
     from examples import digits_cnn
 
     train, test = (dataset(split, "image", "images") for split in HALVES)
-    first, second = (digits_cnn.train({"train": train}) for _ in range(2))
-    answers = [TorchExporter().reference(model, test.inputs, "float32") for model in (first, second)]
-    assert answers[0] is not None
-    assert answers[1] is not None
+    models = (digits_cnn.train({"train": train}) for _ in range(2))
+    answers = [reference(TorchExporter(), model, test.inputs) for model in models]
     assert accuracy(answers[0]["output"].argmax(1), test) >= 0.95
     np.testing.assert_array_equal(answers[0]["output"], answers[1]["output"])
 
@@ -56,8 +53,6 @@ def test_another_seed_gives_another_model() -> None:
 
     train = dataset("train", "x", "data")
     feed = {"x": train.inputs["x"][:8]}
-    usual = SklearnExporter().reference(digits_mlp.train({"train": train}), feed, "float64")
-    other = SklearnExporter().reference(digits_mlp.train({"train": train}, seed=8), feed, "float64")
-    assert usual is not None
-    assert other is not None
-    assert not np.array_equal(usual["probabilities"], other["probabilities"])
+    models = (digits_mlp.train({"train": train}, seed=seed) for seed in (7, 8))
+    usual, other = (reference(SklearnExporter(), model, feed, "float64")["probabilities"] for model in models)
+    assert not np.array_equal(usual, other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import onnx
@@ -25,6 +25,7 @@ from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import rows, write_convolution, write_perceptron
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
+from tests.adapters.model_runs import reference
 from tests.support.external import write_external
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
@@ -35,15 +36,16 @@ SECTION = Export(framework="onnx")
 
 
 class TestReadyFile(ExporterSuite):
+    versions: ClassVar[dict[str, int]] = {}
+
     @pytest.fixture
     def exporter(self) -> OnnxExporter:
         return OnnxExporter()
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> object:
-        path = tmp_path / "mine.onnx"
-        write_perceptron(path)
-        return path
+        write_perceptron(tmp_path / "mine.onnx", **self.versions)
+        return tmp_path / "mine.onnx"
 
     @pytest.fixture
     def section(self) -> Export:
@@ -66,9 +68,7 @@ def test_external_weights_come_along(tmp_path: Path) -> None:
     exporter.export(loaded, ExportRequest(section=SECTION, samples=samples, path=path))
     assert digest_file(path) == digest_file(tmp_path / "given" / "mine.onnx")
     assert digest_file(path.parent / "weights.bin") == digest_file(tmp_path / "given" / "weights.bin")
-    answers = exporter.reference(path, samples, "float32")
-    assert answers is not None
-    np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
+    np.testing.assert_array_equal(reference(exporter, path, samples)["y"], [[2, 3], [2, 3]])
     assert exporter.reference(path, samples, "float64") is None
 
 
@@ -112,8 +112,7 @@ def test_maps_become_a_matrix_and_the_pipeline_is_told(tmp_path: Path) -> None:
     (note,) = list_user_model_notes(tmp_path / "mine.onnx")
     assert note.startswith("probabilities is a sequence of maps (ZipMap)")
     OnnxExporter().save(tmp_path / "mine.onnx", tmp_path / "saved")
-    answers = OnnxExporter().reference(tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)}, "float32")
-    assert answers is not None
+    answers = reference(OnnxExporter(), tmp_path / "saved/model.onnx", {"x": np.zeros((2, 3), np.float32)})
     np.testing.assert_allclose(np.float32(answers["probabilities"]), np.full((2, 3), 1 / 3), atol=1e-6)
     assert list_user_model_notes(tmp_path / "saved/model.onnx") == []
 
@@ -147,26 +146,14 @@ def converted(source: Path, asked: Export) -> Path:
     return path
 
 
-class TestConverted(ExporterSuite):
+class TestConverted(TestReadyFile):
     """A file at an opset that this runtime does not have, brought to the default one."""
 
-    @pytest.fixture
-    def exporter(self) -> OnnxExporter:
-        return OnnxExporter()
-
-    @pytest.fixture
-    def model(self, tmp_path: Path) -> object:
-        path = tmp_path / "mine.onnx"
-        write_perceptron(path, opset=28, ir_version=14)
-        return path
+    versions: ClassVar[dict[str, int]] = {"opset": 28, "ir_version": 14}
 
     @pytest.fixture
     def section(self) -> Export:
         return section()
-
-    @pytest.fixture
-    def samples(self) -> dict[str, np.ndarray[Any, Any]]:
-        return rows(17)
 
 
 @pytest.mark.parametrize(("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))])
@@ -189,8 +176,7 @@ def test_a_file_goes_down_and_up_and_stays_the_same_function(
 def test_weights_beside_the_file_come_along(tmp_path: Path) -> None:
     write_external(tmp_path / "mine.onnx", "weights.bin")
     path = converted(tmp_path / "mine.onnx", section(15, 8))
-    answers = OnnxExporter().reference(path, {"x": np.ones((2, 2), np.float32)}, "float32")
-    assert answers is not None
+    answers = reference(OnnxExporter(), path, {"x": np.ones((2, 2), np.float32)})
     np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
 
 
@@ -206,14 +192,10 @@ def test_a_source_that_is_too_new_for_the_runtime_is_still_asked(tmp_path: Path)
 
 def test_what_the_converter_cannot_do_is_told(tmp_path: Path) -> None:
     """LayerNormalization came with opset 17; nothing older says it."""
-    shape: list[str | int] = ["batch", 4]
-    graph = helper.make_graph(
-        [helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")],
-        "norm",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [helper.make_tensor("scale", TensorProto.FLOAT, [4], [1.0] * 4)],
-    )
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
+    node = helper.make_node("LayerNormalization", ["x", "scale"], ["y"], name="norm")
+    scale = helper.make_tensor("scale", TensorProto.FLOAT, [4], [1.0] * 4)
+    graph = helper.make_graph([node], "norm", [x], [y], [scale])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(model, tmp_path / "mine.onnx")
     with pytest.raises(UserError) as told:
@@ -261,6 +243,5 @@ def test_maps_of_a_classifier_become_a_tensor(tmp_path: Path) -> None:
     assert list_user_model_problems(source, section(18, 10, convert=False), (CPU,)) == []
     (tmp_path / "saved").mkdir()
     OnnxExporter().save(source, tmp_path / "saved")
-    answers = OnnxExporter().reference(OnnxExporter().load(tmp_path / "saved"), {"X": rows}, "float32")
-    assert answers is not None
+    answers = reference(OnnxExporter(), OnnxExporter().load(tmp_path / "saved"), {"X": rows})
     np.testing.assert_allclose(answers["output_probability"].astype(np.float64), model.predict_proba(rows), atol=1e-5)

@@ -56,9 +56,7 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
 
 def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> None:
     model = pipeline(LogisticRegression()).fit(Dataset(inputs=COLUMNS).frame(), LABEL)
-
     check_same(SklearnExporter(), model, COLUMNS, tmp_path)
-
     found = {spec.name: (spec.dtype, spec.shape) for spec in read_model_info(tmp_path / "model.onnx").inputs}
     assert found == {
         name: (kind, ("batch", 1))
@@ -68,7 +66,6 @@ def test_export_of_mixed_columns_takes_one_input_a_column(tmp_path: Path) -> Non
 
 def test_export_of_a_data_frame_without_transformer_joins_its_columns(tmp_path: Path) -> None:
     model = make_pipeline(SimpleImputer(), LogisticRegression()).fit(Dataset(inputs=NUMBERS).frame(), LABEL)
-
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
 
 
@@ -76,7 +73,6 @@ def test_export_of_a_matrix_is_split_for_a_transformer_by_name(tmp_path: Path) -
     steps = [("scaled", StandardScaler(), ["visits"]), ("filled", SimpleImputer(), ["age"])]
     model = make_pipeline(ColumnTransformer(steps), LogisticRegression())
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
-
     check_same(SklearnExporter(), model, {"x": np.hstack(list(NUMBERS.values())).astype(np.float32)}, tmp_path)
 
 
@@ -85,14 +81,12 @@ def test_export_of_boosting_on_a_data_frame_answers_like_it(tmp_path: Path, kind
     package, exporter = ("xgboost", XgboostExporter()) if kind[0] == "X" else ("lightgbm", LightgbmExporter())
     model = getattr(__import__(package), kind)(n_estimators=5, n_jobs=1)
     model.fit(Dataset(inputs=NUMBERS).frame(), LABEL, **({"group": [30] * 4} if "Ranker" in kind else {}))
-
     check_same(exporter, model, NUMBERS, tmp_path)
 
 
 def test_export_without_a_fitted_column_is_refused(tmp_path: Path) -> None:
     model = LogisticRegression().fit(Dataset(inputs={"visits": COLUMNS["visits"]}).frame(), LABEL)
     request = ExportRequest(section=Export(framework="sklearn"), samples=NUMBERS, path=tmp_path / "model.onnx")
-
     with pytest.raises(UserError, match="also has 'age'"):
         SklearnExporter().export(model, request)
 
@@ -101,7 +95,6 @@ def test_export_known_to_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
     model = SGDClassifier(loss="modified_huber").fit(COLUMNS["visits"], np.arange(120) % 3)
     samples = {"x": COLUMNS["visits"]}
     request = ExportRequest(section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx")
-
     with pytest.raises(UserError, match="modified_huber and 3 classes"):
         SklearnExporter().export(model, request)
 
@@ -125,6 +118,5 @@ def test_export_of_categories_that_lightgbm_numbers_is_refused(tmp_path: Path) -
     frame = Dataset(inputs=NUMBERS).frame()
     model.fit(frame.assign(visits=(frame["visits"] * 10).astype("category")), LABEL)
     request = ExportRequest(section=Export(framework="lightgbm"), samples=NUMBERS, path=tmp_path / "model.onnx")
-
     with pytest.raises(UserError, match="type category"):
         LightgbmExporter().export(model, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,23 @@ import onnx
 import pytest
 
 from onnx_ops.adapters.exporters.torch import TorchExporter, _quiet
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
-from onnx_ops.domain.target import Target
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest, Tensors
 from onnx_ops.testing.exporters import ExporterSuite
 from onnx_ops.testing.models import images
+from tests.adapters import model_runs
+from tests.adapters.model_runs import reference
 
 SECTION = Export(framework="torch", opset=18, ir_version=9, dynamic={"image": {0: "batch"}})
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    """Modules to export; PyTorch takes long to import."""
+    return importlib.import_module("tests.support.torch_modules")
 
 
 @pytest.mark.nightly
@@ -32,10 +39,8 @@ class TestConvolution(ExporterSuite):
         return TorchExporter()
 
     @pytest.fixture
-    def model(self) -> object:
-        from tests.support.torch_modules import Convolution
-
-        return Convolution()
+    def model(self, modules: Any) -> object:
+        return modules.Convolution()
 
     @pytest.fixture
     def section(self) -> Export:
@@ -47,85 +52,61 @@ class TestConvolution(ExporterSuite):
 
 
 def export(model: object, samples: Tensors, path: Path, section: Export = SECTION) -> dict[str, Any]:
-    """Export it, and run the export on the same rows."""
-    TorchExporter().export(model, ExportRequest(section=section, samples=samples, path=path))
-    return dict(OnnxRuntime().run(path, Target(name="cpu"), (samples,))[0])
+    return model_runs.export(TorchExporter(), model, samples, path, section)
 
 
-def test_the_file_is_one_without_stack_traces_but_with_module_paths(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Convolution
-
-    export(Convolution(), images(4), tmp_path / "m.onnx")
+def test_the_file_is_one_without_stack_traces_but_with_module_paths(modules: Any, tmp_path: Path) -> None:
+    export(modules.Convolution(), images(4), tmp_path / "m.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
     keys = {prop.key for node in onnx.load(tmp_path / "m.onnx").graph.node for prop in node.metadata_props}
     assert keys == {"pkg.torch.onnx.name_scopes"}
     assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()
 
 
-def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_outputs(tmp_path: Path) -> None:
-    from tests.support.torch_modules import TwoInputs
-
+def test_inputs_of_several_types_share_a_batch_and_a_dictionary_names_the_outputs(modules: Any, tmp_path: Path) -> None:
     section = Export(framework="torch", dynamic={"left": {0: "batch"}, "index": {0: "batch"}})
     feed: dict[str, np.ndarray[Any, Any]] = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
-    answers = export(TwoInputs(), feed, tmp_path / "m.onnx", section)
+    answers = export(modules.TwoInputs(), feed, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1))
     np.testing.assert_array_equal(answers["twice"], 2 * np.arange(5))
     assert {spec.shape[0] for spec in read_model_info(tmp_path / "m.onnx").inputs} == {"batch"}
-    reference = TorchExporter().reference(TwoInputs(), feed, "float64")
-    assert reference is not None
-    assert {name: array.dtype for name, array in reference.items()} == {"sum": np.float64, "twice": np.int64}
+    double = reference(TorchExporter(), modules.TwoInputs(), feed, "float64")
+    assert {name: array.dtype for name, array in double.items()} == {"sum": np.float64, "twice": np.int64}
 
 
-def test_a_tuple_gives_numbered_outputs(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Tuple
-
+def test_a_tuple_gives_numbered_outputs(modules: Any, tmp_path: Path) -> None:
     feed = images(4)
-    answers = export(Tuple(), feed, tmp_path / "m.onnx")
+    answers = export(modules.Tuple(), feed, tmp_path / "m.onnx")
     assert list(answers) == ["output_0", "output_1"]
     np.testing.assert_allclose(answers["output_1"], feed["image"].max((1, 2, 3)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")])
 def test_the_batch_is_free_unless_the_pipeline_says_otherwise(
-    dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
+    modules: Any, dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
 ) -> None:
-    from tests.support.torch_modules import Convolution
-
     section = Export(framework="torch", dynamic=dynamic)
-    TorchExporter().export(Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx"))
+    TorchExporter().export(
+        modules.Convolution(), ExportRequest(section=section, samples=images(6), path=tmp_path / "m.onnx")
+    )
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
-def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Counted
-
+def test_a_batch_that_the_exporter_fixes_is_refused_unless_the_pipeline_fixes_it(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"axis 0 of image \(batch\) at 2"):
-        export(Counted(), images(6), tmp_path / "m.onnx")
-    export(Counted(), images(2), tmp_path / "m.onnx", Export(framework="torch", dynamic={"image": {}}))
+        export(modules.Counted(), images(6), tmp_path / "m.onnx")
+    export(modules.Counted(), images(2), tmp_path / "m.onnx", Export(framework="torch", dynamic={"image": {}}))
 
 
-def test_a_module_left_in_training_is_exported_and_asked_in_use(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Convolution
-
-    module = Convolution().train()
-    feed = images(8)
-    reference = TorchExporter().reference(module, feed, "float32")
-    assert reference is not None
-    answers = export(Convolution().train(), feed, tmp_path / "m.onnx")
-    expected: np.ndarray[Any, Any] = reference["output"]
+def test_a_module_left_in_training_is_exported_and_asked_in_use(modules: Any, tmp_path: Path) -> None:
+    expected = reference(TorchExporter(), modules.Convolution().train(), images(8))["output"]
+    answers = export(modules.Convolution().train(), images(8), tmp_path / "m.onnx")
     np.testing.assert_allclose(answers["output"], expected, atol=1e-5)
 
 
-def test_double_is_double_all_the_way() -> None:
-    from tests.support.torch_modules import Convolution
-
-    feed = images(8)
-    single = TorchExporter().reference(Convolution(), feed, "float32")
-    double = TorchExporter().reference(Convolution(), feed, "float64")
-    assert single is not None
-    assert double is not None
-    rounded: np.ndarray[Any, Any] = single["output"]
-    exact: np.ndarray[Any, Any] = double["output"]
+def test_double_is_double_all_the_way(modules: Any) -> None:
+    rounded = reference(TorchExporter(), modules.Convolution(), images(8))["output"]
+    exact = reference(TorchExporter(), modules.Convolution(), images(8), "float64")["output"]
     assert (rounded.dtype, exact.dtype) == (np.float32, np.float64)
     assert 0 < np.abs(rounded - exact).max() < 1e-5
 
@@ -142,16 +123,14 @@ def test_an_export_silences_all_its_loggers_and_restores_their_levels(caplog: py
     assert [record.message for record in caplog.records] == ["heard again"]
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Convolution, Guarded
-
+def test_what_cannot_be_exported_says_why(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no torch\.nn\.Module"):
         export("a string", images(4), tmp_path / "m.onnx")
     with pytest.raises(UserError, match="data-dependent") as caught:
-        export(Guarded(), images(4), tmp_path / "m.onnx")
+        export(modules.Guarded(), images(4), tmp_path / "m.onnx")
     assert "torch.onnx.export" in str(caught.value)
     with pytest.raises(ValueError, match="refuses"):
-        TorchExporter().reference(Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32")
+        TorchExporter().reference(modules.Convolution(), {"image": np.zeros((2, 3, 3), np.float32)}, "float32")
 
 
 def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
@@ -162,25 +141,17 @@ def test_loading_what_is_not_a_module_is_told(tmp_path: Path) -> None:
         TorchExporter().load(tmp_path)
 
 
-def test_an_operator_without_translation_is_named_with_the_option(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Custom
-
+def test_an_operator_without_translation_is_named_with_the_option(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
-        export(Custom(), images(4), tmp_path / "m.onnx")
+        export(modules.Custom(), images(4), tmp_path / "m.onnx")
     assert "no translation of operator onnx_ops_tests.twice.default" in raised.value.what
     assert "translations: package.module:TABLE" in raised.value.remedy
 
 
-def test_a_table_of_translations_exports_an_operator_of_the_project(tmp_path: Path) -> None:
-    from tests.support.torch_modules import Custom
-
+def test_a_table_of_translations_exports_an_operator_of_the_project(modules: Any, tmp_path: Path) -> None:
     section = replace(SECTION, options={"translations": "tests.support.torch_modules:TRANSLATIONS"})
-    feed = images(4)
-    answers = export(Custom(), feed, tmp_path / "m.onnx", section)
-    (answer,) = map(np.asarray, answers.values())
-    reference = TorchExporter().reference(Custom(), feed, "float64")
-    assert reference is not None
-    (double,) = reference.values()
+    (answer,) = export(modules.Custom(), images(4), tmp_path / "m.onnx", section).values()
+    (double,) = reference(TorchExporter(), modules.Custom(), images(4), "float64").values()
     assert np.abs(answer - double).max() < 1e-6
 
 
@@ -192,8 +163,8 @@ def test_a_table_of_translations_exports_an_operator_of_the_project(tmp_path: Pa
         ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )
-def test_a_wrong_table_of_translations_is_refused(tmp_path: Path, options: dict[str, Json], message: str) -> None:
-    from tests.support.torch_modules import Custom
-
+def test_a_wrong_table_of_translations_is_refused(
+    modules: Any, tmp_path: Path, options: dict[str, Json], message: str
+) -> None:
     with pytest.raises(OnnxOpsError, match=message):
-        export(Custom(), images(4), tmp_path / "m.onnx", replace(SECTION, options=options))
+        export(modules.Custom(), images(4), tmp_path / "m.onnx", replace(SECTION, options=options))

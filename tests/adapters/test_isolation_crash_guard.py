@@ -19,7 +19,7 @@ from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime, guard_runtime
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, UserError
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
 
 CPU = Target(name="cpu")
 
@@ -118,28 +118,18 @@ def test_of_endless_output_the_end_is_kept() -> None:
 
 def write_endless(path: Path) -> None:
     """`y = x` after 2^62 rounds."""
+    value = helper.make_tensor_value_info
+    count, before, x, after, y = (
+        value(name, TensorProto.INT64 if name == "count" else TensorProto.FLOAT, [] if name == "count" else ["batch"])
+        for name in ("count", "before", "x", "after", "y")
+    )
+    condition, again = (value(name, TensorProto.BOOL, []) for name in ("condition", "again"))
     same = helper.make_node("Identity", ["condition"], ["again"])
     add = helper.make_node("Add", ["before", "before"], ["after"])
-    body = helper.make_graph(
-        [same, add],
-        "round",
-        [
-            helper.make_tensor_value_info("count", TensorProto.INT64, []),
-            helper.make_tensor_value_info("condition", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("before", TensorProto.FLOAT, ["batch"]),
-        ],
-        [
-            helper.make_tensor_value_info("again", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("after", TensorProto.FLOAT, ["batch"]),
-        ],
-    )
-    graph = helper.make_graph(
-        [helper.make_node("Loop", ["most", "", "x"], ["y"], body=body)],
-        "endless",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch"])],
-        [helper.make_tensor("most", TensorProto.INT64, [], [1 << 62])],
-    )
+    body = helper.make_graph([same, add], "round", [count, condition, before], [again, after])
+    loop = helper.make_node("Loop", ["most", "", "x"], ["y"], body=body)
+    most = helper.make_tensor("most", TensorProto.INT64, [], [1 << 62])
+    graph = helper.make_graph([loop], "endless", [x], [y], [most])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
 
 
@@ -150,13 +140,10 @@ def test_a_session_that_hangs_is_told(tmp_path: Path) -> None:
     assert "2 s and was stopped" in told.value.why
 
 
-def test_a_shielded_runtime_answers_as_the_plain_one_does(tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "model.onnx")
+def test_a_shielded_runtime_answers_as_the_plain_one_does(file: Path) -> None:
     feeds = (rows(3), rows(5))
     plain, shield = OnnxRuntime(), guard_runtime(OnnxRuntime(), 60)
     assert isinstance(shield, GuardedRuntime)
-    for one, other in zip(
-        plain.run(tmp_path / "model.onnx", CPU, feeds), shield.run(tmp_path / "model.onnx", CPU, feeds), strict=True
-    ):
+    for one, other in zip(plain.run(file, CPU, feeds), shield.run(file, CPU, feeds), strict=True):
         np.testing.assert_array_equal(one["scores"], other["scores"])
     assert guard_runtime(shield) is shield

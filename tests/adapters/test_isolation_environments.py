@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +27,19 @@ UNREACHABLE = {
 }
 
 
-def wheel(folder: Path, name: str = "tiny", version: str = "1.0", files: Mapping[str, str] | None = None) -> Path:
+VERSION = "import tiny; print(tiny.VERSION)"
+
+
+def wheel(folder: Path) -> Path:
     """A wheel with one module, so that an environment can be made without a package index."""
-    info = f"{name}-{version}.dist-info"
+    info = "tiny-1.0.dist-info"
     content = {
-        f"{name}.py": f"VERSION = {version!r}\n",
-        **(files or {}),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "tiny.py": "VERSION = '1.0'\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(f"{file},,\n" for file in [*content, f"{info}/RECORD"])
-    path = folder / f"{name}-{version}-py3-none-any.whl"
+    path = folder / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in {**content, f"{info}/RECORD": record}.items():
             archive.writestr(file, text)
@@ -82,7 +83,7 @@ def test_it_holds_what_was_asked_for_and_this_installation_stays_as_it_is(
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     before = installed_here()
     python = environments.python(Environment(requirements=(str(wheel(tmp_path)),)))
-    assert say(python, "import tiny; print(tiny.VERSION)") == "1.0"
+    assert say(python, VERSION) == "1.0"
     missing = "import importlib.util; print(importlib.util.find_spec('onnxruntime'))"
     assert say(python, missing) == "None"
     assert installed_here() == before
@@ -109,7 +110,7 @@ def test_one_that_was_being_made_when_its_maker_died_is_made_again(
     place = environments.python(wanted).parents[1]
     (place / MARKER).unlink()
     (place / "leftover").write_text("half of a download")
-    assert say(environments.python(wanted), "import tiny; print(tiny.VERSION)") == "1.0"
+    assert say(environments.python(wanted), VERSION) == "1.0"
     assert not (place / "leftover").exists()
 
 
@@ -118,9 +119,9 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     path = wheel(tmp_path)
     code = f"""
 from pathlib import Path
-from onnx_ops.adapters.isolation.environments import Environments, clean_environ
+from onnx_ops.adapters.isolation.environments import PythonEnvironments
 from onnx_ops.domain.execution import Environment
-Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
+PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(requirements=({str(path)!r},)))
 """
     environments = PythonEnvironments(folder=tmp_path / "e", base=())
     wanted = Environment(requirements=(str(path),))
@@ -129,22 +130,18 @@ Environments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environment(r
     deadline = time.monotonic() + 60
     while not place.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert place.exists(), "it was not being made"
     maker.kill()
     maker.wait()
     assert not (place / MARKER).exists()
-    assert say(environments.python(wanted), "import tiny; print(tiny.VERSION)") == "1.0"
+    assert say(environments.python(wanted), VERSION) == "1.0"
 
 
 def test_two_at_once_make_one(environments: PythonEnvironments, tmp_path: Path) -> None:
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(environments.python(wanted))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert say(found[0], "import tiny; print(tiny.VERSION)") == "1.0"
+    with ThreadPoolExecutor(3) as pool:
+        (python,) = set(pool.map(environments.python, [wanted] * 3))
+    assert say(python, VERSION) == "1.0"
 
 
 def test_other_requirements_or_another_python_are_another_environment(tmp_path: Path) -> None:

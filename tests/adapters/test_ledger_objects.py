@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import uuid
@@ -13,31 +12,27 @@ import pytest
 
 from onnx_ops import codec
 from onnx_ops.adapters.ledgers.log import MemoryLedger, ObjectLedger
-from onnx_ops.adapters.objects import FsspecObjects, LocalObjects, open_objects
+from onnx_ops.adapters.objects import FsspecObjects, LocalObjects
 from onnx_ops.domain.ledger import ReleaseState, fold
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.ports import Ledger
 from onnx_ops.testing.ledgers import ENDPOINT, LedgerSuite, Opener, spoken
+from tests.support.objects import ObjectLedgerSuite
 
 
-def open_ledger(url: str) -> Ledger:
-    return ObjectLedger(open_objects(url))
-
-
-class TestLocalLedger(LedgerSuite):
+class TestLocalLedger(ObjectLedgerSuite):
     @pytest.fixture
-    def opener(self, tmp_path: Path) -> Opener:
-        return functools.partial(open_ledger, str(tmp_path / "ledger"))
+    def place(self, tmp_path: Path) -> str:
+        return str(tmp_path / "ledger")
 
 
-class TestRemoteLedger(LedgerSuite):
+class TestRemoteLedger(ObjectLedgerSuite):
     """fsspec's file system in memory belongs to one process."""
 
     processes = False
 
     @pytest.fixture
-    def opener(self) -> Opener:
-        return functools.partial(open_ledger, f"memory://{uuid.uuid4().hex}/ledger")
+    def place(self) -> str:
+        return f"memory://{uuid.uuid4().hex}/ledger"
 
 
 class TestMemoryLedger(LedgerSuite):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.adapters.registry_services import BUCKET, s3
-from tests.support.objects import RemoteLedgerSuite, RemoteStoreSuite
+from tests.support.objects import ObjectLedgerSuite, RemoteStoreSuite
 
 pytestmark = pytest.mark.services
 
@@ -31,7 +31,7 @@ class TestStoreOnS3(RemoteStoreSuite):
 
 
 @pytest.mark.sweep
-class TestLedgerOnS3(RemoteLedgerSuite):
+class TestLedgerOnS3(ObjectLedgerSuite):
     """Moto answers `If-None-Match: *`, but looks and writes in two steps, so that two who race may both win there. That
     S3 does it in one is S3's promise; it was not tried here."""
 

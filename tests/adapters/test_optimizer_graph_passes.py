@@ -24,7 +24,7 @@ from onnx_ops.errors import MissingPackageError, StageError, UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Optimizer, OptimizeRequest
-from onnx_ops.testing.models import write_convolution, write_perceptron
+from onnx_ops.testing.models import write_convolution
 from onnx_ops.testing.optimizers import OptimizerSuite
 from onnx_ops.tools.compare import compare
 from onnx_ops.tools.probing import generate_samples, shared_inputs
@@ -41,26 +41,15 @@ def loaded_tools() -> None:
     fork_context("onnxoptimizer", "onnxsim", "onnxslim", __name__, "onnx_ops.adapters.runtimes.placement")
 
 
-class TestSlim(OptimizerSuite):
+class TestCleanup(OptimizerSuite):
     @pytest.fixture
     def section(self) -> Quantize:
         return Quantize(name="tidy", method="onnxslim")
 
-    @pytest.fixture
-    def optimizer(self) -> SlimOptimizer:
-        return SlimOptimizer()
-
-
-class TestSimplify(TestSlim):
-    @pytest.fixture
-    def optimizer(self) -> SimplifyOptimizer:
-        return SimplifyOptimizer()
-
-
-class TestPasses(TestSlim):
-    @pytest.fixture
-    def optimizer(self) -> PassOptimizer:
-        return PassOptimizer()
+    @pytest.fixture(params=TOOLS)
+    def optimizer(self, request: pytest.FixtureRequest) -> Optimizer:
+        made: Optimizer = request.param()
+        return made
 
 
 def request_for(source: Path, **options: object) -> OptimizeRequest:
@@ -83,15 +72,14 @@ def write_untidy(path: Path) -> None:
         helper.make_node("Cast", ["sum"], ["cast"], name="cast", to=TensorProto.FLOAT),
         helper.make_node("Identity", ["cast"], ["y"], name="last"),
     ]
-    shape: list[str | int] = ["batch", "length", 4]
-    graph = helper.make_graph(
-        made,
-        "untidy",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        weights,
-    )
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "length", 4]) for name in "xy")
+    graph = helper.make_graph(made, "untidy", [x], [y], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+
+
+def answer_alike(request: OptimizeRequest, **dims: int) -> bool:
+    samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims=dims)
+    return compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -104,8 +92,7 @@ def test_an_untidy_graph_gets_smaller_and_answers_the_same(tool: type[Optimizer]
     assert f"7 nodes became {after}" in note
     assert "times the size" in note
     assert read_model_info(request.path).inputs == read_model_info(request.source).inputs
-    samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={"length": 3})
-    assert compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+    assert answer_alike(request, length=3)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -113,8 +100,7 @@ def test_a_convolution_keeps_its_answers(tool: type[Optimizer], tmp_path: Path) 
     request = request_for(tmp_path / "model.onnx")
     write_convolution(request.source)
     tool().optimize(request)
-    samples = generate_samples(shared_inputs(request.source, request.path), count=16, dims={})
-    assert compare(GuardedRuntime(), CPU, request.source, request.path, samples).verdict is Verdict.PASS
+    assert answer_alike(request)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -136,13 +122,12 @@ def test_passes_are_chosen_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tool", "option"), [(PassOptimizer, "passes"), (SlimOptimizer, "skip")])
-def test_a_pass_that_does_not_exist_is_refused(tool: type[Optimizer], option: str, tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "model.onnx")
+def test_a_pass_that_does_not_exist_is_refused(tool: type[Optimizer], option: str, file: Path) -> None:
     with pytest.raises(UserError, match="no pass is called 'fuze'") as refused:
-        tool().optimize(request_for(tmp_path / "model.onnx", **{option: ["fuze"]}))
+        tool().optimize(request_for(file, **{option: ["fuze"]}))
     assert "There are " in refused.value.remedy
     with pytest.raises(UserError, match="unknown key"):
-        tool().optimize(request_for(tmp_path / "model.onnx", optons=["fuze"]))
+        tool().optimize(request_for(file, optons=["fuze"]))
 
 
 def crash(source: Path, result: Path, chosen: Sequence[str]) -> None:
@@ -172,55 +157,43 @@ def freeze(source: Path, result: Path, passes: Sequence[str]) -> None:
         (stumble, "RuntimeError: the graph must be sorted"),
     ],
 )
-def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(
-    clean: object, why: str, tmp_path: Path
-) -> None:
-    class Broken(PassOptimizer):
-        pass
-
-    Broken.clean = staticmethod(clean)  # type: ignore[arg-type]
-    write_perceptron(tmp_path / "model.onnx")
-    request = request_for(tmp_path / "model.onnx")
+def test_a_tool_that_crashes_hangs_or_raises_is_an_error_of_this_variant(clean: object, why: str, file: Path) -> None:
+    broken = type("Broken", (PassOptimizer,), {"clean": staticmethod(clean)})  # type: ignore[arg-type]
+    request = request_for(file)
     with pytest.raises(StageError, match="onnxoptimizer failed") as told:
-        Broken(timeout=1 if clean is hang else 60).optimize(request)
+        broken(timeout=1 if clean is hang else 60).optimize(request)
     assert why in told.value.why
     assert told.value.where == "variant tidy"
     assert not request.path.exists()
 
 
-def test_a_tool_that_freezes_the_batch_is_refused(tmp_path: Path) -> None:
+def test_a_tool_that_freezes_the_batch_is_refused(file: Path) -> None:
     class Freezing(PassOptimizer):
         clean = staticmethod(freeze)
 
-    write_perceptron(tmp_path / "model.onnx")
     with pytest.raises(StageError, match="changed the model's inputs"):
-        Freezing().optimize(request_for(tmp_path / "model.onnx"))
+        Freezing().optimize(request_for(file))
 
 
 @pytest.mark.parametrize("side", ["input", "output"])
-def test_an_interface_with_another_dimension_is_refused(tmp_path: Path, side: str) -> None:
-    source, derived = tmp_path / "source.onnx", tmp_path / "derived.onnx"
-    write_perceptron(source)
-    model = onnx.load(source)
+def test_an_interface_with_another_dimension_is_refused(file: Path, side: str) -> None:
+    derived, model = file.with_name("derived.onnx"), onnx.load(file)
     onnx.save(model, derived)
-    check_interface(source, derived, "tool", "variant tidy")
+    check_interface(file, derived, "tool", "variant tidy")
     getattr(model.graph, side)[0].type.tensor_type.shape.dim[0].dim_param = "rows"
     onnx.save(model, derived)
     with pytest.raises(StageError):
-        check_interface(source, derived, "tool", "variant tidy")
+        check_interface(file, derived, "tool", "variant tidy")
 
 
 def miss(source: Path, result: Path, skip: Sequence[str]) -> None:
-    from onnx_ops.adapters.optimizers import graph_passes
-
     sys.modules["onnxslim"] = None  # type: ignore[assignment]
-    graph_passes._slim(source, result, skip)
+    SlimOptimizer.clean(source, result, skip)
 
 
-def test_a_tool_that_is_not_installed_is_told_with_its_extra(tmp_path: Path) -> None:
+def test_a_tool_that_is_not_installed_is_told_with_its_extra(file: Path) -> None:
     class Missing(SlimOptimizer):
         clean = staticmethod(miss)
 
-    write_perceptron(tmp_path / "model.onnx")
     with pytest.raises(MissingPackageError, match=r"onnx-ops\[passes\]"):
-        Missing().optimize(request_for(tmp_path / "model.onnx"))
+        Missing().optimize(request_for(file))

@@ -13,10 +13,8 @@ from onnx import helper, numpy_helper
 from onnx_ops.adapters.optimizers.graph_passes import FusionOptimizer, GraphOptimizer, ShapeOptimizer
 from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantization import Arithmetic
-from onnx_ops.domain.target import Target
 from onnx_ops.errors import StageError, UserError
 from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
@@ -24,30 +22,21 @@ from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 from onnx_ops.testing.optimizers import OptimizerSuite
+from tests.adapters.model_runs import run
 
 X86 = Arithmetic(family="x86", wide=True)
 NARROW_X86 = Arithmetic(family="x86", saturates=True)
 GPU = Arithmetic(family="accelerator", fp16=True)
 
 
-class TestGraphBasic(OptimizerSuite):
-    level = "basic"
-
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="graph", method="graph", options={"level": self.level})
+class TestGraph(OptimizerSuite):
+    @pytest.fixture(params=["basic", "extended", "all"])
+    def section(self, request: pytest.FixtureRequest) -> Quantize:
+        return Quantize(name="graph", method="graph", options={"level": request.param})
 
     @pytest.fixture
     def optimizer(self) -> GraphOptimizer:
         return GraphOptimizer()
-
-
-class TestGraphExtended(TestGraphBasic):
-    level = "extended"
-
-
-class TestGraphAll(TestGraphBasic):
-    level = "all"
 
 
 class TestHalf(OptimizerSuite):
@@ -61,37 +50,28 @@ class TestHalf(OptimizerSuite):
 
 
 class TestWeightOnly(OptimizerSuite):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="w8", method="weight-only")
+    @pytest.fixture(params=[{}, {"symmetric": False, "block": 16}], ids=["symmetric", "asymmetric"])
+    def section(self, request: pytest.FixtureRequest) -> Quantize:
+        return Quantize(name="w8", method="weight-only", options=request.param)
 
     @pytest.fixture
     def optimizer(self) -> WeightOnlyQuantizer:
         return WeightOnlyQuantizer()
 
 
-class TestWeightOnlyAsymmetric(TestWeightOnly):
-    @pytest.fixture
-    def section(self) -> Quantize:
-        return Quantize(name="w8", method="weight-only", options={"symmetric": False, "block": 16})
-
-
 @pytest.fixture
-def perceptron(tmp_path: Path) -> OptimizeRequest:
-    source = tmp_path / "source.onnx"
-    write_perceptron(source)
+def perceptron(file: Path) -> OptimizeRequest:
     section = Quantize(name="variant", method="plugin")
-    return OptimizeRequest(section=section, source=source, path=tmp_path / "derived.onnx", calibration=None)
+    return OptimizeRequest(section=section, source=file, path=file.with_name("derived.onnx"), calibration=None)
 
 
 def with_options(request: OptimizeRequest, **options: object) -> OptimizeRequest:
     return replace(request, section=replace(request.section, options=options))  # type: ignore[arg-type]
 
 
-def answers(request: OptimizeRequest, count: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    target, feed = Target(name="cpu"), rows(count, seed=3)
-    before, after = (OnnxRuntime().run(path, target, (feed,))[0]["scores"] for path in (request.source, request.path))
-    return np.asarray(before), np.asarray(after)
+def answers(request: OptimizeRequest) -> list[Any]:
+    """What source and result compute."""
+    return [run(path, rows(64, seed=3))["scores"] for path in (request.source, request.path)]
 
 
 def operators(path: Path) -> list[str]:
@@ -288,13 +268,8 @@ def test_images_are_no_concern_of_a_saved_graph(perceptron: OptimizeRequest) -> 
     write_convolution(perceptron.source)
     for level in ("basic", "extended", "all"):
         GraphOptimizer().optimize(with_options(perceptron, level=level))
-        target = Target(name="cpu")
-        before, after = (
-            OnnxRuntime().run(path, target, (images(9),))[0]["scores"] for path in (perceptron.source, perceptron.path)
-        )
-        expected: np.ndarray[Any, Any] = before
-        found: np.ndarray[Any, Any] = after
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        before, after = (run(path, images(9))["scores"] for path in (perceptron.source, perceptron.path))
+        np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
 
 
 def change(request: OptimizeRequest, name: str, value: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,13 +11,22 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.optimizers import low_precision
-from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer
+from onnx_ops.adapters.optimizers.low_precision import Fp16Optimizer, WeightOnlyQuantizer
 from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer, StaticQuantizer
 from onnx_ops.domain.pipeline import Calibrate, Quantize
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports import Optimizer, OptimizeRequest
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
+
+
+def request_for(source: Path, method: str = "dynamic", **section: Any) -> OptimizeRequest:
+    return OptimizeRequest(
+        section=Quantize(name="v", method=method, **section),
+        source=source,
+        path=source.with_name(f"v-{source.name}"),
+        calibration=rows(32) if method == "static" else None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,69 +46,55 @@ from onnx_ops.testing.models import rows, write_perceptron
         "QOperator",
     ],
 )
-def test_what_builds_and_does_not_run_is_refused(tmp_path: Path, options: dict[str, Json], said: str) -> None:
-    write_perceptron(tmp_path / "model.onnx")
-    request = OptimizeRequest(
-        section=Quantize(name="v", method="static", calibrate=Calibrate(), options=options),
-        source=tmp_path / "model.onnx",
-        path=tmp_path / "v.onnx",
-        calibration=rows(32),
-    )
+def test_what_builds_and_does_not_run_is_refused(file: Path, options: dict[str, Json], said: str) -> None:
+    request = request_for(file, method="static", calibrate=Calibrate(), options=options)
     with pytest.raises(UserError, match=said):
         StaticQuantizer().optimize(request)
     assert not request.path.exists()
 
 
-def write_product(path: Path, kind: str) -> None:
-    """`y = x @ w` in that type."""
+def write_products(path: Path, kind: str) -> None:
+    """One product with a weight of that type, and one of two inputs."""
     element = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
-        "product",
-        [helper.make_tensor_value_info("x", element, ["N", 8])],
-        [helper.make_tensor_value_info("y", element, ["N", 8])],
-        [numpy_helper.from_array(np.random.default_rng(0).normal(size=(8, 8)).astype(kind), "w")],
-    )
+    x, y = (helper.make_tensor_value_info(name, element, [4, 4]) for name in "xy")
+    given = [helper.make_tensor_value_info(name, element, None) for name in ("mixed", "scores")]
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(4, 3)).astype(kind), "w")
+    products = [helper.make_node("MatMul", ["x", "w"], ["mixed"]), helper.make_node("MatMul", ["x", "y"], ["scores"])]
+    graph = helper.make_graph(products, "products", [x, y], given, [weight])
     onnx.save(helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 18)]), path)
 
 
-@pytest.mark.parametrize("kind", ["float16", "float64"])
-@pytest.mark.parametrize("optimizer", [DynamicQuantizer(), Fp16Optimizer()], ids=["dynamic", "fp16"])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        (DynamicQuantizer(), "float16"),
+        (DynamicQuantizer(), "float64"),
+        (Fp16Optimizer(), "float16"),
+        (Fp16Optimizer(), "float64"),
+        (WeightOnlyQuantizer(), "float64"),
+    ],
+)
 def test_weights_of_another_precision_are_named(tmp_path: Path, optimizer: Optimizer, kind: str) -> None:
-    write_product(tmp_path / "model.onnx", kind)
-    request = OptimizeRequest(
-        section=Quantize(name="v", method="dynamic"),
-        source=tmp_path / "model.onnx",
-        path=tmp_path / "v.onnx",
-        calibration=None,
-    )
-    with pytest.raises(UserError, match=f"weights in {kind}, and only float32") as caught:
+    write_products(tmp_path / "model.onnx", kind)
+    request = request_for(tmp_path / "model.onnx")
+    with pytest.raises(UserError, match=r"nothing was (quantized|converted)") as caught:
         optimizer.optimize(request)
+    assert f"1 MatMul: weights in {kind}, and only float32 is quantized" in caught.value.why
+    assert "1 MatMul: no constant weights" in caught.value.why
     assert "in float32" in caught.value.remedy
     assert not request.path.exists()
 
 
-def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "model.onnx")
-    section = Quantize(name="v", method="dynamic")
-    DynamicQuantizer().optimize(
-        OptimizeRequest(section=section, source=tmp_path / "model.onnx", path=tmp_path / "once.onnx", calibration=None)
-    )
+def test_a_quantized_model_is_not_quantized_again(file: Path) -> None:
+    request = request_for(file)
+    DynamicQuantizer().optimize(request)
     with pytest.raises(UserError, match="quantized already") as caught:
-        DynamicQuantizer().optimize(
-            OptimizeRequest(
-                section=section, source=tmp_path / "once.onnx", path=tmp_path / "twice.onnx", calibration=None
-            )
-        )
+        DynamicQuantizer().optimize(request_for(request.path))
     assert caught.value.remedy == "Give the float model that it was made from."
 
 
-def test_a_model_that_no_protobuf_holds_is_not_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_perceptron(tmp_path / "model.onnx")
+def test_a_model_that_no_protobuf_holds_is_not_halved(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_precision, "PROTOBUF_LIMIT", 100)
-    section = Quantize(name="v", method="fp16")
     with pytest.raises(TooLargeError, match="more than 2 GiB") as caught:
-        Fp16Optimizer().optimize(
-            OptimizeRequest(section=section, source=tmp_path / "model.onnx", path=tmp_path / "v.onnx", calibration=None)
-        )
+        Fp16Optimizer().optimize(request_for(file, "fp16"))
     assert caught.value.remedy

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +74,19 @@ def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str)
     path.write_bytes(path.read_bytes() + b" ")
 
 
-def registry_files(registry: MlflowRegistry) -> Path:
-    database = registry._mlflow.sqlite_path()
-    assert database is not None
-    return database.parent / "mlartifacts"
+def publish(registry: MlflowRegistry, folder: Path, model: str) -> VersionRecord:
+    """Publish a release of one variant; return its version."""
+    return registry.version(model, registry.publish(publication(folder, model=model, seed="a"))["fp32"])
 
 
-def mlflow_artifacts(uri: str, folder: Path) -> Path:
-    from mlflow.artifacts import download_artifacts
+def published(registry: MlflowRegistry, folder: Path, model: str, **changes: Any) -> str:
+    """Publish a release whose one variant has these fields; return the version."""
+    release = publication(folder, model=model, seed="a")
+    return registry.publish(replace(release, variants=(replace(release.variants[0], **changes),)))["fp32"]
 
-    return Path(download_artifacts(uri, dst_path=str(folder / "downloaded")))
+
+def client_of(registry: MlflowRegistry) -> Any:
+    return registry._mlflow._client
 
 
 class TestOnADatabase(RegistrySuite):
@@ -124,23 +127,20 @@ class TestOnAServer(RegistrySuite):
     def test_the_description_links_the_report(
         self, registry: MlflowRegistry, mlflow_server: tuple[str, Path], tmp_path: Path
     ) -> None:
-        release = publication(tmp_path, model="reported", seed="a")
         (tmp_path / "report.html").write_text("<p>all gates passed</p>")
-        record = dataclasses.replace(release.variants[0], evidence={"report.html": tmp_path / "report.html"})
-        version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
+        version = published(registry, tmp_path, "reported", evidence={"report.html": tmp_path / "report.html"})
         page = registry.page("reported", version, "report.html")
         assert page.startswith(f"{mlflow_server[0]}/#/experiments/")
-        client = registry._mlflow._client
-        description = client.get_model_version("reported", version).description
+        description = client_of(registry).get_model_version("reported", version).description
         assert f"[Report]({page.removeprefix(mlflow_server[0] + '/')})" in str(description)
 
     def test_the_model_says_what_it_is_until_a_person_says_it(self, registry: MlflowRegistry, tmp_path: Path) -> None:
-        client = registry._mlflow._client
+        client = client_of(registry)
 
         def published(about: str) -> str:
             release = publication(tmp_path, model="described", seed="a")
             about = model_description(about, "linear", ["fp32"], ["cpu-1t"])
-            registry.publish(dataclasses.replace(release, about=about))
+            registry.publish(replace(release, about=about))
             return str(client.get_registered_model("described").description)
 
         assert published("A line.").startswith("A line.\n\nPipeline linear. Variants: fp32.")
@@ -149,8 +149,8 @@ class TestOnAServer(RegistrySuite):
         assert published("A line.") == "Mine."
 
     def test_what_people_read_comes_first_among_the_tags(self, registry: MlflowRegistry, tmp_path: Path) -> None:
-        version = registry.publish(publication(tmp_path, model="labelled", seed="a"))["fp32"]
-        tags = list(registry._mlflow._client.get_model_version("labelled", version).tags)
+        version = publish(registry, tmp_path, "labelled").version
+        tags = list(client_of(registry).get_model_version("labelled", version).tags)
         assert tags[:5] == ["variant", "gate.cpu-1t", "git.sha", "data.rev", "release"]
         assert all(key.startswith("mlflow.onnx_ops.") for key in tags[5:])
 
@@ -196,7 +196,7 @@ def _lost() -> Exception:
 
 def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> None:
     """One version of each variant, all readable; nothing still runs; the parent is finished."""
-    client = registry._mlflow._client
+    client = client_of(registry)
     versions = registry.publish(release)
     listed = client.search_model_versions(f"name = '{release.model}'")
     assert sorted(str(v.version) for v in listed) == sorted(versions.values())
@@ -207,7 +207,6 @@ def _is_whole(registry: MlflowRegistry, release: Publication, folder: Path) -> N
         target.mkdir(parents=True)
         assert registry.fetch(read, target).digest() == record.manifest.digest()
     experiment = client.get_experiment_by_name(release.model)
-    assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
     assert not [run for run in runs if run.info.status == "RUNNING"]
     assert [run.info.status for run in runs if run.data.tags["onnx_ops.kind"] == "release"] == ["FINISHED"]
@@ -250,7 +249,7 @@ def test_a_refresh_that_dies_anywhere_is_completed(mlflow_home: Path, tmp_path: 
 
 
 def _mirrored(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[MlflowRegistry], None]:
-    intent = dataclasses.replace(_entries()[1], endpoint=name)
+    intent = replace(_entries()[1], endpoint=name)
     return lambda registry: registry.mirror(intent, "digits")
 
 
@@ -273,7 +272,7 @@ def _named(registry: MlflowRegistry, folder: Path, name: str) -> Callable[[Mlflo
 
 def _shown(registry: MlflowRegistry, name: str) -> object:
     """All that MLflow shows of a model, or of the endpoint of that name."""
-    client = registry._mlflow._client
+    client = client_of(registry)
     places = (client.get_experiment_by_name(place) for place in (name, f"releases/{name}"))
     runs = client.search_runs([place.experiment_id for place in places if place is not None])
     versions = client.search_model_versions(f"name = '{name}'")
@@ -326,7 +325,7 @@ def test_nothing_is_written_when_nothing_changed(mlflow_home: Path, tmp_path: Pa
 def test_of_two_racing_publishers_the_first_version_stays(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="raced", seed="a")
     first = registry.publish(release)["fp32"]
-    client = registry._mlflow._client
+    client = client_of(registry)
     twin = client.get_model_version("raced", first)
     with registry._mlflow.as_default():
         source = str(twin.source)
@@ -351,8 +350,7 @@ def test_publishers_at_once_agree_on_one_version(mlflow_home: Path, tmp_path: Pa
 def test_names_and_folders_with_spaces(mlflow_home: Path, tmp_path: Path) -> None:
     root = tmp_path / "my files 100%"
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db", artifact_root=str(root))
-    release = publication(tmp_path, model="digits mlp", seed="a")
-    record = registry.version("digits mlp", registry.publish(release)["fp32"])
+    record = publish(registry, tmp_path, "digits mlp")
     folder = tmp_path / "fetched"
     folder.mkdir()
     assert registry.fetch(record, folder).digest() == record.manifest
@@ -362,9 +360,9 @@ def test_names_and_folders_with_spaces(mlflow_home: Path, tmp_path: Path) -> Non
 def test_long_and_many_parameters_are_kept(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="parameters", seed="a")
     parameters = {f"p{n:03}": "x" * 4000 for n in range(150)}
-    lineage = dataclasses.replace(release.lineage, parameters=parameters)
-    version = registry.publish(dataclasses.replace(release, lineage=lineage))["fp32"]
-    client = registry._mlflow._client
+    lineage = replace(release.lineage, parameters=parameters)
+    version = registry.publish(replace(release, lineage=lineage))["fp32"]
+    client = client_of(registry)
     assert client.get_run(str(client.get_model_version("parameters", version).run_id)).data.params == parameters
 
 
@@ -412,11 +410,10 @@ print(proto.opset_import[0].version, model.predict({"x": np.ones((3, 2), np.floa
 
 def test_metrics_stand_with_their_own_model(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="measured", seed="a", variants=("fp32", "int8-dynamic"))
-    fast = dataclasses.replace(release.variants[1], metrics={"cpu-1t/p50": 0.5})
-    registry.publish(dataclasses.replace(release, variants=(release.variants[0], fast)))
-    client = registry._mlflow._client
+    fast = replace(release.variants[1], metrics={"cpu-1t/p50": 0.5})
+    registry.publish(replace(release, variants=(release.variants[0], fast)))
+    client = client_of(registry)
     experiment = client.get_experiment_by_name("measured")
-    assert experiment is not None
     found = client.search_logged_models([experiment.experiment_id], "metrics.`cpu-1t/p50` > 0.1")
     assert [model.name for model in found] == ["int8-dynamic"]
     assert [metric.value for metric in found[0].metrics or ()] == [0.5]
@@ -427,9 +424,9 @@ def test_what_was_measured_again_stands_beside_what_was_measured(registry: Mlflo
     first = publication(tmp_path, model="again", seed="one")
     registry.publish(first)
     again = publication(tmp_path, model="again", seed="one", verdict=Verdict.FAIL)
-    slower = dataclasses.replace(again.variants[0], metrics={"cpu-1t/p50": 0.002})
-    versions = [registry.publish(dataclasses.replace(again, variants=(slower,)))["fp32"] for _ in range(2)]
-    client = registry._mlflow._client
+    slower = replace(again.variants[0], metrics={"cpu-1t/p50": 0.002})
+    versions = [registry.publish(replace(again, variants=(slower,)))["fp32"] for _ in range(2)]
+    client = client_of(registry)
     run_id = str(client.get_model_version("again", versions[-1]).run_id)
     assert client.get_run(run_id).data.metrics == {"cpu-1t/p50": 0.002}
     assert [metric.value for metric in client.get_metric_history(run_id, "cpu-1t/p50")] == [0.00125, 0.002]
@@ -437,10 +434,8 @@ def test_what_was_measured_again_stands_beside_what_was_measured(registry: Mlflo
 
 def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, tmp_path: Path) -> None:
     release = publication(tmp_path, model="scored", seed="a")
-    version = registry.publish(release)["fp32"]
-    client = registry._mlflow._client
+    version, client = registry.publish(release)["fp32"], client_of(registry)
     run = client.get_run(str(client.get_model_version("scored", version).run_id))
-    assert run.inputs is not None
     (used,) = run.inputs.dataset_inputs
     assert str(release.lineage.data["test"]).startswith(f"sha256:{used.dataset.digest}")
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
@@ -449,27 +444,24 @@ def test_metrics_name_the_data_they_were_measured_on(registry: MlflowRegistry, t
 
 
 def test_the_input_example_is_one_that_mlflow_reads(registry: MlflowRegistry, tmp_path: Path) -> None:
+    from mlflow.artifacts import download_artifacts
     from mlflow.models import Model
 
-    version = registry.publish(publication(tmp_path, model="exemplary", seed="a"))["fp32"]
-    client = registry._mlflow._client
-    model_id = str(client.get_model_version("exemplary", version).source).removeprefix("models:/")
+    version = publish(registry, tmp_path, "exemplary").version
+    source = str(client_of(registry).get_model_version("exemplary", version).source)
     with registry._mlflow.as_default():
-        folder = mlflow_artifacts(f"models:/{model_id}", tmp_path)
-    model = Model.load(str(folder))
-    example: Any = model.load_input_example(str(folder))
+        folder = download_artifacts(source, dst_path=str(tmp_path / "downloaded"))
+    model = Model.load(folder)
+    example: Any = model.load_input_example(folder)
     assert example["x"].dtype == np.float32
     assert example["x"].tolist() == [[1.0, 2.0]]
-    assert model.get_serving_input(str(folder)) == '{"inputs": {"x": [[1.0, 2.0]]}}'
+    assert model.get_serving_input(folder) == '{"inputs": {"x": [[1.0, 2.0]]}}'
 
 
 def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp_path: Path) -> None:
-    release = publication(tmp_path, model="evident", seed="a")
-    version = registry.publish(release)["fp32"]
-    client = registry._mlflow._client
+    version, client = publish(registry, tmp_path, "evident").version, client_of(registry)
     found = client.get_model_version("evident", version)
     experiment, run_id = client.get_experiment_by_name("evident"), str(found.run_id)
-    assert experiment is not None
     assert f"#/experiments/{experiment.experiment_id}/runs/{run_id}" in str(found.description)
     path = client.download_artifacts(run_id, "evidence/cpu-1t.json", str(tmp_path))
     assert Path(path).read_text() == '{"verdict":"pass"}'
@@ -479,10 +471,8 @@ def test_evidence_stands_in_the_run_of_the_variant(registry: MlflowRegistry, tmp
 
 
 def test_an_unsigned_decision_withdraws_the_signed_one(registry: MlflowRegistry, tmp_path: Path) -> None:
-    release = publication(tmp_path, model="withdrawn", seed="a")
-    version = registry.publish(release)["fp32"]
-    unsigned = dataclasses.replace(release.variants[0], signed={})
-    registry.publish(dataclasses.replace(release, variants=(unsigned,)))
+    assert publish(registry, tmp_path, "withdrawn").decisions
+    version = published(registry, tmp_path, "withdrawn", signed={})
     assert registry.version("withdrawn", version).decisions == {}
 
 
@@ -505,17 +495,14 @@ def test_a_decision_too_long_for_a_tag_is_refused_not_cut(registry: MlflowRegist
     record = release.variants[0]
     signed = record.signed["cpu-1t"]
     verdicts = {f"gate {n}": Verdict.PASS for n in range(5000)}
-    longer = sign_record(dataclasses.replace(signed.record, verdicts=verdicts), FakeSigner())
+    longer = sign_record(replace(signed.record, verdicts=verdicts), FakeSigner())
     with pytest.raises(UserError, match="too long for a tag"):
-        mlflow_tags.build_decision_tags(dataclasses.replace(record, signed={"cpu-1t": longer}))
+        mlflow_tags.build_decision_tags(replace(record, signed={"cpu-1t": longer}))
 
 
 def test_a_long_description_is_cut_and_says_so(registry: MlflowRegistry, tmp_path: Path) -> None:
-    release = publication(tmp_path, model="wordy", seed="a")
-    wordy = dataclasses.replace(release.variants[0], description="word " * 2000)
-    version = registry.publish(dataclasses.replace(release, variants=(wordy,)))["fp32"]
-    description = registry._mlflow._client.get_model_version("wordy", version).description
-    assert description is not None
+    version = published(registry, tmp_path, "wordy", description="word " * 2000)
+    description = client_of(registry).get_model_version("wordy", version).description
     assert len(description) == 5000
     assert "Cut here" in description
     assert description.endswith("/artifacts)")
@@ -526,14 +513,14 @@ def test_tampered_bookkeeping_is_refused(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, name: str
 ) -> None:
     model = f"tampered-{name.lower()}"
-    record = registry.version(model, registry.publish(publication(tmp_path, model=model, seed="a"))["fp32"])
+    record = publish(registry, tmp_path, model)
     _overwrite(mlflow_home / "mlartifacts", registry, record, name)
     with pytest.raises(DigestMismatchError, match=f"{name} is not what was registered"):
         registry.fetch(record, tmp_path)
 
 
 def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path) -> None:
-    record = registry.version("gone", registry.publish(publication(tmp_path, model="gone", seed="a"))["fp32"])
+    record = publish(registry, tmp_path, "gone")
     for path in (mlflow_home / "mlartifacts" / "gone").rglob("model.onnx"):
         path.unlink()
     with pytest.raises(DigestMismatchError, match=r"model\.onnx is missing"):
@@ -543,12 +530,12 @@ def test_a_file_that_is_gone_is_refused(registry: MlflowRegistry, mlflow_home: P
 def test_a_manifest_that_names_files_outside_its_folder_is_refused(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
 ) -> None:
-    record = registry.version("outside", registry.publish(publication(tmp_path, model="outside", seed="a"))["fp32"])
+    record = publish(registry, tmp_path, "outside")
     evil = Manifest(files={"../../stolen": digest_bytes(b"")})
     for path in (mlflow_home / "mlartifacts" / "outside").rglob("manifest.json"):
         path.write_bytes(mlflow_folder.encode_manifest(evil))
     with pytest.raises(DigestMismatchError, match="not a valid name"):
-        registry.fetch(dataclasses.replace(record, manifest=evil.digest()), tmp_path)
+        registry.fetch(replace(record, manifest=evil.digest()), tmp_path)
 
 
 def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> None:
@@ -560,7 +547,7 @@ def test_a_version_registered_by_hand_is_not_ours(registry: MlflowRegistry) -> N
 
 
 def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: Path) -> None:
-    version = registry.publish(publication(tmp_path, model="spelled", seed="a"))["fp32"]
+    version = publish(registry, tmp_path, "spelled").version
     registry.set_alias("spelled", "champion-cpu-1t", version)
     with pytest.raises(NotFoundError, match="Did you mean 'spelled'"):
         registry.version("speled", "1")
@@ -574,14 +561,15 @@ def test_names_that_lead_nowhere_get_a_hint(registry: MlflowRegistry, tmp_path: 
         registry.aliases("it's' or name != '")
 
 
-@pytest.mark.parametrize("name", ["", "..", "/etc/passwd", "a/../b", "a//b", "a\\b", "C:evil", "a\x00", "b/"])
-def test_unsafe_file_names(name: str) -> None:
-    assert not mlflow_folder.is_safe_name(name)
-
-
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights/layer 1.bin", ".hidden"])
-def test_safe_file_names(name: str) -> None:
-    assert mlflow_folder.is_safe_name(name)
+@pytest.mark.parametrize(
+    ("safe", "names"),
+    [
+        (True, ["model.onnx", "model.onnx.data", "weights/layer 1.bin", ".hidden"]),
+        (False, ["", "..", "/etc/passwd", "a/../b", "a//b", "a\\b", "C:evil", "a\x00", "b/"]),
+    ],
+)
+def test_names_of_files_are_safe_or_not(safe: bool, names: list[str]) -> None:
+    assert [name for name in names if mlflow_folder.is_safe_name(name) is not safe] == []
 
 
 def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, tmp_path: Path) -> None:
@@ -592,58 +580,45 @@ def test_records_are_checked_before_anything_is_sent(registry: MlflowRegistry, t
     two = {"a.onnx": path, "b.onnx": path}
     both = Manifest(files={name: digest_file(path) for name in two})
     for wrong, error in (
-        (dataclasses.replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest), UserError),
-        (dataclasses.replace(record, files=two, manifest=both), UserError),
-        (dataclasses.replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatchError),
-        (dataclasses.replace(record, manifest=Manifest(files={})), DigestMismatchError),
-        (dataclasses.replace(record, evidence={"../a.json": path}), UserError),
+        (replace(record, files={"MLmodel": path, "model.onnx": path}, manifest=manifest), UserError),
+        (replace(record, files=two, manifest=both), UserError),
+        (replace(record, manifest=Manifest(files={"model.onnx": digest_bytes(b"x")})), DigestMismatchError),
+        (replace(record, manifest=Manifest(files={})), DigestMismatchError),
+        (replace(record, evidence={"../a.json": path}), UserError),
     ):
         with pytest.raises(error):
-            registry.publish(dataclasses.replace(release, variants=(wrong,)))
+            registry.publish(replace(release, variants=(wrong,)))
     with pytest.raises(NotFoundError):
         registry.version("unsent", "1")
 
 
-def test_external_data_comes_back_with_its_model(registry: MlflowRegistry, tmp_path: Path) -> None:
-    release = publication(tmp_path, model="external", seed="a")
-    data = tmp_path / "weights"
-    data.write_bytes(b"\x00" * 4096)
-    files = {**release.variants[0].files, "model.onnx.data": data}
+@pytest.mark.parametrize("size", [4096, pytest.param((2 << 30) + 4096, marks=pytest.mark.nightly)])
+def test_external_data_comes_back_with_its_model(
+    registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, size: int
+) -> None:
+    """Also weights beyond what one protobuf holds."""
+    with (tmp_path / "weights").open("wb") as stream:
+        stream.truncate(size)
+    model = f"external-{size}"
+    release = publication(tmp_path, model=model, seed="a")
+    files = {**release.variants[0].files, "model.onnx.data": tmp_path / "weights"}
     manifest = Manifest(files={name: digest_file(path) for name, path in files.items()})
-    record = dataclasses.replace(release.variants[0], files=files, manifest=manifest, signed={})
-    version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
-    folder = tmp_path / "fetched"
-    folder.mkdir()
-    assert registry.fetch(registry.version("external", version), folder) == manifest
-    assert (folder / "model.onnx.data").read_bytes() == data.read_bytes()
-
-
-@pytest.mark.nightly
-def test_weights_beyond_what_one_protobuf_holds(registry: MlflowRegistry, tmp_path: Path) -> None:
-    release = publication(tmp_path, model="large", seed="a")
-    weights = tmp_path / "weights"
-    with weights.open("wb") as stream:
-        stream.truncate((2 << 30) + 4096)
-    files = {**release.variants[0].files, "model.onnx.data": weights}
-    manifest = Manifest(files={name: digest_file(path) for name, path in files.items()})
-    record = dataclasses.replace(release.variants[0], files=files, manifest=manifest, signed={})
-    version = registry.publish(dataclasses.replace(release, variants=(record,)))["fp32"]
+    version = published(registry, tmp_path, model, files=files, manifest=manifest, signed={})
     folder = tmp_path / "fetched"
     folder.mkdir()
     try:
-        assert registry.fetch(registry.version("large", version), folder) == manifest
+        assert registry.fetch(registry.version(model, version), folder) == manifest
     finally:
         shutil.rmtree(folder)
-        for copy in (registry_files(registry)).rglob("model.onnx.data"):
-            if copy.stat().st_size > 2 << 30:
-                copy.unlink()
+        for copy in (mlflow_home / "mlartifacts" / model).rglob("model.onnx.data"):
+            copy.unlink()
 
 
 def test_the_users_tracking_uri_is_left_alone(
     registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
-    registry.publish(publication(tmp_path, model="polite", seed="a"))
+    publish(registry, tmp_path, "polite")
     import mlflow
 
     assert mlflow.get_tracking_uri() == "http://mlflow.example:5000"
@@ -653,28 +628,18 @@ def test_nothing_is_printed(
     mlflow_home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = MlflowRegistry(f"sqlite:///{mlflow_home}/mlflow.db")
-    release = publication(tmp_path, model="quiet", seed="a")
-    record = registry.version("quiet", registry.publish(release)["fp32"])
-    registry.fetch(record, tmp_path)
+    registry.fetch(publish(registry, tmp_path, "quiet"), tmp_path)
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
 
 
-def test_a_dead_server_is_reported() -> None:
-    port = free_port()
-    registry = MlflowRegistry(f"http://user:secret@127.0.0.1:{port}")
+@pytest.mark.parametrize("address", ["http://u:secret@{}", "postgresql+psycopg2://u:secret@{}/mlflow"])
+def test_a_dead_server_or_database_is_reported(address: str) -> None:
+    registry = MlflowRegistry(address.format(f"127.0.0.1:{free_port()}"), artifact_root="s3://bucket")
     with pytest.raises(ServiceUnavailableError) as caught:
         registry.aliases("digits")
     assert "secret" not in str(caught.value)
     assert caught.value.remedy
-
-
-def test_a_dead_database_is_reported() -> None:
-    port = free_port()
-    registry = MlflowRegistry(f"postgresql+psycopg2://u:secret@127.0.0.1:{port}/mlflow", artifact_root="s3://bucket")
-    with pytest.raises(ServiceUnavailableError) as caught:
-        registry.aliases("digits")
-    assert "secret" not in str(caught.value)
 
 
 def test_a_damaged_database_is_reported(tmp_path: Path) -> None:
@@ -730,9 +695,8 @@ def _entries() -> tuple[LedgerEntry, ...]:
 def test_the_ledger_is_shown_once_per_entry(registry: MlflowRegistry) -> None:
     for entry in (*_entries(), *_entries()):
         registry.mirror(entry, "digits")
-    client = registry._mlflow._client
+    client = client_of(registry)
     experiment = client.get_experiment_by_name("releases/digits")
-    assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     assert [(run.info.run_name, run.info.status) for run in runs] == [
         ("00001 endpoint-bound", "FINISHED"),

@@ -18,7 +18,8 @@ from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import StartSchedule
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
+from tests.adapters.runtime_places import write_identity
 
 CPU = Target(name="cpu-1t")
 MB = 1_000_000
@@ -52,17 +53,19 @@ def test_memory_grows_with_the_weights_and_not_with_this_process(tmp_path: Path)
 
 
 def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["file"], ["y"])],
-        "texts",
-        [helper.make_tensor_value_info("file", TensorProto.STRING, ["n"])],
-        [helper.make_tensor_value_info("y", TensorProto.STRING, ["n"])],
-    )
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "m.onnx")
+    path = write_identity(tmp_path / "m.onnx", TensorProto.STRING, name="file")
     feed = {"file": np.array(["a", "bc"], dtype=object)}
-    samples = OnnxRuntime().starts((tmp_path / "m.onnx",), CPU, feed, StartSchedule(rounds=1, requests=1))
+    samples = OnnxRuntime().starts((path,), CPU, feed, StartSchedule(rounds=1, requests=1))
     first: np.ndarray[Any, Any] = samples.first_ns
     assert (first > 0).all()
+
+
+def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Measure a start by a process that runs this module instead."""
+    (folder / "child.py").write_text(module, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(cold_start, "CHILD", "child")
+    cold_start.measure_start(folder / "m.onnx", CPU, folder / "feed.npz", 1)
 
 
 @pytest.mark.parametrize(
@@ -77,29 +80,22 @@ def test_texts_and_inputs_of_any_name_reach_the_fresh_process(tmp_path: Path) ->
 def test_a_process_that_crashes_is_a_failure_to_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, told: str
 ) -> None:
-    (tmp_path / "crashing.py").write_text(module, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(cold_start, "CHILD", "crashing")
     with pytest.raises(MeasurementError, match=told) as caught:
-        cold_start.measure_start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        measure_child(tmp_path, monkeypatch, module)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)
 
 
 def test_a_process_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(3600)", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(cold_start, "CHILD", "hanging")
     monkeypatch.setattr(cold_start, "TIMEOUT_S", 0.2)
     with pytest.raises(MeasurementError, match="did not answer within"):
-        cold_start.measure_start(tmp_path / "m.onnx", CPU, tmp_path / "feed.npz", 1)
+        measure_child(tmp_path, monkeypatch, "import time\ntime.sleep(3600)")
 
 
-def test_what_the_fresh_process_raises_keeps_its_words(tmp_path: Path) -> None:
-    write_perceptron(tmp_path / "m.onnx")
+def test_what_the_fresh_process_raises_keeps_its_words(file: Path) -> None:
     target = replace(CPU, session=SessionSettings(config={"": "1"}))
     with pytest.raises(MeasurementError, match="cannot run the model"), cold_start.store_feed(rows(1)) as feed:
-        cold_start.measure_start(tmp_path / "m.onnx", target, feed, 1)
+        cold_start.measure_start(file, target, feed, 1)
 
 
 def test_axis_1_is_the_models_in_order_and_any_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime, read_runtime_build
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -18,9 +19,9 @@ from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.ports import EnvironmentRuntime, RewritingRuntime
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
-from tests.adapters.runtime_places import ended_in_the_middle
+from tests.adapters.runtime_places import ended_in_the_middle, write_identity
 
 PINNED = Environment(requirements=("onnxruntime==1.31.1",))
 APART = Target(name="apart", env=PINNED)
@@ -35,12 +36,6 @@ def runtime() -> IsolatedRuntime:
 @pytest.fixture(scope="module")
 def kept() -> IsolatedRuntime:
     return IsolatedRuntime(python=lambda _: Path(sys.executable))
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_perceptron(tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
 
 
 class TestIsolatedRuntime(RuntimeSuite):
@@ -119,17 +114,7 @@ def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
 
 @pytest.mark.parametrize("code", [1, 2])
 def test_texts_come_back_as_they_went(runtime: IsolatedRuntime, tmp_path: Path, code: int) -> None:
-    from onnx import TensorProto, helper
-
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["x"], ["y"])],
-        "texts",
-        [helper.make_tensor_value_info("x", TensorProto.STRING, ["n"])],
-        [helper.make_tensor_value_info("y", TensorProto.STRING, ["n"])],
-    )
-    path = tmp_path / "texts.onnx"
-    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
-    path.write_bytes(model.SerializeToString())
+    path = write_identity(tmp_path / "texts.onnx", TensorProto.STRING)
     texts = np.array(["", "größe"] * code, dtype=object)
     answer = runtime.run(path, APART, ({"x": texts},))[0]["y"]
     assert answer.dtype == object

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -16,16 +15,16 @@ import pytest
 from onnx import helper
 
 from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
-from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.ports import PairedBenchmarkSchedule, RewritingRuntime, Runtime
-from onnx_ops.testing.models import rows, write_perceptron
+from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
-from tests.adapters.runtime_places import ended_in_the_middle, environments, require
+from tests.adapters.model_runs import run
+from tests.adapters.runtime_places import ended_in_the_middle, environments, require, write_identity
 from tests.support.external import write_external
 
 NODE = Target(name="node", runtime="node", providers=(Provider(name="cpu"),))
@@ -126,25 +125,6 @@ class TestBrowser(RuntimeSuite):
         super().test_fresh_processes_tell_durations_and_memory(runtime, target, file)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    write_perceptron(tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
-
-
-def identity(path: Path, kind: int, shape: tuple[int | str, ...] = ("n", 2)) -> Path:
-    """A model that gives back what it gets, of one type."""
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["x"], ["y"])],
-        "identity",
-        [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info("y", kind, shape)],
-    )
-    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
 VALUES = {
     "float32": [[0.5, -np.inf], [np.nan, 3e38]],
     "float64": [[0.1, -0.0], [np.inf, 5e-324]],
@@ -166,7 +146,7 @@ VALUES = {
 def test_every_type_comes_back_to_the_bit(place: tuple[NodeRuntime, Target], tmp_path: Path, name: str) -> None:
     runtime, target = place
     array = np.array(VALUES[name], dtype=name)
-    path = identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype))
+    path = write_identity(tmp_path / "identity.onnx", helper.np_dtype_to_tensor_dtype(array.dtype), ("n", 2))
     answers = runtime.run(path, target, ({"x": array}, {"x": array[:0]}))
     assert answers[0]["y"].dtype == array.dtype
     assert answers[0]["y"].shape == (2, 2)
@@ -186,11 +166,9 @@ def test_answers_agree_with_this_process(place: tuple[NodeRuntime, Target], file
     runtime, target = place
     write_external(tmp_path / "external.onnx", "weights.bin")
     for path, feed in ((file, rows(64)), (tmp_path / "external.onnx", {"x": np.ones((3, 2), np.float32)})):
-        here, there = OnnxRuntime().run(path, Target(name="here"), (feed,)), runtime.run(path, target, (feed,))
-        for name in here[0]:
-            expected: np.ndarray[Any, Any] = here[0][name]
-            found: np.ndarray[Any, Any] = there[0][name]
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        there = run(path, feed, target, runtime)
+        for name, expected in run(path, feed).items():
+            np.testing.assert_allclose(there[name], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.nightly
@@ -231,14 +209,10 @@ def test_node_shows_the_graph_that_it_runs(
 def test_ort_files_agree_with_their_source(
     node: NodeRuntime, other_node: NodeRuntime, other_browser: NodeRuntime, file: Path
 ) -> None:
-    feeds = (rows(17),)
-    (before,) = node.run(file, NODE, feeds)
-    expected: np.ndarray[Any, Any] = before["scores"]
+    before = run(file, rows(17), NODE, node)["scores"]
     for runtime, target in ((other_node, NODE), (other_node, NODE_WASM), (other_browser, WASM)):
         phone = replace(target, ort_format=OrtFormat())
-        (after,) = runtime.run(file, phone, feeds)
-        found: np.ndarray[Any, Any] = after["scores"]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(run(file, rows(17), phone, runtime)["scores"], before, rtol=1e-5, atol=1e-6)
         assert runtime.sample(file, phone, rows(1), runs=2, warmup=1).nanoseconds.shape == (2,)
 
 
@@ -289,9 +263,8 @@ def test_nothing_is_left_of_a_browser(tmp_path_factory: pytest.TempPathFactory, 
 def test_webgpu_on_a_software_adapter_answers_and_is_not_timed(other_browser: NodeRuntime, file: Path) -> None:
     facts = other_browser.facts(file, WEBGPU)
     assert facts.nodes["webgpu"] > 0
-    answer: np.ndarray[Any, Any] = other_browser.run(file, WEBGPU, (rows(5),))[0]["scores"]
-    here: np.ndarray[Any, Any] = OnnxRuntime().run(file, Target(name="here"), (rows(5),))[0]["scores"]
-    np.testing.assert_allclose(answer, here, rtol=1e-4, atol=1e-4)
+    answer = run(file, rows(5), WEBGPU, other_browser)["scores"]
+    np.testing.assert_allclose(answer, run(file, rows(5))["scores"], rtol=1e-4, atol=1e-4)
     if "(software)" in facts.build:  # a machine with a GPU times it
         with pytest.raises(MeasurementError, match="software adapter") as refused:
             other_browser.sample(file, WEBGPU, rows(1), runs=1, warmup=0)

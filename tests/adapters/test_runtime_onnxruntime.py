@@ -26,6 +26,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
+from tests.adapters.model_runs import run
 from tests.support.external import write_external
 
 CPU = Target(name="cpu-1t")
@@ -39,13 +40,6 @@ class TestOnnxRuntime(RuntimeSuite):
     @pytest.fixture
     def target(self) -> Target:
         return CPU
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    return path
 
 
 def test_the_fingerprint_needs_no_runtime() -> None:
@@ -129,7 +123,7 @@ def test_a_model_newer_than_the_runtime_is_a_failure_to_measure(tmp_path: Path) 
 
 def test_external_weights_are_found_beside_the_file(tmp_path: Path) -> None:
     write_external(tmp_path / "model.onnx", "weights.bin")
-    answer = OnnxRuntime().run(tmp_path / "model.onnx", CPU, ({"x": np.ones((1, 2), np.float32)},))[0]
+    answer = run(tmp_path / "model.onnx", {"x": np.ones((1, 2), np.float32)})
     np.testing.assert_array_equal(answer["y"], [[2, 3]])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -28,6 +27,7 @@ from onnx_ops.errors import DigestMismatchError, MeasurementError
 from onnx_ops.ports import PackagingRuntime, StartSchedule
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.testing.runtimes import RuntimeSuite
+from tests.adapters.model_runs import run
 
 PHONE = Target(name="phone", ort_format=OrtFormat())
 COMPILED = Target(name="compiled", ort_format=OrtFormat(platform="amd64", style="runtime"))
@@ -44,13 +44,6 @@ class TestOrtFormat(RuntimeSuite):
         return PHONE
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.onnx"
-    write_perceptron(path)
-    return path
-
-
 @pytest.mark.parametrize("target", [PHONE, COMPILED], ids=lambda target: target.name)
 def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, target: Target) -> None:
     session = build_session(file, target)
@@ -59,10 +52,8 @@ def test_what_runs_is_the_ort_file_and_it_agrees_with_its_source(file: Path, tar
     if target is COMPILED:
         assert session.get_session_options().get_session_config_entry(REPLAYED) == "1"
     plain = Target(name="plain", session=SessionSettings(graph_level="disabled"))
-    (before,), (after,) = (OnnxRuntime().run(file, one, (rows(17),)) for one in (plain, target))
-    expected: np.ndarray[Any, Any] = before["scores"]
-    found: np.ndarray[Any, Any] = after["scores"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    before, after = (run(file, rows(17), one)["scores"] for one in (plain, target))
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_format_the_file_itself_runs(file: Path) -> None:

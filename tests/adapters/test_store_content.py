@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -28,14 +27,7 @@ from onnx_ops.ports import Store
 from onnx_ops.testing.stores import CONTENT, StoreSuite
 from tests.support.external import write_external
 from tests.support.faults import Faults
-
-
-def blob(digest: Digest) -> str:
-    return f"blobs/{hex_digits(digest)[:2]}/{hex_digits(digest)}"
-
-
-def record(key: Digest) -> str:
-    return f"records/{hex_digits(key)[:2]}/{hex_digits(key)}.json"
+from tests.support.objects import RemoteStoreSuite, blob_name, record_name
 
 
 class TestLocalStore(StoreSuite):
@@ -47,7 +39,7 @@ class TestLocalStore(StoreSuite):
         return lambda: ContentStore(LocalObjects(self.root), tmp_path / "unused")
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        path = self.root / blob(digest)
+        path = self.root / blob_name(digest)
         path.chmod(0o600)
         if content is None:
             path.unlink()
@@ -55,43 +47,16 @@ class TestLocalStore(StoreSuite):
             path.write_bytes(content)
 
     def spoil_record(self, key: Digest, content: bytes) -> None:
-        (self.root / record(key)).write_bytes(content)
+        (self.root / record_name(key)).write_bytes(content)
 
     def record_of(self, key: Digest) -> bytes:
-        return (self.root / record(key)).read_bytes()
+        return (self.root / record_name(key)).read_bytes()
 
 
-class TestRemoteStore(StoreSuite):
-    """Every reader has a cache of its own, so that what it reads comes from the remote side."""
-
-    readers: ClassVar[list[Path]] = []
-
+class TestRemoteStore(RemoteStoreSuite):
     @pytest.fixture
-    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
-        self.remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
-
-        def make() -> Store:
-            cache = tmp_path / uuid.uuid4().hex
-            self.readers.append(cache)
-            return ContentStore(self.remote, cache)
-
-        return make
-
-    def spoil(self, digest: Digest, content: bytes | None) -> None:
-        for cache in self.readers:
-            (cache / blob(digest)).unlink(missing_ok=True)
-        if content is None:
-            self.remote.delete(blob(digest))
-        else:
-            self.remote.write(blob(digest), content)
-
-    def spoil_record(self, key: Digest, content: bytes) -> None:
-        self.remote.write(record(key), content)
-
-    def record_of(self, key: Digest) -> bytes:
-        found = self.remote.read(record(key))
-        assert found is not None
-        return found
+    def place(self) -> str:
+        return f"memory://{uuid.uuid4().hex}"
 
 
 def test_a_spoilt_cache_is_filled_again_from_the_remote_store(tmp_path: Path) -> None:
@@ -194,7 +159,7 @@ def test_content_that_is_put_again_is_never_collected_from_under_the_one_who_put
             digest = ours.put_bytes(b"%d" % (turn % 3))
             for _ in range(turn % 4):  # sometimes the collector has listed it as old before it is put again
                 with contextlib.suppress(FileNotFoundError):
-                    os.utime(tmp_path / blob(digest), (LONG_AGO, LONG_AGO))
+                    os.utime(tmp_path / blob_name(digest), (LONG_AGO, LONG_AGO))
             assert ours.put_bytes(b"%d" % (turn % 3)) == digest
             assert ours.read(digest) == b"%d" % (turn % 3)
     finally:
@@ -251,7 +216,7 @@ def test_what_a_killed_writer_left_is_listed_without_a_digest_and_can_go(tmp_pat
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digest = store.put_bytes(CONTENT)
     store.record(digest, Manifest(files={"file": digest}))
-    left = [(tmp_path / name).parent / ".tmp-left" for name in (blob(digest), record(digest))]
+    left = [(tmp_path / name).parent / ".tmp-left" for name in (blob_name(digest), record_name(digest))]
     for path in left:
         path.write_bytes(b"half")
     found = [one for one in store.contents() if one.digest is None]

@@ -83,21 +83,8 @@ def install_base(folder: Path) -> Path:
     (wheel,) = (folder / "wheel").glob("*.whl")
     _call(["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "environment")])
     python = folder / "environment" / "bin" / "python"
-    constraints = str(ROOT / "constraints.txt")
-    _call(
-        [
-            "uv",
-            "pip",
-            "install",
-            "--quiet",
-            "--compile-bytecode",
-            "--python",
-            str(python),
-            "--constraint",
-            constraints,
-            str(wheel),
-        ]
-    )
+    options = ["--quiet", "--compile-bytecode", "--python", str(python), "--constraint", str(ROOT / "constraints.txt")]
+    _call(["uv", "pip", "install", *options, str(wheel)])
     return python
 
 

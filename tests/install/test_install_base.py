@@ -76,6 +76,19 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
+def run(command: list[str], folder: Path, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        input=stdin,
+        cwd=folder,
+        env={**environ_of(folder), **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def check(call: Call, code: int, output: str) -> list[str]:
     """Return what is wrong with what a command said."""
     text = " ".join(output.replace("│", " ").split())
@@ -94,16 +107,8 @@ def test_every_command_of_the_command_line_is_among_the_calls() -> None:
 
 def test_without_extras_each_command_works_or_says_in_one_message_what_to_install(bare: Path, project: Path) -> None:
     calls = [call for call in CALLS if not call.works]
-    done = subprocess.run(
-        [str(bare), str(Path(__file__).with_name("run_commands.py"))],
-        input=json.dumps([[call.arguments, dict(call.environ)] for call in calls]),
-        cwd=project,
-        env=environ_of(project),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    lines = json.dumps([[call.arguments, dict(call.environ)] for call in calls])
+    done = run([str(bare), str(Path(__file__).with_name("run_commands.py"))], project, lines)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert [(call.line, one["error"]) for call, one in zip(calls, results, strict=True) if one["error"]] == []
@@ -112,15 +117,7 @@ def test_without_extras_each_command_works_or_says_in_one_message_what_to_instal
 
 
 def test_without_extras_only_the_rooms_of_an_extra_cannot_be_imported(bare: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [str(bare), "-c", IMPORT_ALL],
-        cwd=tmp_path,
-        env=environ_of(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run([str(bare), "-c", IMPORT_ALL], tmp_path)
     assert done.returncode == 0, done.stderr
     failed: dict[str, str] = json.loads(done.stdout)
     assert failed, "the environment holds more than the base"
@@ -169,15 +166,6 @@ def test_the_wheel_brings_the_base_and_nothing_else(installed: Path) -> None:
 def test_in_the_installed_wheel_every_command_ends_without_a_traceback(installed: Path, project: Path) -> None:
     problems: list[str] = []
     for call in CALLS:
-        done = subprocess.run(
-            [str(installed.with_name("onnx-ops")), *call.arguments],
-            cwd=project,
-            env={**environ_of(project), **call.environ},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run([str(installed.with_name("onnx-ops")), *call.arguments], project, **call.environ)
         problems += check(call, done.returncode, done.stdout + done.stderr)
     assert "\n".join(problems) == ""

@@ -145,7 +145,6 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     pipeline = yaml.safe_load((world.origin / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8"))
     seed = 7 if "train" in pipeline else 0
     second_release = str(2 + len(pipeline.get("quantize", ())))
-
     # A pull request is judged, and nothing is registered. (The machine of these tests is shared.)
     head = world.commit(was="max: 2 MB", becomes="max: 3 MB")
     if "quantize" in pipeline:
@@ -157,7 +156,6 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
     assert "fraud.yaml: PASS" in runner.summary
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-
     # A push on a hosted runner stops at its gates; without a token the summary is written all the same.
     runner = world.runner("push", {"before": first}, hosted=True, token="")
     assert runner.run_job("model-commit.yml", "release") == 0, log(runner)
@@ -165,7 +163,6 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     assert "Nothing was registered or released" in runner.summary
     assert "no token was given" in log(runner)
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-
     # On a runner that keeps its state what is pushed is registered, promoted by a person, and rolled back.
     world.commit(was="promote: auto", becomes="promote: manual")
     for version in ("1", second_release):
@@ -184,7 +181,6 @@ def test_every_workflow_runs_on_a_bare_machine(world: World) -> None:
     assert runner.run_job("rollback.yml", "rollback") == 0, log(runner)
     assert "wrong on sevens" in runner.summary
     assert world.status(runner)["traffic"] == {"v1": 100}
-
     # The same on an agent of Azure Pipelines.
     azure = load(runner.checkout / "infra" / "azure" / "azure-pipelines.yml")
     variables = {

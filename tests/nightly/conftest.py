@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,16 +14,14 @@ from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter
 from onnx_ops.adapters.isolation.process import ProcessLimits
 from onnx_ops.domain.execution import Environment
 from onnx_ops.ports import Dataset
+from tests.adapters import runtime_places
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
-"""Folder in which environments stay from one run of the tests to the next."""
 
 
 @pytest.fixture(scope="session")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> PythonEnvironments:
-    folder = Path(os.environ[KEPT]) if KEPT in os.environ else tmp_path_factory.mktemp("environments")
-    return PythonEnvironments(folder=folder, uv=find_uv())
+    return PythonEnvironments(folder=runtime_places.environments(tmp_path_factory), uv=find_uv())
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,14 @@ def words() -> Any:
     return load_digits().data.astype(np.int64)
 
 
+def train(example: str, name: str) -> object:
+    from sklearn.datasets import load_digits
+
+    data = Dataset(inputs={name: images()}, label=load_digits().target)
+    model: object = importlib.import_module(f"examples.{example}").train({"train": data}, epochs=1)
+    return model
+
+
 class TestKeras(ExporterSuite):
     @pytest.fixture(scope="class")
     @classmethod
@@ -46,10 +54,7 @@ class TestKeras(ExporterSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> object:
-        from sklearn.datasets import load_digits
-
-        train = importlib.import_module("examples.digits_keras").train
-        return train({"train": Dataset(inputs={"image": images()}, label=load_digits().target)}, epochs=1)
+        return train("digits_keras", "image")
 
     @pytest.fixture
     def section(self) -> Export:
@@ -69,10 +74,7 @@ class TestVision(TestKeras):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> object:
-        from sklearn.datasets import load_digits
-
-        train = importlib.import_module("examples.digits_vit").train
-        return train({"train": Dataset(inputs={"pixel_values": images()}, label=load_digits().target)}, epochs=1)
+        return train("digits_vit", "pixel_values")
 
     @pytest.fixture
     def samples(self) -> Tensors:
@@ -134,31 +136,15 @@ def fitted(model: Any, loss: Callable[[Any, Any, Any], Any]) -> Any:
 
 def bert() -> Any:
     transformers = importlib.import_module("transformers")
-    config = transformers.BertConfig(
-        vocab_size=17,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=512,
-        num_labels=10,
-        attn_implementation="eager",
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=17, num_labels=10, attn_implementation="eager", **sizes)
     return transformers.BertForSequenceClassification(config)
 
 
 def t5() -> Any:
     transformers = importlib.import_module("transformers")
-    config = transformers.T5Config(
-        vocab_size=17,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        attn_implementation="eager",
-    )
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=17, decoder_start_token_id=0, attn_implementation="eager", **sizes)
     return transformers.T5ForConditionalGeneration(config)
 
 

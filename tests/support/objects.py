@@ -19,6 +19,14 @@ from onnx_ops.testing.ledgers import LedgerSuite, Opener
 from onnx_ops.testing.stores import StoreSuite
 
 
+def blob_name(digest: Digest) -> str:
+    return f"blobs/{hex_digits(digest)[:2]}/{hex_digits(digest)}"
+
+
+def record_name(key: Digest) -> str:
+    return f"records/{hex_digits(key)[:2]}/{hex_digits(key)}.json"
+
+
 def open_ledger(url: str, environ: Mapping[str, str]) -> Ledger:
     """With credentials that may be younger than the server that forks processes, of which this may be one."""
     os.environ.update(environ)
@@ -40,7 +48,7 @@ class RemoteStoreSuite(StoreSuite):
         return make
 
     def spoil(self, digest: Digest, content: bytes | None) -> None:
-        name = f"blobs/{hex_digits(digest)[:2]}/{hex_digits(digest)}"
+        name = blob_name(digest)
         for cache in self.readers:
             (cache / name).unlink(missing_ok=True)
         if content is None:
@@ -49,10 +57,10 @@ class RemoteStoreSuite(StoreSuite):
             self.remote.write(name, content)
 
     def spoil_record(self, key: Digest, content: bytes) -> None:
-        self.remote.write(_record(key), content)
+        self.remote.write(record_name(key), content)
 
     def record_of(self, key: Digest) -> bytes:
-        return self.remote.read(_record(key)) or b""
+        return self.remote.read(record_name(key)) or b""
 
     def test_files_go_there_and_come_back(self, place: str, tmp_path: Path) -> None:
         source = tmp_path / "source"
@@ -61,7 +69,7 @@ class RemoteStoreSuite(StoreSuite):
         assert ContentStore(open_objects(place), tmp_path / "reader").path(digest).read_bytes() == source.read_bytes()
 
 
-class RemoteLedgerSuite(LedgerSuite):
+class ObjectLedgerSuite(LedgerSuite):
     """Subclass it, and give the fixture `place`: the URL of a folder that is empty."""
 
     @pytest.fixture
@@ -74,7 +82,3 @@ class RemoteLedgerSuite(LedgerSuite):
         assert one.create("lease", b"mine")
         assert not other.create("lease", b"yours")
         assert other.read("lease") == b"mine"
-
-
-def _record(key: Digest) -> str:
-    return f"records/{hex_digits(key)[:2]}/{hex_digits(key)}.json"

@@ -180,8 +180,13 @@ class DvcSource:
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Read the file from DVC's cache or remote, after checking it against its MD5."""
         tracked = self._find(section, root)
+        pointer = tracked.pointer
         with Scratch() as folder:
-            copy = self._copy_file(tracked, folder)
+            copy, place = self._copy_object(tracked, str(pointer.md5), folder)
+            if str(pointer.md5).endswith(_FOLDER_SUFFIX):
+                copy, _ = self._copy_object(tracked, _find_in_folder(tracked, copy, place), folder)
+            elif pointer.size not in (-1, copy.stat().st_size):
+                raise _wrong_pointer(pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}")
             where = f"{tracked.settings.path} at {tracked.commit[:12]}"
             return read_arrays(copy, where=where, name=tracked.settings.path)
 
@@ -224,7 +229,20 @@ class DvcSource:
                 remedy="Was the .dvc file committed, and before this revision? `path` is relative to `repo`.",
             )
         pointer = codec.from_json(answers[0], DvcPointer)
-        _check_pointer(pointer, path)
+        if not pointer.md5:
+            raise RefusedError(
+                f"the DVC pointer has no MD5 for {pointer.out}",
+                where=pointer.file,
+                why="its remote keeps versions of the cloud, or DVC does not keep the file",
+                remedy="Only what DVC stores by content can be checked: `dvc add` it, with a remote that is neither "
+                "`version_aware` nor `worktree`.",
+            )
+        if not _MD5.fullmatch(pointer.md5):
+            raise _wrong_pointer(pointer, f"{pointer.md5!r} is no MD5")
+        if pointer.size < -1:
+            raise _wrong_pointer(pointer, f"its size is {pointer.size}")
+        if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
+            raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
         stored.parent.mkdir(parents=True, exist_ok=True)
         with durable_file(stored) as temporary:
             temporary.write_text(json.dumps(codec.to_json(pointer)), encoding="utf-8")
@@ -248,30 +266,6 @@ class DvcSource:
                 remedy="Commit the change and name that revision, or restore the pointer with `git checkout`.",
             )
 
-    def _copy_file(self, tracked: _TrackedFile, scratch: Path) -> Path:
-        """Copy the file that the pointer stands for into `scratch`, checked."""
-        pointer = tracked.pointer
-        copy, place = self._copy_object(tracked, str(pointer.md5), scratch)
-        if not str(pointer.md5).endswith(_FOLDER_SUFFIX):
-            if pointer.size not in (-1, copy.stat().st_size):
-                raise _wrong_pointer(pointer, f"it says {pointer.size} bytes; {place} has {copy.stat().st_size}")
-            return copy
-        try:
-            files = {str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(copy.read_bytes())}
-        except (ValueError, TypeError, KeyError) as error:
-            raise _wrong_pointer(pointer, f"what it names is no list of files: {place}") from error
-        if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
-            raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
-        below = tracked.path[len(pointer.out) + 1 :]
-        if below not in files:
-            raise NotFoundError(
-                f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
-                where=pointer.file,
-                why=f"it holds {', '.join(sorted(files)[:8])}",
-                remedy=f"Name one file, such as {pointer.out}/{min(files, default='FILE')}.",
-            )
-        return self._copy_object(tracked, files[below], scratch)[0]
-
     def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
         """Copy an object from the cache, else from the remote, and check the copy. Return it and its origin."""
         pointer, copy = tracked.pointer, scratch / md5
@@ -279,15 +273,13 @@ class DvcSource:
         if pointer.cache and _copy_cached(cached, copy):
             _check_object(copy, pointer, "DVC cache file", str(cached), "Delete that file, then `dvc fetch`")
             return copy, str(cached)
-        remote = tracked.settings.remote or pointer.remote
-        packages = (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else ()
         answer = self._ask(
             tracked.settings,
-            packages,
+            (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else (),
             "fetch",
             repo=str(tracked.folder.resolve()),
             rev="" if pointer.cache else tracked.commit,  # the configuration of a checkout has the credentials
-            remote=remote,
+            remote=tracked.settings.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,
             copy=str(copy),
@@ -340,12 +332,7 @@ class DvcSource:
 
 
 def _read_settings(section: DataSection) -> DvcSettings:
-    """Bind `with:`.
-
-    Raises:
-        UserError: it is no section of this source, or its settings cannot be used.
-        RefusedError: the path leads out of the repository, or the URL holds a password.
-    """
+    """Bind `with:`."""
     if not isinstance(section, PluginData) or section.use != "dvc":
         raise UserError("this data source reads `use: dvc`", where=type(section).__name__)
     settings = bind_settings(
@@ -368,22 +355,24 @@ def _read_settings(section: DataSection) -> DvcSettings:
     return settings
 
 
-def _check_pointer(pointer: DvcPointer, path: str) -> None:
-    """Refuse a pointer that DVC would not write, or that names nothing to check."""
-    if not pointer.md5:
-        raise RefusedError(
-            f"the DVC pointer has no MD5 for {pointer.out}",
+def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
+    """Return the MD5 of the file within a tracked folder, by the list of files that the folder's pointer names."""
+    pointer = tracked.pointer
+    try:
+        files = {str(entry["relpath"]): str(entry["md5"]) for entry in json.loads(listing.read_bytes())}
+    except (ValueError, TypeError, KeyError) as error:
+        raise _wrong_pointer(pointer, f"what it names is no list of files: {place}") from error
+    if unclear := [md5 for md5 in files.values() if not _MD5.fullmatch(md5)]:
+        raise _wrong_pointer(pointer, f"the list of files names no MD5: {unclear[0]!r} in {place}")
+    below = tracked.path[len(pointer.out) + 1 :]
+    if below not in files:
+        raise NotFoundError(
+            f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
             where=pointer.file,
-            why="its remote keeps versions of the cloud, or DVC does not keep the file",
-            remedy="Only what DVC stores by content can be checked: `dvc add` it, with a remote that is neither "
-            "`version_aware` nor `worktree`.",
+            why=f"it holds {', '.join(sorted(files)[:8])}",
+            remedy=f"Name one file, such as {pointer.out}/{min(files, default='FILE')}.",
         )
-    if not _MD5.fullmatch(pointer.md5):
-        raise _wrong_pointer(pointer, f"{pointer.md5!r} is no MD5")
-    if pointer.size < -1:
-        raise _wrong_pointer(pointer, f"its size is {pointer.size}")
-    if path != pointer.out and not pointer.md5.endswith(_FOLDER_SUFFIX):
-        raise _wrong_pointer(pointer, f"{pointer.out} is a file, so there is no {path} in it")
+    return files[below]
 
 
 def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
@@ -425,12 +414,8 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     """Return the commit that a tag, branch or hash names; an empty one is what is checked out."""
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
-        raise NotFoundError(
-            "this is no git repository",
-            where=place,
-            why=_last_error(repository),
-            remedy="`repo` is a folder of a checkout, relative to the project's root, or a URL.",
-        )
+        remedy = "`repo` is a folder of a checkout, relative to the project's root, or a URL."
+        raise NotFoundError("this is no git repository", where=place, why=_last_error(repository), remedy=remedy)
     done = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{rev or 'HEAD'}^{{commit}}")
     if done.returncode:
         raise NotFoundError(

@@ -6,6 +6,7 @@ The objects are copied as they are. Their digests are checked outside, since DVC
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,14 +25,10 @@ from onnx_ops.errors import (
 
 
 class DvcWorker:
-    """Serves DVC; keeps one repository open from one request to the next."""
+    """Serves DVC."""
 
     where = "data"
     refusing: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self._key = ("", "")
-        self._repo: Any = None
 
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
         """Return the outputs that are or hold `path`, relative to git's top folder.
@@ -40,7 +37,7 @@ class DvcWorker:
         """
         from dvc.exceptions import OutputNotFoundError
 
-        with self._opened(repo, rev) as opened:
+        with _open_repository(repo, rev) as opened:
             top = opened.scm.root_dir if not rev else opened.fs.root_marker
             try:
                 outs = opened.find_outs_by_path(opened.fs.join(top, *path.split("/")), recursive=False, strict=False)
@@ -49,7 +46,10 @@ class DvcWorker:
             default = opened.config["core"].get("remote", "")
             return [
                 {
-                    "file": _pointer_file(opened.fs.relpath(opened.fs.abspath(out.stage.path), top)),
+                    # A pipeline's stage is in `dvc.yaml`; `dvc.lock` beside it states the MD5.
+                    "file": re.sub(
+                        r"(^|/)dvc\.yaml\Z", r"\1dvc.lock", opened.fs.relpath(opened.fs.abspath(out.stage.path), top)
+                    ),
                     "out": opened.fs.relpath(out.fs_path, top),
                     "md5": out.hash_info.value if out.hash_info else None,
                     "size": -1 if out.meta is None or out.meta.size is None else out.meta.size,
@@ -66,7 +66,7 @@ class DvcWorker:
         from dvc.config import ConfigError, RemoteConfigError
 
         where = f"DVC remote {remote}" if remote else "the default DVC remote"
-        with self._opened(repo, rev) as opened:
+        with _open_repository(repo, rev) as opened:
             try:
                 place = opened.cloud.get_remote(remote or None)
                 unchecked = place.worktree or place.fs.version_aware
@@ -88,7 +88,10 @@ class DvcWorker:
                 )
             store = place.legacy_odb if legacy else place.odb
             source = store.oid_to_path(md5)
-            url = _without_credentials(store.fs.unstrip_protocol(source))
+            url = ""
+            with suppress(ValueError):
+                parts = urlsplit(store.fs.unstrip_protocol(source))
+                url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
             try:
                 store.fs.get_file(source, copy)
             except FileNotFoundError:
@@ -97,34 +100,6 @@ class DvcWorker:
                 raise _unreachable(url, error) from error
             return {"place": url, "found": True}
 
-    @contextmanager
-    def _opened(self, repo: str, rev: str) -> Iterator[Any]:
-        """Yield the repository; say in the terms of this package what DVC finds wrong with it."""
-        from dvc.exceptions import DvcException, NotDvcRepoError, OutputDuplicationError
-        from dvc.repo import Repo
-
-        try:
-            if self._key != (repo, rev) or self._repo is None:
-                self._repo = Repo(repo, rev=rev or None)
-                self._key = repo, rev
-            yield self._repo
-        except NotDvcRepoError as error:
-            raise NotFoundError("this is no DVC repository", where=repo, remedy="`dvc init` makes one.") from error
-        except OutputDuplicationError as error:
-            raise RefusedError(
-                f"several DVC pointers claim {error.output}",
-                where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
-                why="DVC never writes that: one of them was written by hand",
-                remedy="Remove the one that is wrong, and commit.",
-            ) from error
-        except DvcException as error:
-            raise DigestMismatchError(
-                "DVC cannot read its pointers",
-                where=repo if not rev else f"{repo} at {rev[:12]}",
-                why=str(error),
-                remedy="Restore the file with `git checkout`, or make it again with `dvc add`, and commit.",
-            ) from error
-
 
 def run_dvc() -> None:
     """Serve DVC, which keeps its own state below this process's temporary folder."""
@@ -132,9 +107,30 @@ def run_dvc() -> None:
     serve(DvcWorker())
 
 
-def _pointer_file(path: str) -> str:
-    """Return the file that states the MD5: of a pipeline's stage it is `dvc.lock`, not `dvc.yaml`."""
-    return f"{path.removesuffix('dvc.yaml')}dvc.lock" if path.rpartition("/")[2] == "dvc.yaml" else path
+@contextmanager
+def _open_repository(repo: str, rev: str) -> Iterator[Any]:
+    """Yield the repository; raise what DVC finds wrong with it as an error of this package."""
+    from dvc.exceptions import DvcException, NotDvcRepoError, OutputDuplicationError
+    from dvc.repo import Repo
+
+    try:
+        yield Repo(repo, rev=rev or None)
+    except NotDvcRepoError as error:
+        raise NotFoundError("this is no DVC repository", where=repo, remedy="`dvc init` makes one.") from error
+    except OutputDuplicationError as error:
+        raise RefusedError(
+            f"several DVC pointers claim {error.output}",
+            where=" and ".join(sorted(stage.path_in_repo for stage in error.stages)),
+            why="DVC never writes that: one of them was written by hand",
+            remedy="Remove the one that is wrong, and commit.",
+        ) from error
+    except DvcException as error:
+        raise DigestMismatchError(
+            "DVC cannot read its pointers",
+            where=repo if not rev else f"{repo} at {rev[:12]}",
+            why=str(error),
+            remedy="Restore the file with `git checkout`, or make it again with `dvc add`, and commit.",
+        ) from error
 
 
 def _scheme(remotes: Any, name: str) -> str:
@@ -154,10 +150,3 @@ def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
         why=f"{type(error).__name__}: {str(error)[:300]}",
         remedy="Try `dvc fetch` with the same variables: credentials come from them or from `.dvc/config.local`.",
     )
-
-
-def _without_credentials(url: str) -> str:
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
-    return ""

@@ -21,9 +21,6 @@ _SMALL_BYTES = 16 << 20
 
 _HEAD_BYTES = 8 << 20
 
-_ARCHIVE = b"PK"
-"""What a zip archive begins with; `numpy.savez` writes one."""
-
 _POINTER = b"version https://git-lfs"
 """What stands in place of a file that Git LFS keeps elsewhere."""
 
@@ -62,23 +59,29 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
         where: its place in messages.
         name: what the file is called where its content came from; else the path tells its kind.
         most_bytes: read so much only, the first rows of each array.
-
-    Raises:
-        UserError: it is no such file.
-        MissingPackageError: what reads tables is not installed.
     """
     suffix = Path(name or path).suffix.lower()
-    _check_content(path, where)
+    with path.open("rb") as stream:
+        head = stream.read(len(_POINTER))
+    if head == _POINTER:
+        remedy = "Fetch the file: git lfs pull"
+        raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
+    if not head:
+        raise UserError("the file is empty", where=where, remedy="Write the data again, or fetch the file again.")
     if suffix in SUFFIXES:
         return read_table(path, suffix, where=where, most_bytes=most_bytes)
     import numpy as np
 
     try:
         with path.open("rb") as stream:
-            if stream.peek(2)[:2] != _ARCHIVE:
+            if stream.peek(2)[:2] != b"PK":  # what a zip archive begins with; `numpy.savez` writes one
                 raise ValueError(f"it is no archive: it begins with {stream.peek(16)[:16]!r}")
             archive = np.load(stream, allow_pickle=False)
-            shapes, arrays = _read_whole(archive) if most_bytes is None else _read_head(archive, most_bytes)
+            if most_bytes is None:
+                arrays = {name: archive[name] for name in archive.files}
+                shapes = {name: getattr(array, "shape", ()) for name, array in arrays.items()}
+            else:
+                shapes, arrays = _read_head(archive, most_bytes)
             if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
                 raise ValueError(f"{strange[0]} in it is no array")
     except Exception as error:  # a damaged archive makes the libraries below raise almost anything
@@ -94,26 +97,6 @@ def read_arrays(path: Path, *, where: str, name: str = "", most_bytes: int | Non
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise UserError(f"its arrays must have the same number of rows, at least one: {lengths}", where=where)
     return arrays
-
-
-def _check_content(path: Path, where: str) -> None:
-    """Refuse an empty file and a Git LFS pointer.
-
-    Raises:
-        UserError: the file is one of them.
-    """
-    with path.open("rb") as stream:
-        head = stream.read(len(_POINTER))
-    if head == _POINTER:
-        remedy = "Fetch the file: git lfs pull"
-        raise UserError("the file is a pointer of Git LFS, not the data", where=where, remedy=remedy)
-    if not head:
-        raise UserError("the file is empty", where=where, remedy="Write the data again, or fetch the file again.")
-
-
-def _read_whole(archive: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    arrays = {name: archive[name] for name in archive.files}
-    return {name: getattr(array, "shape", ()) for name, array in arrays.items()}, arrays
 
 
 def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -161,29 +144,21 @@ def _path(section: DataSection, root: Path) -> Path:
         raise RefusedError("data must lie below the project's root", where=section.file)
     if os.path.isdir(path):
         raise NotFoundError("a folder, not a file", where=str(path), remedy="Name one .npz, .csv or .parquet file.")
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
-        raise NotFoundError("no such file", where=str(path), remedy=_remedy(path))
-    return path
-
-
-def _remedy(path: Path) -> str:
-    """Return what to do where no file has this path."""
-    if os.path.isfile(f"{path}.dvc"):
-        return f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
+    if os.path.isfile(path):  # unlike Path.is_file, it takes a name that is too long
+        return path
+    remedy = "`file:` is relative to the project's root."
     with contextlib.suppress(OSError):
         names = {Path(name).stem: name for name in sorted(os.listdir(path.parent))}
         if close := difflib.get_close_matches(path.stem, names, n=1, cutoff=0.7):
-            return f"Did you mean {names[close[0]]!r}?"
-    return "`file:` is relative to the project's root."
+            remedy = f"Did you mean {names[close[0]]!r}?"
+    if os.path.isfile(f"{path}.dvc"):
+        remedy = f"Fetch it: dvc pull {path.name}.dvc; or read it from DVC: `use: dvc`."
+    raise NotFoundError("no such file", where=str(path), remedy=remedy)
 
 
 SUFFIXES = (".csv", ".parquet")
 
-_MOST_BYTES = (1 << 31) - 1
-"""pyarrow learns the types of a CSV file's columns from one block, which is the whole file here."""
-
 _MOST_COLUMNS = 4096
-_TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 
 
 def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = None) -> Mapping[str, Array]:
@@ -191,10 +166,6 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
 
     Whole numbers are int64, fractions float32, truth values bool, everything else text; categories are text. A missing
     value is NaN, which makes a column of numbers or truth values float32; in a column of text it is the empty text.
-
-    Raises:
-        MissingPackageError: pyarrow is not installed.
-        UserError: it is no such table, or holds a column of another type.
     """
     require("pyarrow", where=where)
     arrow = importlib.import_module("pyarrow")
@@ -222,7 +193,8 @@ def read_table(path: Path, suffix: str, *, where: str, most_bytes: int | None = 
 def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     csv = importlib.import_module("pyarrow.csv")
     size = path.stat().st_size
-    if size > _MOST_BYTES:
+    # pyarrow learns the types of the columns from one block, which is the whole file here.
+    if size >= 1 << 31:
         raise ValueError(f"it has {size / 1e9:.3g} GB; a CSV file may have 2, so write it as Parquet")
     with path.open("rb") as stream:
         names = stream.readline(1 << 20).decode("utf-8-sig", "replace").count(",")
@@ -238,7 +210,9 @@ def _read_csv(arrow: Any, path: Path, most_bytes: int | None) -> Any:
             ),
             parse_options=csv.ParseOptions(newlines_in_values=True),
             convert_options=csv.ConvertOptions(
-                true_values=_TRUE, false_values=_FALSE, column_types={name: arrow.string() for name in texts}
+                true_values=["true", "True", "TRUE"],
+                false_values=["false", "False", "FALSE"],
+                column_types={name: arrow.string() for name in texts},
             ),
         )
         if most_bytes is None:
@@ -289,8 +263,5 @@ def _array(arrow: Any, column: Any, where: str) -> Array:
         return np.asarray(column.to_numpy(), dtype=np.bool_)[:, None]
     if kinds.is_integer(kind):
         return np.asarray(column.cast(arrow.int64()).to_numpy(), dtype=np.int64)[:, None]
-    raise UserError(
-        f"the column is of type {kind}",
-        where=where,
-        remedy="Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file.",
-    )
+    remedy = "Columns hold numbers, truth values, texts, categories or dates; leave this one out of the file."
+    raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)

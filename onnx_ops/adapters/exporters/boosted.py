@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from onnx_ops.adapters.exporters.signature import Precision
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter, list_estimators
 from onnx_ops.errors import UserError
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 _CLASSIFIER_OPTIONS = {"nocl": [True, False], "zipmap": [True, False, "columns"], "raw_scores": [True, False]}
-_CONVERTERS = "onnxmltools.convert"
 
 
 class _BoostedExporter(SklearnExporter):
@@ -24,6 +23,8 @@ class _BoostedExporter(SklearnExporter):
     converters = ("onnxmltools", *SklearnExporter.converters)
     _package: str
     _native: str
+    _converter: tuple[str, str]
+    """Module below `onnxmltools.convert`, and name of its function."""
     _estimators: tuple[tuple[str, bool], ...]
     """Names of classes, and whether they classify."""
 
@@ -34,48 +35,31 @@ class _BoostedExporter(SklearnExporter):
                 where="export",
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
-        self._register()
-        super().export(model, request)
-
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the estimator; an empty batch is refused, as its output shape is wrong.
-
-        Raises:
-            ValueError: the estimator refuses the inputs, or there are no rows.
-        """
-        if not all(len(array) for array in inputs.values()):
-            raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
-        return super().reference(model, inputs, precision)
-
-    def _register(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # onnxmltools imports what it can of all frameworks, and says what it cannot
+            warnings.simplefilter("ignore")  # onnxmltools imports what it can of all frameworks, and reports the rest
             from skl2onnx import update_registered_converter
             from skl2onnx.common import shape_calculator as shapes
 
             package = importlib.import_module(self._package)
-            convert = self._converter()
+            converters = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
         for name, classifies in self._estimators:
-            shape = (
-                shapes.calculate_linear_classifier_output_shapes
-                if classifies
-                else shapes.calculate_linear_regressor_output_shapes
-            )
             update_registered_converter(
                 getattr(package, name),
                 f"OnnxOps{name}",
-                shape,
-                convert,
+                shapes.calculate_linear_classifier_output_shapes
+                if classifies
+                else shapes.calculate_linear_regressor_output_shapes,
+                getattr(converters, self._converter[1]),
                 overwrite=True,
                 options=_CLASSIFIER_OPTIONS if classifies else {"split": None},
             )
+        super().export(model, request)
 
-    def _converter(self) -> Any:
-        raise NotImplementedError
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the estimator; an empty batch is refused, as its output shape is wrong."""
+        if not all(len(array) for array in inputs.values()):
+            raise ValueError(f"{self._package} gives no answer of the right shape to no rows")
+        return super().reference(model, inputs, precision)
 
 
 class XgboostExporter(_BoostedExporter):
@@ -84,6 +68,7 @@ class XgboostExporter(_BoostedExporter):
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
     _native = "an XGBClassifier or XGBRegressor (its `load_model` reads a Booster's file)"
+    _converter = ("xgboost.operator_converters.XGBoost", "convert_xgboost")
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 
     def _convertible(self, model: object) -> object:
@@ -95,9 +80,6 @@ class XgboostExporter(_BoostedExporter):
                 booster.feature_names = booster.feature_types = None
         return copied
 
-    def _converter(self) -> Any:
-        return importlib.import_module(f"{_CONVERTERS}.xgboost.operator_converters.XGBoost").convert_xgboost
-
 
 class LightgbmExporter(_BoostedExporter):
     """Export LightGBM estimators, alone or at the end of scikit-learn pipelines."""
@@ -105,7 +87,5 @@ class LightgbmExporter(_BoostedExporter):
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
     _native = "an LGBMClassifier or LGBMRegressor"
+    _converter = ("lightgbm.operator_converters.LightGbm", "convert_lightgbm")
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))
-
-    def _converter(self) -> Any:
-        return importlib.import_module(f"{_CONVERTERS}.lightgbm.operator_converters.LightGbm").convert_lightgbm

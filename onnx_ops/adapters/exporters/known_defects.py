@@ -11,13 +11,11 @@ from onnx_ops.errors import UserError
 ConversionDefect = tuple[str, str, str]
 """What cannot be converted, why, and what to do instead."""
 
+_DIFFERS = "the converted model gives other answers than `predict` (measured)"
+
 
 def check_convertible(parts: list[object]) -> None:
-    """Refuse estimators and steps that the converters get wrong.
-
-    Raises:
-        UserError: with the reason and what to take instead.
-    """
+    """Refuse estimators and steps that the converters get wrong."""
     for part in parts:
         package = type(part).__module__.partition(".")[0]
         faults = {"xgboost": _xgboost, "lightgbm": _lightgbm, "sklearn": _sklearn}.get(package)
@@ -37,22 +35,19 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
         )
     if (booster := settings.get("booster")) in ("dart", "gblinear"):
         yield f"{name} with booster {booster}", "onnxmltools reads plain trees only", "Use booster gbtree."
-    if objective in _XGBOOST:
-        yield (f"{name} with objective {objective}", *_XGBOOST[objective])
+    others = {
+        "survival:cox": "Train with another objective, such as reg:squarederror on the logarithm of the target.",
+        "reg:logistic": "Train an XGBClassifier with binary:logistic.",
+        "multi:softmax": "Use objective multi:softprob: `predict` answers the same.",
+    }
+    if objective in others:
+        yield f"{name} with objective {objective}", _DIFFERS, others[objective]
     alpha = settings.get("quantile_alpha")
     learner = json.loads(part.get_booster().save_config())["learner"]
     if objective == "reg:quantileerror" and isinstance(alpha, list | tuple) and len(alpha) > 1:
-        yield (
-            f"{name} with several quantiles",
-            "the converted model gives other answers than `predict` (measured)",
-            "Train one model for each quantile.",
-        )
+        yield f"{name} with several quantiles", _DIFFERS, "Train one model for each quantile."
     elif int(learner["learner_model_param"].get("num_target", "1")) > 1:
-        yield (
-            f"{name} with several targets",
-            "the converted model gives other answers than `predict` (measured)",
-            "Train one model for each target.",
-        )
+        yield f"{name} with several targets", _DIFFERS, "Train one model for each target."
     if "c" in (part.get_booster().feature_types or ()):
         yield (
             f"{name} with categories (enable_categorical)",
@@ -61,31 +56,11 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
         )
 
 
-_XGBOOST = {
-    "survival:cox": (
-        "the converted model gives other answers than `predict` (measured)",
-        "Train with another objective, such as reg:squarederror on the logarithm of the target.",
-    ),
-    "reg:logistic": (
-        "the converted model gives other answers than `predict` (measured)",
-        "Train an XGBClassifier with binary:logistic.",
-    ),
-    "multi:softmax": (
-        "the converted model gives other answers than `predict` (measured)",
-        "Use objective multi:softprob: `predict` answers the same.",
-    ),
-}
-
-
 def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
     settings = {**part.get_params(), **getattr(part, "_other_params", {})}
     name = type(part).__name__
-    if settings.get("boosting_type") == "rf" or settings.get("boosting") == "rf":
-        yield (
-            f"{name} with boosting rf",
-            "the converted model gives other answers than `predict` (measured)",
-            "Use boosting gbdt or dart, or a forest of scikit-learn.",
-        )
+    if "rf" in (settings.get("boosting_type"), settings.get("boosting")):
+        yield f"{name} with boosting rf", _DIFFERS, "Use boosting gbdt or dart, or a forest of scikit-learn."
     if settings.get("objective") in ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda"):
         yield (
             f"{name} with objective {settings['objective']}",
@@ -99,56 +74,31 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
             "Encode the column in a ColumnTransformer with OrdinalEncoder, and name it in `categorical_feature`.",
         )
     if settings.get("linear_tree"):
-        yield (
-            f"{name} with linear_tree",
-            "the converted model gives other answers than `predict` (measured)",
-            "Leave out linear_tree.",
-        )
+        yield f"{name} with linear_tree", _DIFFERS, "Leave out linear_tree."
     if settings.get("zero_as_missing"):
-        yield (
-            f"{name} with zero_as_missing",
-            "the converted model gives other answers than `predict` (measured)",
-            "Replace 0 by NaN in the data and leave out zero_as_missing.",
-        )
+        remedy = "Replace 0 by NaN in the data and leave out zero_as_missing."
+        yield f"{name} with zero_as_missing", _DIFFERS, remedy
     if str(getattr(part, "objective_", settings.get("objective"))) in ("multiclassova", "multiclass_ova", "ova", "ovr"):
-        yield (
-            f"{name} with objective multiclassova",
-            "the converted model gives other answers than `predict` (measured)",
-            "Use objective multiclass.",
-        )
+        yield f"{name} with objective multiclassova", _DIFFERS, "Use objective multiclass."
 
 
 def _sklearn(part: Any) -> Iterator[ConversionDefect]:
     name = type(part).__name__
     if name.startswith("HistGradientBoosting"):
         if getattr(part, "is_categorical_", None) is not None and part.is_categorical_.any():
-            yield (
-                f"{name} with categorical_features",
-                "the converted model gives other answers than `predict` (measured)",
-                "Encode the column in a ColumnTransformer, and set categorical_features=None.",
-            )
+            remedy = "Encode the column in a ColumnTransformer, and set categorical_features=None."
+            yield f"{name} with categorical_features", _DIFFERS, remedy
         if getattr(part, "loss", "") in ("poisson", "gamma"):
-            yield (
-                f"{name} with loss {part.loss}",
-                "the converted model gives other answers than `predict` (measured)",
-                "Train with squared_error on the logarithm of the target.",
-            )
+            remedy = "Train with squared_error on the logarithm of the target."
+            yield f"{name} with loss {part.loss}", _DIFFERS, remedy
     if (
         name.startswith("KNeighbors")
         and part.weights == "distance"
         and part.effective_metric_ in ("manhattan", "cityblock", "l1")
     ):
-        yield (
-            f"{name} with weights='distance' and p = 1",
-            "the converted model gives other answers than `predict` (measured)",
-            "Use p=2, or weights='uniform'.",
-        )
+        yield f"{name} with weights='distance' and p = 1", _DIFFERS, "Use p=2, or weights='uniform'."
     if name == "SGDClassifier" and part.loss == "modified_huber" and len(part.classes_) > 2:
-        yield (
-            f"{name} with loss {part.loss} and {len(part.classes_)} classes",
-            "the converted model gives other answers than `predict` (measured)",
-            "Use loss='log_loss'.",
-        )
+        yield f"{name} with loss {part.loss} and {len(part.classes_)} classes", _DIFFERS, "Use loss='log_loss'."
     if name == "SimpleImputer" and part.add_indicator:
         yield f"{name} with add_indicator", "skl2onnx leaves the indicators out", "Leave out add_indicator."
     if name == "OneHotEncoder" and part.handle_unknown not in ("error", "ignore"):
@@ -158,11 +108,8 @@ def _sklearn(part: Any) -> Iterator[ConversionDefect]:
             "Use handle_unknown='ignore'.",
         )
     if name == "KBinsDiscretizer" and part.encode == "onehot":
-        yield (
-            f"{name} with encode='onehot'",
-            "ONNX has no sparse tensors",
-            "Use encode='onehot-dense': the same numbers.",
-        )
+        remedy = "Use encode='onehot-dense': the same numbers."
+        yield f"{name} with encode='onehot'", "ONNX has no sparse tensors", remedy
     if name == "FunctionTransformer" and part.func is not None:
         yield (
             f"{name} with a function",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from onnx_ops.adapters.exporters.signature import check_section
+from onnx_ops.adapters.exporters.signature import Precision, check_section
 from onnx_ops.adapters.isolation.crash_guard import ProcessCrashError, run_guarded
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.target import CustomOps, Target
@@ -26,7 +25,7 @@ from onnx_ops.onnx_graph.compatibility import (
 from onnx_ops.onnx_graph.files import copy_model, find_model_file, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 FILE = "model.onnx"
@@ -52,12 +51,7 @@ class OnnxExporter:
         return OnnxExporter(libraries)
 
     def save(self, model: object, folder: Path) -> None:
-        """Copy a file, or the one of a folder, with its weights; drop ZipMaps.
-
-        Raises:
-            UserError: it is not ONNX.
-            RefusedError: it names external data outside its folder.
-        """
+        """Copy a file, or the one of a folder, with its weights; drop ZipMaps."""
         source = find_model_file(Path(str(model)))
         if drop_zipmaps(read_structure(source)):
             model = read_model(source)
@@ -71,18 +65,16 @@ class OnnxExporter:
         return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy it, or convert it with option `convert_opset`.
-
-        Raises:
-            UserError: the file is newer than the pipeline asks for and nobody asked for a conversion, or something that
-                it takes or gives is no tensor.
-            UserError: it cannot be converted.
-        """
+        """Copy it, or convert it with option `convert_opset`."""
         source = Path(str(model))
         model_info, section = read_model_info(source), request.section
         if why := explain_non_tensors(source):
             raise UserError("the file cannot be brought", where=source.name, why=why)
-        converts = _is_conversion(section, request.samples)
+        if others := {name: value for name, value in section.options.items() if name != CONVERT}:
+            check_section(replace(section, options=others), request.samples)
+        converts = section.options.get(CONVERT, False)
+        if not isinstance(converts, bool):
+            raise UserError(f"{CONVERT} must be true or false", where="export.options")
         if converts and (model_info.opsets.get("", 0), model_info.ir_version) != (section.opset, section.ir_version):
             convert_opset(source, request.path, section)
             return
@@ -92,68 +84,34 @@ class OnnxExporter:
             )
         copy_model(source, request.path)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the file without graph optimizations; None in float64.
-
-        A file that is too new for this runtime is computed by ONNX's own evaluator.
-
-        Raises:
-            ValueError: the model refuses the inputs.
-            NotFoundError, DigestMismatchError: a library of operators is missing, or is another one.
-        """
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the file without graph optimizations, or in ONNX's own evaluator if it is too new; None in float64."""
         if precision == "float64":
             return None
         check_libraries(self._custom_ops, "the target")
-        if explain_version_limits(read_model_info(Path(str(model))), _THIS_BUILD):
-            return _evaluated(Path(str(model)), inputs)
-        ort = importlib.import_module("onnxruntime")
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        path = Path(str(model))
+        newer = explain_version_limits(read_model_info(path), _THIS_BUILD)
         try:
+            if newer:
+                from onnx.reference import ReferenceEvaluator
+
+                evaluator = ReferenceEvaluator(read_model(path))
+                return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
+            ort = importlib.import_module("onnxruntime")
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             for library in self._custom_ops:
                 options.register_custom_ops_library(library.path)
-            session: Any = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+            session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
             return dict(zip(names, session.run(names, dict(inputs)), strict=True))
-        except Exception as error:
+        except Exception as error:  # kernels in numpy raise whatever numpy raises
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
 
 
-def _is_conversion(section: Export, samples: Tensors) -> bool:
-    """Return option `convert_opset`; refuse other options."""
-    others = {name: value for name, value in section.options.items() if name != CONVERT}
-    if others:
-        check_section(replace(section, options=others), samples)
-    option = section.options.get(CONVERT, False)
-    if not isinstance(option, bool):
-        raise UserError(f"{CONVERT} must be true or false", where="export.options")
-    return option
-
-
-def _evaluated(path: Path, inputs: Tensors) -> Mapping[str, Array]:
-    """Run the file in ONNX's reference evaluator.
-
-    Raises:
-        ValueError: the model refuses the inputs.
-    """
-    from onnx.reference import ReferenceEvaluator
-
-    try:
-        evaluator = ReferenceEvaluator(read_model(path))
-        return dict(zip(evaluator.output_names, evaluator.run(None, dict(inputs)), strict=True))
-    except Exception as error:  # kernels in numpy raise whatever numpy raises
-        raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-
-
 def convert_opset(source: Path, result: Path, section: Export) -> None:
-    """Write the file at exactly the opset and IR version of the section.
-
-    Raises:
-        UserError: the converter cannot, or what it made is not valid at that version.
-    """
+    """Write the file at exactly the opset and IR version of the section."""
     try:
         run_guarded(_run_converter, source, result, section.opset, section.ir_version)
     except ProcessCrashError as crash:

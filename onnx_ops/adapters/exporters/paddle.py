@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.signature import (
+    Precision,
     check_opset,
     check_section,
-    list_output_values,
+    find_file_with_suffix,
     name_axes,
     name_outputs,
     rename_outputs,
 )
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 from onnx_ops.scratch import Scratch
 
@@ -52,26 +52,18 @@ class PaddleExporter:
             importlib.import_module("paddle.jit.dy2static.program_translator").StaticFunction,
         )
         if not static:
-            raise UserError(
-                f"{type(model).__name__} is no static layer",
-                where="train.run",
-                remedy="Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')]).",
-            )
+            remedy = "Return paddle.jit.to_static(layer, input_spec=[InputSpec([None, …], 'float32', 'x')])."
+            raise UserError(f"{type(model).__name__} is no static layer", where="train.run", remedy=remedy)
         model.eval()  # type: ignore[attr-defined]
         paddle.jit.save(model, str(folder / STEM))
 
     def load(self, folder: Path) -> object:
         """Load the one program of a folder that `paddle.jit.save` wrote."""
-        files = sorted(folder.glob("*.json"))
-        if len(files) != 1:
-            raise NotFoundError(
-                f"{len(files)} .json files there",
-                where=str(folder),
-                remedy="Bring a folder that paddle.jit.save has written: model.json and model.pdiparams.",
-            )
-        layer: Any = importlib.import_module("paddle").jit.load(str(files[0].with_suffix("")))
+        remedy = "Bring a folder that paddle.jit.save has written: model.json and model.pdiparams."
+        file = find_file_with_suffix(folder, ".json", remedy)
+        layer: Any = importlib.import_module("paddle").jit.load(str(file.with_suffix("")))
         layer.eval()
-        layer.onnx_ops_file = files[0]
+        layer.onnx_ops_file = file
         return layer
 
     def export(self, model: object, request: ExportRequest) -> None:
@@ -95,30 +87,22 @@ class PaddleExporter:
                     why=f"{type(error).__name__}: {quoted(error)}",
                     remedy="Look for the operator that it names; another opset may be convertible.",
                 ) from error
-        rename_outputs(converted, name_outputs(answer))
+        rename_outputs(converted, list(name_outputs(answer)))
         name_axes(converted, section)
         converted.ir_version = section.ir_version
         converted.producer_version = ""
         del converted.graph.value_info[:]
         write_model(converted, request.path)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the layer; None in float64, as a saved program fixes its precision.
-
-        Raises:
-            ValueError: the layer refuses the inputs.
-        """
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the layer; None in float64, as a saved program fixes its precision."""
         if precision == "float64":
             return None
         try:
             answer = _call(model, inputs)
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise ValueError(f"the layer refuses these inputs: {quoted(error)}") from error
-        return {
-            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
-        }
+        return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
 def _call(model: Any, inputs: Tensors) -> Any:

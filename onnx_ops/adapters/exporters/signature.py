@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
-from onnx_ops.errors import UserError
+from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.ports.data import Tensors
+
+Precision = Literal["float32", "float64"]
+"""Of reference outputs."""
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
 """Free axes of an input that `export.dynamic` says nothing about."""
@@ -22,19 +26,29 @@ def get_free_axes(section: Export, name: str) -> Mapping[int, str]:
     return section.dynamic.get(name, FREE_BATCH)
 
 
-def name_outputs(answer: object) -> list[str]:
-    """Name a framework's outputs: one value, a list, or a dictionary of them."""
+def name_outputs(answer: object) -> dict[str, Any]:
+    """Return a framework's outputs by name: one value, a list, or a dictionary of them."""
     if isinstance(answer, Mapping):
-        return [str(key) for key in answer]
-    count = len(answer) if isinstance(answer, list | tuple) else 1
-    return [OUTPUT] if count == 1 else [f"{OUTPUT}_{index}" for index in range(count)]
+        return {str(key): value for key, value in answer.items()}
+    values = answer if isinstance(answer, list | tuple) else (answer,)
+    names = [OUTPUT] if len(values) == 1 else [f"{OUTPUT}_{index}" for index in range(len(values))]
+    return dict(zip(names, values, strict=True))
 
 
-def list_output_values(answer: object) -> tuple[Any, ...]:
-    """Return the values of a framework's outputs, in the order of `name_outputs`."""
-    if isinstance(answer, Mapping):
-        return tuple(answer.values())
-    return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
+def find_file(folder: Path, name: str) -> Path:
+    """Return the file of that name, else the only file of the folder."""
+    files = [folder / name] if (folder / name).is_file() else [path for path in folder.iterdir() if path.is_file()]
+    if len(files) != 1:
+        raise NotFoundError(f"no {name}, and not one file only", where=str(folder))
+    return files[0]
+
+
+def find_file_with_suffix(folder: Path, suffix: str, remedy: str = "There must be exactly one.") -> Path:
+    """Return the only file of the folder with that suffix."""
+    files = sorted(folder.glob(f"*{suffix}"))
+    if len(files) != 1:
+        raise NotFoundError(f"{len(files)} {suffix} files there", where=str(folder), remedy=remedy)
+    return files[0]
 
 
 def name_axes(model: Any, section: Export) -> None:
@@ -58,19 +72,18 @@ def rename_outputs(model: Any, names: Sequence[str]) -> None:
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
         value.name = renamed.get(value.name, value.name)
-    for node in model.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
+    rename_values(model.graph, renamed)
+
+
+def rename_values(graph: Any, names: Mapping[str, str]) -> None:
+    """Rename values in the inputs and outputs of all nodes."""
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
 
 
 def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Refuse an opset that the converter does not write.
-
-    Some converters end the process instead.
-
-    Raises:
-        UserError: the opset is out of range.
-    """
+    """Refuse an opset that the converter does not write; some converters end the process instead."""
     if not lowest <= section.opset <= highest:
         raise UserError(
             f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
@@ -88,11 +101,7 @@ def _rename_axis(dimension: Any, name: str) -> None:
 
 
 def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
-    """Check that free axes belong to inputs, and that options exist.
-
-    Raises:
-        UserError: an entry would take no effect.
-    """
+    """Check that free axes belong to inputs, and that options exist."""
     for _, problem in find_section_problems(section, samples, options):
         raise problem
 

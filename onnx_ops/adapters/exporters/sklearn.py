@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.known_defects import check_convertible
-from onnx_ops.adapters.exporters.signature import check_section
+from onnx_ops.adapters.exporters.signature import Precision, check_section, find_file
 from onnx_ops.adapters.exporters.sklearn_signature import (
     InputLayout,
     build_rows,
@@ -20,7 +20,7 @@ from onnx_ops.adapters.exporters.sklearn_signature import (
     connect_inputs,
     tidy_outputs,
 )
-from onnx_ops.errors import NotFoundError, UserError, quoted
+from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports.data import Array, Tensors
@@ -37,18 +37,9 @@ RANKERS = ("XGBRanker", "LGBMRanker")
 _GENERATED = r"(?:UU|pdistsqe_|cflat_|cdistd_|cdistdf_)(\d+)"
 """Names that skl2onnx numbers through all conversions of a process."""
 
-_TRUTH = ("bool", "bool_")
-"""Names of the types of truth values: Python's, and numpy's in its two spellings."""
-
 _PATTERN = r"(?u)\b\w\w+\b"
 _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
 """The default `token_pattern` of scikit-learn's vectorizers, and the same in the syntax of RE2."""
-
-_LOCALE = b"C.UTF-8"
-"""Lower case of all letters, on every Linux; en_US, the default, is not installed in slim images."""
-
-_ML_OPSET = 3
-"""The newest version of `ai.onnx.ml` that every runtime build in the field accepts."""
 
 
 class SklearnExporter:
@@ -63,22 +54,21 @@ class SklearnExporter:
 
     def save(self, model: object, folder: Path) -> None:
         """Write the estimator with joblib."""
-        _joblib().dump(model, folder / FILE)
+        import joblib
+
+        joblib.dump(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled estimator, which runs its code.
+        """Load the pickled estimator, which runs its code: the store verified it, or it is the user's own `model:`."""
+        import joblib
 
-        The folder is verified by the store, or it is the user's own `model:`.
-        """
-        files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
-        if len(files) != 1:
-            raise NotFoundError(f"no {FILE}, and not one file only", where=str(folder))
+        file = find_file(folder, FILE)
         try:
-            return _joblib().load(files[0])
+            return joblib.load(file)
         except Exception as error:
             raise UserError(
                 f"cannot unpickle the model: {type(error).__name__}: {error}",
-                where=files[0].name,
+                where=file.name,
                 remedy="It must be written by joblib or pickle, with the versions installed here.",
             ) from error
 
@@ -86,12 +76,13 @@ class SklearnExporter:
         """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
         _check_estimator(model)
         check_runnable(model)
-        samples = request.samples
+        section, samples = request.section, request.samples
         check_convertible(list_estimators(model))
         layout = choose_layout(model, list_estimators(model), samples)
+        import onnx
+
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
-        section = request.section
         check_section(section, samples)
         converted = _convert(self._convertible(model), layout, section.opset, self.tools[0])
         converted.ir_version = section.ir_version
@@ -99,11 +90,21 @@ class SklearnExporter:
         if not _is_regressor(model) and not hasattr(model, "predict_proba"):
             del converted.graph.output[1:]
         tidy_outputs(converted, model, label=LABEL, variable=VARIABLE, regressor=_is_regressor(model))
-        _set_locale(converted)
+        for node in converted.graph.node:
+            if node.op_type == "StringNormalizer" and not any(a.name == "locale" for a in node.attribute):
+                # Lower case of all letters, on every Linux; en_US, the default, is not installed in slim images.
+                node.attribute.append(onnx.helper.make_attribute("locale", b"C.UTF-8"))
         connect_inputs(converted, layout, samples)
         batch = next((axes[0] for axes in section.dynamic.values() if 0 in axes), "batch")
-        _name_dimensions(converted, batch)
-        _set_targets(converted, model, build_rows(model, {n: array[:1] for n, array in samples.items()}, "float64"))
+        rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
+        for value in (*converted.graph.input, *converted.graph.output):
+            dimensions = value.type.tensor_type.shape.dim
+            if dimensions and not dimensions[0].dim_value:
+                dimensions[0].dim_param = batch
+        for value in converted.graph.output:
+            dimensions = value.type.tensor_type.shape.dim
+            if value.name == VARIABLE and len(dimensions) == 2:  # converters of ensembles always declare one target
+                dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
         route_missing_values(converted, model)
         renumber_names(converted, _GENERATED)
         write_model(converted, request.path)
@@ -112,17 +113,9 @@ class SklearnExporter:
         """Return the model in the form that the converters take."""
         return model
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the estimator; in float32 with its own arrays rounded.
-
-        Rounded weights so count as noise of the source.
-
-        Raises:
-            ValueError: the estimator refuses the inputs (NaN, no rows).
-        """
-        estimator: Any = _rounded(model) if precision == "float32" else model
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the estimator; in float32 with rounded weights, which so count as noise of the source."""
+        estimator: Any = _round_in_place(copy.deepcopy(model), set()) if precision == "float32" else model
         rows = build_rows(model, inputs, precision)
         try:
             with warnings.catch_warnings():
@@ -156,18 +149,14 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 def _check_estimator(model: object) -> None:
     from sklearn.base import is_classifier
 
+    name = type(model).__name__
     if not (hasattr(model, "predict") and (is_classifier(model) or _is_regressor(model))):
-        raise UserError(
-            f"{type(model).__name__} is neither a classifier nor a regressor of scikit-learn",
-            where="export",
-            remedy="`train.run` must return a fitted classifier, regressor, or pipeline that ends in one.",
-        )
+        remedy = "`train.run` must return a fitted classifier, regressor, or pipeline that ends in one."
+        what = f"{name} is neither a classifier nor a regressor of scikit-learn"
+        raise UserError(what, where="export", remedy=remedy)
     if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
-        raise UserError(
-            f"{type(model).__name__} gives several labels at once",
-            where="export",
-            remedy="Make a pipeline for each label.",
-        )
+        remedy = "Make a pipeline for each label."
+        raise UserError(f"{name} gives several labels at once", where="export", remedy=remedy)
 
 
 def _is_regressor(model: object) -> bool:
@@ -187,29 +176,28 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         "i": data_types.Int64TensorType,
         "U": data_types.StringTensorType,
     }
-
     options = _options(model)
     try:
         with warnings.catch_warnings(), _whole_numbers():
             warnings.simplefilter("ignore", FutureWarning)  # skl2onnx reads attributes that scikit-learn deprecates
-            warnings.simplefilter(
-                "ignore", RuntimeWarning
-            )  # and casts NaN, which an imputer of whole numbers looks for
-            converted = skl2onnx.to_onnx(
+            warnings.simplefilter("ignore", RuntimeWarning)  # and casts NaN, which an imputer of integers looks for
+            return skl2onnx.to_onnx(
                 model,
                 initial_types=[(name, kinds[kind]([None, columns])) for name, kind, columns in layout.types],
-                target_opset={"": opset, "ai.onnx.ml": _ML_OPSET},
+                # The newest version of `ai.onnx.ml` that every runtime build in the field accepts is 3.
+                target_opset={"": opset, "ai.onnx.ml": 3},
                 options=options,
                 name="model",
             )
     except Exception as error:  # the converter raises whatever its parts raise
-        raise UserError(
-            f"skl2onnx cannot convert {type(model).__name__}",
-            where="export",
-            why=f"{type(error).__name__}: {quoted(error)}",
-            remedy=_remedy(model, own),
-        ) from error
-    return converted
+        remedy = "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
+        for part in list_estimators(model):
+            package = type(part).__module__.partition(".")[0]
+            if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
+                remedy = f"Set export.framework: {package}, which converts pipelines with its estimators too."
+                break
+        what = f"skl2onnx cannot convert {type(model).__name__}"
+        raise UserError(what, where="export", why=f"{type(error).__name__}: {quoted(error)}", remedy=remedy) from error
 
 
 @contextmanager
@@ -220,7 +208,9 @@ def _whole_numbers() -> Iterator[None]:
 
     def make(*arguments: Any, **attributes: Any) -> Any:
         plain = {
-            name: [int(v) if type(v).__name__ in _TRUTH else v for v in value] if isinstance(value, list) else value
+            name: [int(v) if type(v).__name__ in ("bool", "bool_") else v for v in value]
+            if isinstance(value, list)
+            else value
             for name, value in attributes.items()
         }
         return make_node(*arguments, **plain)
@@ -230,18 +220,6 @@ def _whole_numbers() -> Iterator[None]:
         yield
     finally:
         container.make_node = make_node
-
-
-def _remedy(model: object, own: str) -> str:
-    for part in list_estimators(model):
-        package = type(part).__module__.partition(".")[0]
-        if package in ("xgboost", "lightgbm") and package != own and "RF" not in type(part).__name__:
-            return f"Set export.framework: {package}, which converts pipelines with its estimators too."
-    return "See https://onnx.ai/sklearn-onnx/supported.html for what it converts."
-
-
-def _joblib() -> Any:
-    return importlib.import_module("joblib")
 
 
 def _options(model: object) -> dict[Any, Any]:
@@ -266,11 +244,7 @@ def _options(model: object) -> dict[Any, Any]:
 
 
 def _check_analyzer(part: Any) -> None:
-    """Refuse vectorizers that split texts other than by the default pattern, which the export uses.
-
-    Raises:
-        UserError: another pattern, or a function of the user, decides what a word is.
-    """
+    """Refuse vectorizers that split texts other than by the default pattern, which the export uses."""
     own = [name for name in ("preprocessor", "tokenizer") if getattr(part, name) is not None]
     if part.strip_accents is not None:
         own.append("strip_accents")
@@ -300,45 +274,16 @@ def list_estimators(model: object) -> list[object]:
     return estimators
 
 
-def _set_targets(model: Any, estimator: Any, rows: Any) -> None:
-    """Write the number of targets into the file: converters of ensembles always declare one."""
-    for value in model.graph.output:
-        dimensions = value.type.tensor_type.shape.dim
-        if value.name == VARIABLE and len(dimensions) == 2:
-            dimensions[1].dim_value = _answers(estimator, rows)[VARIABLE].shape[1]
-
-
-def _set_locale(model: Any) -> None:
-    import onnx
-
-    for node in model.graph.node:
-        if node.op_type == "StringNormalizer" and not any(a.name == "locale" for a in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("locale", _LOCALE))
-
-
-def _name_dimensions(model: Any, batch: str) -> None:
-    for value in (*model.graph.input, *model.graph.output):
-        dimensions = value.type.tensor_type.shape.dim
-        if dimensions and not dimensions[0].dim_value:
-            dimensions[0].dim_param = batch
-
-
-def _rounded(model: object) -> object:
-    """Return a copy whose float64 arrays, wherever they are stored, are float32."""
-    copied = copy.deepcopy(model)
-    _round_in_place(copied, set())
-    return copied
-
-
 def _round_in_place(thing: Any, visited: set[int]) -> Any:
+    """Make float64 arrays float32, wherever an estimator stores them."""
     import numpy as np
 
     if isinstance(thing, np.ndarray):
         return thing.astype(np.float32) if thing.dtype == np.float64 else thing
     if thing is np.float64:  # the type that an encoder or a vectorizer answers in
         return np.float32
-    if isinstance(thing, list | tuple):
-        return type(thing)(_round_in_place(item, visited) for item in thing) if _plain(thing) else thing
+    if type(thing) in (list, tuple):  # no named tuple
+        return type(thing)(_round_in_place(item, visited) for item in thing)
     if isinstance(thing, dict):
         return {key: _round_in_place(value, visited) for key, value in thing.items()}
     if hasattr(thing, "get_params") and id(thing) not in visited:
@@ -346,8 +291,3 @@ def _round_in_place(thing: Any, visited: set[int]) -> Any:
         for name, value in vars(thing).items():
             setattr(thing, name, _round_in_place(value, visited))
     return thing
-
-
-def _plain(sequence: Any) -> bool:
-    """Return whether it is a list or tuple, and no named tuple."""
-    return type(sequence) in (list, tuple)

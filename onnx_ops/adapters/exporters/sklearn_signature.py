@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from onnx_ops.adapters.exporters.signature import Precision, rename_values
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors, frame_of
-
-_EXACT = float(1 << 24)
-"""Whole numbers up to this are exact in float32."""
 
 _INNER = "_inside"
 
@@ -30,11 +28,7 @@ class InputLayout:
 
 
 def choose_layout(model: object, parts: list[object], samples: Tensors) -> InputLayout:
-    """Choose by what the estimator was fitted on.
-
-    Raises:
-        UserError: the inputs are not those of the estimator.
-    """
+    """Choose by what the estimator was fitted on."""
     by_column = any(type(part).__name__ == "ColumnTransformer" for part in parts)
     names = read_fitted_names(model)
     for name, array in samples.items():
@@ -70,13 +64,14 @@ def choose_layout(model: object, parts: list[object], samples: Tensors) -> Input
     return InputLayout(types=((f"columns{_INNER}", kind, len(ordered)),), joined=True)
 
 
-def build_rows(model: object, inputs: Tensors, precision: Literal["float32", "float64"]) -> Any:
+def build_rows(model: object, inputs: Tensors, precision: Precision) -> Any:
     """Build the argument of `predict`: an array, or a data frame if fitted on one."""
     import numpy as np
 
     arrays = {name: _as_precision(array, precision) for name, array in inputs.items()}
     names = read_fitted_names(model)
-    if _reads_texts(model):
+    steps = getattr(model, "steps", None)
+    if hasattr(steps[0][1] if steps else model, "build_analyzer"):  # a vectorizer takes a vector of texts
         return next(iter(arrays.values())).reshape(-1)
     if names is None:
         if len(arrays) == 1:
@@ -104,13 +99,7 @@ def read_fitted_names(model: object) -> list[str] | None:
 
 
 def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> None:
-    """Give the graph the inputs of the data: joined, split, or cast.
-
-    Args:
-        converted: changed in place.
-        layout: of the conversion.
-        samples: real inputs by name.
-    """
+    """Give the graph the inputs of the data: joined, split, or cast."""
     import numpy as np
     from onnx import TensorProto, helper
 
@@ -140,7 +129,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
         front.append(
             helper.make_node("Split", [name], [f"{column}{_INNER}" for column in inner], axis=1, num_outputs=len(inner))
         )
-        _rename_inputs(graph, {column: f"{column}{_INNER}" for column in inner})
+        rename_values(graph, {column: f"{column}{_INNER}" for column in inner})
     else:
         renamed = {}
         for name, (column, kind, _) in zip(order_inputs(samples, layout), layout.types, strict=True):
@@ -154,7 +143,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
                 renamed[column] = f"{name}{_INNER}"
             elif column != name:
                 renamed[column] = name
-        _rename_inputs(graph, renamed)
+        rename_values(graph, renamed)
     nodes = [*front, *graph.node]
     del graph.node[:], graph.input[:]
     graph.node.extend(nodes)
@@ -172,11 +161,6 @@ def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str
         return name
     front.append(helper.make_node("Cast", [name], [f"{name}{_INNER}"], name=f"{name}_cast", to=want))
     return f"{name}{_INNER}"
-
-
-def _rename_inputs(graph: Any, names: dict[str, str]) -> None:
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
 
 
 def _kind(array: Any) -> str:
@@ -215,78 +199,42 @@ def _as_precision(array: Any, precision: str) -> Any:
 
     if array.dtype.kind == "f":
         return array.astype(precision)
-    if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= _EXACT:
-        return array.astype(np.float32)  # the export adds and scales it in float32
+    # The export adds and scales whole numbers in float32, where they are exact up to this.
+    if array.dtype.kind in "iu" and precision == "float32" and np.abs(array).max(initial=0) <= float(1 << 24):
+        return array.astype(np.float32)
     return array
 
-
-def _reads_texts(model: object) -> bool:
-    """Whether it begins with a vectorizer, which takes a vector of texts."""
-    steps = getattr(model, "steps", None)
-    first = steps[0][1] if steps else model
-    return hasattr(first, "build_analyzer")
-
-
-_ROWS_OF_LABELS = frozenset({"OneVsOneClassifier", "QuadraticDiscriminantAnalysis"})
-"""Their labels come as a matrix of one row or column."""
 
 _NOT_RUN = {"RadiusNeighborsClassifier": "Use KNeighborsClassifier."}
 """Converted into a graph that ONNX Runtime refuses to run, and what to take instead."""
 
 
 def check_runnable(model: object) -> None:
-    """Refuse an estimator whose conversion does not run.
-
-    Raises:
-        UserError: ONNX Runtime refuses to run its conversion.
-    """
+    """Refuse an estimator whose conversion does not run."""
     name = type(_last(model)).__name__
     if name in _NOT_RUN:
         raise UserError(f"the conversion of {name} by skl2onnx does not run", where="export", remedy=_NOT_RUN[name])
 
 
 def tidy_outputs(converted: Any, model: object, *, label: str, variable: str, regressor: bool) -> None:
-    """Make labels a vector, and name the one output of a regressor.
+    """Make the output `label` of a classifier a vector; name the one output of a regressor `variable`."""
+    from onnx import TensorProto, helper
 
-    Args:
-        converted: changed in place.
-        model: the estimator.
-        label: name of a classifier's first output.
-        variable: name of a regressor's output.
-        regressor: whether it answers with a number.
-    """
-    if regressor:
-        _rename(converted, converted.graph.output[0].name, variable)
-    elif type(_last(model)).__name__ in _ROWS_OF_LABELS:
-        _flatten(converted, label)
+    graph = converted.graph
+    if regressor and graph.output[0].name != variable:
+        # skl2onnx may have given the new name to a value inside.
+        rename_values(graph, {graph.output[0].name: variable, variable: f"{variable}_inside"})
+        graph.output[0].name = variable
+    elif not regressor and type(_last(model)).__name__ in ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis"):
+        inner, shape = f"{label}_rows", f"{label}_shape"  # their labels come as a matrix of one row or column
+        rename_values(graph, {label: inner})
+        graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [1], [-1]))
+        graph.node.append(helper.make_node("Reshape", [inner, shape], [label], name=label))
+        declared = next(value for value in graph.output if value.name == label).type.tensor_type.shape
+        del declared.dim[:]
+        declared.dim.add()
 
 
 def _last(model: object) -> object:
     steps = getattr(model, "steps", None)
     return steps[-1][1] if steps else model
-
-
-def _rename(converted: Any, old: str, new: str) -> None:
-    """Give the output its new name, which skl2onnx may have given to a value inside."""
-    if old == new:
-        return
-    names = {old: new, new: f"{new}_inside"}
-    converted.graph.output[0].name = new
-    for node in converted.graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
-
-
-def _flatten(converted: Any, label: str) -> None:
-    from onnx import TensorProto, helper
-
-    graph = converted.graph
-    inner, shape = f"{label}_rows", f"{label}_shape"
-    for node in graph.node:
-        node.input[:] = [inner if name == label else name for name in node.input]
-        node.output[:] = [inner if name == label else name for name in node.output]
-    graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [1], [-1]))
-    graph.node.append(helper.make_node("Reshape", [inner, shape], [label], name=label))
-    declared = next(value for value in graph.output if value.name == label).type.tensor_type.shape
-    del declared.dim[:]
-    declared.dim.add()

@@ -57,7 +57,10 @@ def _is_one_of(estimator: Any, names: tuple[str, ...]) -> bool:
 def _tree(estimator: Any, factor: float, *, column: int | None = None, width: int = 1) -> Tree:
     """Every leaf's weight times `factor`; a boosted tree adds to the output `column` of `width` alone."""
     grown = estimator.tree_
-    limits = _limits(grown.threshold)
+    # The estimator compares float32 features with float64 thresholds, which are therefore rounded down to float32.
+    nearest = grown.threshold.astype(np.float32)
+    below = np.nextafter(nearest, np.float32(-np.inf))
+    limits = np.where(nearest.astype(np.float64) > grown.threshold, below, nearest)
     inner = grown.children_left >= 0
     values = _weights(estimator, grown.value) * factor
     if column is not None:
@@ -77,13 +80,6 @@ def _tree(estimator: Any, factor: float, *, column: int | None = None, width: in
     return order_nodes([0], splits, leaves, values.shape[1])
 
 
-def _limits(thresholds: Any) -> Any:
-    """Round thresholds down to float32: the estimator compares float32 features with float64 thresholds."""
-    nearest = thresholds.astype(np.float32)
-    below = np.nextafter(nearest, np.float32(-np.inf))
-    return np.where(nearest.astype(np.float64) > thresholds, below, nearest)
-
-
 def _weights(estimator: Any, value: Any) -> Any:
     """Of shape (nodes, outputs). Classes as shares of the node's rows; of two the second only."""
     from sklearn.base import is_classifier
@@ -95,15 +91,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 
 
 def route_missing_values(converted: Any, model: object) -> None:
-    """Let NaN take the same branches in the export as in the source.
+    """Let NaN take the same branches in the export as in the source, if that is one ensemble of trees.
 
-    The converter leaves them out.
-
-    A tree sends NaN where most rows of its training went, unless it has seen NaN and learnt better.
-
-    Args:
-        converted: the ONNX model, changed in place.
-        model: the estimator; left alone unless its trees are those of the one ensemble of the export.
+    The converter leaves them out. A tree sends NaN where most rows of its training went, unless it has seen NaN.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

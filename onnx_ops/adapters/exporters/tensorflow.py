@@ -7,22 +7,24 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_ops.adapters.exporters.signature import (
+    Precision,
     check_opset,
     check_section,
+    find_file_with_suffix,
     get_free_axes,
-    list_output_values,
     name_axes,
     name_outputs,
     rename_outputs,
+    rename_values,
 )
 from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
-from onnx_ops.ports.data import Array, Tensors
+from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
 KERAS_FILE = "model.keras"
@@ -64,12 +66,7 @@ class TensorflowExporter:
             )
 
     def load(self, folder: Path) -> object:
-        """Load a `.keras` file or a SavedModel.
-
-        Raises:
-            NotFoundError: the folder holds neither.
-            UserError: it cannot be read.
-        """
+        """Load a `.keras` file or a SavedModel."""
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
             raise NotFoundError(f"neither one .keras file nor {SAVED_MODEL}", where=str(folder))
@@ -99,9 +96,9 @@ class TensorflowExporter:
         names: list[str] = []
 
         def answer(*tensors: Any) -> list[Any]:
-            outputs = _call(model, dict(zip(request.samples, tensors, strict=True)))
-            names[:] = name_outputs(outputs)
-            return list(list_output_values(outputs))
+            outputs = name_outputs(_call(model, dict(zip(request.samples, tensors, strict=True))))
+            names[:] = outputs
+            return list(outputs.values())
 
         try:
             converted, _ = importlib.import_module("tf2onnx").convert.from_function(
@@ -111,14 +108,8 @@ class TensorflowExporter:
             raise build_conversion_error("tf2onnx", error) from error
         write_converted(converted, names, request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the model; None in float64, as layers fix their precision.
-
-        Raises:
-            ValueError: the model refuses the inputs.
-        """
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the model; None in float64, as layers fix their precision."""
         if precision == "float64":
             return None
         tf = import_tensorflow()
@@ -126,9 +117,7 @@ class TensorflowExporter:
             answer = _call(model, {name: tf.constant(array) for name, array in inputs.items()})
         except (tf.errors.OpError, TypeError) as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        return {
-            name: value.numpy() for name, value in zip(name_outputs(answer), list_output_values(answer), strict=True)
-        }
+        return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
 class TfliteExporter:
@@ -148,12 +137,7 @@ class TfliteExporter:
 
     def load(self, folder: Path) -> object:
         """Return the path of the one `.tflite` file."""
-        files = sorted(folder.glob("*.tflite"))
-        if len(files) != 1:
-            raise NotFoundError(
-                f"{len(files)} .tflite files there", where=str(folder), remedy="There must be exactly one."
-            )
-        return files[0]
+        return find_file_with_suffix(folder, ".tflite")
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the file with tf2onnx and name its inputs like those of the data."""
@@ -165,12 +149,16 @@ class TfliteExporter:
             converted, _ = importlib.import_module("tf2onnx").convert.from_tflite(str(model), opset=section.opset)
         except Exception as error:  # the converter raises whatever its parts raise
             raise build_conversion_error("tf2onnx", error) from error
-        _rename_inputs(converted, list(request.samples))
-        write_converted(converted, name_outputs([None] * len(converted.graph.output)), request)
+        inputs = converted.graph.input
+        if len(inputs) != len(request.samples):
+            what = f"the file has {len(inputs)} inputs, not {len(request.samples)}"
+            raise UserError(what, where="data inputs", remedy="Name as many arrays in `inputs:`, in the file's order.")
+        rename_values(converted.graph, {value.name: name for value, name in zip(inputs, request.samples, strict=True)})
+        for value, name in zip(inputs, request.samples, strict=True):
+            value.name = name
+        write_converted(converted, list(name_outputs([None] * len(converted.graph.output))), request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the interpreter without its accelerated kernels.
 
         Raises:
@@ -196,8 +184,7 @@ class TfliteExporter:
             interpreter.invoke()
         except RuntimeError as error:
             raise ValueError(f"the model refuses these inputs: {quoted(error)}") from error
-        outputs = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-        return dict(zip(name_outputs(outputs), outputs, strict=True))
+        return name_outputs([interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()])
 
 
 def import_tensorflow() -> Any:
@@ -238,17 +225,3 @@ def _call(model: Any, tensors: Mapping[str, Any]) -> Any:
     if len(tensors) == 1:
         return model(next(iter(tensors.values())), training=False)
     return model(dict(tensors) if known == set(tensors) else list(tensors.values()), training=False)
-
-
-def _rename_inputs(model: Any, names: list[str]) -> None:
-    if len(model.graph.input) != len(names):
-        raise UserError(
-            f"the file has {len(model.graph.input)} inputs, not {len(names)}",
-            where="data inputs",
-            remedy="Name as many arrays in `inputs:`, in the file's order.",
-        )
-    renamed = {value.name: name for value, name in zip(model.graph.input, names, strict=True)}
-    for value in model.graph.input:
-        value.name = renamed[value.name]
-    for node in model.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]

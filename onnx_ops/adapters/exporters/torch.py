@@ -15,9 +15,16 @@ import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from onnx_ops.adapters.exporters.signature import check_section, get_free_axes, list_output_values, name_outputs
+from onnx_ops.adapters.exporters.signature import (
+    Precision,
+    check_section,
+    find_file,
+    find_file_with_suffix,
+    get_free_axes,
+    name_outputs,
+)
 from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_functions import load_function
@@ -26,10 +33,6 @@ from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 
 FILE = "model.pt"
-
-_KEPT_PROPERTY = "pkg.torch.onnx.name_scopes"
-"""Module path of a node. The exporter's other properties hold stack traces with paths of this machine."""
-
 
 _NOISY = ("torch", "onnxscript", "onnx_ir")
 """Roots of the loggers that tell of the exporter's own steps; what matters of them is raised."""
@@ -55,32 +58,53 @@ class TorchExporter:
         torch.save(model, folder / FILE)
 
     def load(self, folder: Path) -> object:
-        """Load the pickled module, which runs its code.
-
-        The folder is verified by the store, or it is the user's own `model:`.
-        """
+        """Load the pickled module, which runs its code: the store verified it, or it is the user's own `model:`."""
         torch = importlib.import_module("torch")
-        files = [folder / FILE] if (folder / FILE).is_file() else sorted(p for p in folder.iterdir() if p.is_file())
-        if len(files) != 1:
-            raise NotFoundError(f"no {FILE}, and not one file only", where=str(folder))
+        file = find_file(folder, FILE)
         try:
-            return torch.load(files[0], map_location="cpu", weights_only=False)
+            return torch.load(file, map_location="cpu", weights_only=False)
         except Exception as error:
             raise UserError(
                 f"cannot load the module: {type(error).__name__}: {error}",
-                where=files[0].name,
+                where=file.name,
                 remedy="It must be a whole module written by torch.save, with its class importable here.",
             ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the module and remove from the file what depends on this machine."""
         section = request.section
-        program = _export(importlib.import_module("torch"), model, request)
-        proto = program.model_proto
+        proto = _export(importlib.import_module("torch"), model, request).model_proto
+        # Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails.
+        written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
+        if written != section.opset:
+            raise UserError(
+                f"the exporter wrote opset {written}, not {section.opset}",
+                where="export",
+                why="it could not convert the operators of this module",
+                remedy=f"Set export.opset: {written}, or a newer one.",
+            )
+        for value in proto.graph.input:
+            sizes = value.type.tensor_type.shape.dim
+            for axis, symbol in get_free_axes(section, value.name).items():
+                if sizes[axis].HasField("dim_value"):  # the exporter fixes an axis without a warning
+                    raise UserError(
+                        f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
+                        where="export.dynamic",
+                        why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",
+                        remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
+                    )
         proto.ir_version = section.ir_version
-        _check_opset(proto, section.opset)
-        _check_free_axes(proto, section)
-        _strip(proto)
+        proto.producer_version = ""
+        for node in iterate_nodes(proto):
+            # The module path of a node stays; the other properties hold stack traces with paths of this machine.
+            scopes = [(p.key, p.value) for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"]
+            del node.metadata_props[:]
+            node.doc_string = ""
+            for key, value in scopes:
+                node.metadata_props.add(key=key, value=value)
+        for graph in iterate_graphs(proto):
+            for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+                del value.metadata_props[:]
         write_model(proto, request.path)
 
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
@@ -96,14 +120,8 @@ class TorchExporter:
 
         return trace
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
-        """Run the module; None in float64 if it creates float32 tensors.
-
-        Raises:
-            ValueError: the module refuses the inputs.
-        """
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
+        """Run the module; None in float64 if it creates float32 tensors."""
         torch = importlib.import_module("torch")
         module: Any = model
         single = {name: _tensor(torch, array, None) for name, array in inputs.items()}
@@ -119,17 +137,20 @@ class TorchExporter:
 
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     if not isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"{type(model).__name__} is no torch.nn.Module",
-            where="export",
-            remedy="`train.run` must return a module.",
-        )
+        remedy = "`train.run` must return a module."
+        raise UserError(f"{type(model).__name__} is no torch.nn.Module", where="export", remedy=remedy)
     section = request.section
     check_section(section, request.samples, (TRANSLATIONS,))
-    table = _translations(section)
+    table = _load_translations(section)
     module: Any = model.eval()
     rows = {name: _tensor(torch, array[:2], None) for name, array in request.samples.items()}
-    outputs = name_outputs(_try_out(torch, module, rows))
+    outputs = _try_out(torch, module, rows)
+    axes: Any = tuple(
+        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in rows
+    )
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]:  # `forward` takes all of its inputs in one `*argument`
+        axes = (axes,)
     try:
         with _quiet():
             return torch.onnx.export(
@@ -139,7 +160,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
                 opset_version=section.opset,
                 input_names=list(rows),
                 output_names=outputs,
-                dynamic_shapes=_shapes(torch, module, section, tuple(rows)),
+                dynamic_shapes=axes,
                 custom_translation_table=table,
                 verbose=False,
             )
@@ -162,7 +183,7 @@ def _export(torch: Any, model: object, request: ExportRequest) -> Any:
         ) from error
 
 
-def _translations(section: Export) -> Mapping[Any, Any] | None:
+def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     """Return the project's table of ONNX functions by operator of torch, None where the section names none."""
     if not section.translations:
         return None
@@ -176,15 +197,6 @@ def _translations(section: Export) -> Mapping[Any, Any] | None:
             remedy="Write it like {torch.ops.acme.scale.default: scale}, with `scale` a function of onnxscript.",
         )
     return table
-
-
-def _shapes(torch: Any, module: Any, section: Export, names: tuple[str, ...]) -> Any:
-    """Free axes as `forward` takes its inputs: one by one, or all of them in one `*argument`."""
-    axes = tuple(
-        {axis: torch.export.Dim(symbol) for axis, symbol in get_free_axes(section, name).items()} for name in names
-    )
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    return (axes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else axes
 
 
 def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], dtype: Any) -> dict[str, Array]:
@@ -206,8 +218,8 @@ def _traced(torch: Any, program: Any, inputs: Tensors, names: Collection[str], d
             answer = Watcher(module if dtype is None else module.to(dtype)).run(*rows)
     except (RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise ValueError(f"the program refuses these inputs: {error}") from error
-    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
-    return values | {name: value.detach().numpy() for name, value in pairs if name in names}
+    outputs = name_outputs(answer).items()
+    return values | {name: value.detach().numpy() for name, value in outputs if name in names}
 
 
 def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
@@ -215,8 +227,11 @@ def _tensor(torch: Any, array: Any, dtype: Any) -> Any:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
-    """Call the module with the samples; its outputs must be tensors."""
+def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> list[str]:
+    """Return the names of the module's outputs for the samples.
+
+    They must be tensors of types that the exporter does not write as something else, and that clients can read.
+    """
     try:
         answer = _forward(torch, module, rows)
     except Exception as error:  # forward is the user's own code
@@ -226,7 +241,7 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             why=f"{type(error).__name__}: {quoted(error)}",
             remedy=f"They are passed to `forward` in this order: {', '.join(rows)}; see `inputs:` of the data.",
         ) from error
-    values = dict(zip(name_outputs(answer), list_output_values(answer), strict=True))
+    values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise UserError(
             f"the module returns {type(answer).__name__} of other things than tensors",
@@ -234,26 +249,18 @@ def _try_out(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
             remedy="`forward` must return a tensor, a list or tuple of tensors, or a flat dictionary of them.",
         )
     for name, value in values.items():
-        _check_output(torch, name, value)
-    return answer
-
-
-def _check_output(torch: Any, name: str, value: Any) -> None:
-    """Refuse outputs that the exporter writes as something else, or that no client can read."""
-    if value.is_complex():
-        raise UserError(
-            f"output {name!r} is of type {str(value.dtype).removeprefix('torch.')}",
-            where="export",
-            why="the exporter writes complex numbers as pairs of real ones in one more dimension: another function",
-            remedy="Return torch.view_as_real(output), which is the same in both.",
-        )
-    if value.dtype == torch.bfloat16:
-        raise UserError(
-            f"output {name!r} is of type bfloat16",
-            where="export",
-            why="NumPy has no such type, so that neither a gate nor a client can read it",
-            remedy="Return output.float().",
-        )
+        what = f"output {name!r} is of type {str(value.dtype).removeprefix('torch.')}"
+        if value.is_complex():
+            raise UserError(
+                what,
+                where="export",
+                why="the exporter writes complex numbers as pairs of real ones in one more dimension: another function",
+                remedy="Return torch.view_as_real(output), which is the same in both.",
+            )
+        if value.dtype == torch.bfloat16:
+            why = "NumPy has no such type, so that neither a gate nor a client can read it"
+            raise UserError(what, where="export", why=why, remedy="Return output.float().")
+    return list(values)
 
 
 def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Array]:
@@ -261,39 +268,12 @@ def _answers(torch: Any, module: Any, rows: Mapping[str, Any]) -> dict[str, Arra
         answer = _forward(torch, module.eval(), rows)
     except (RuntimeError, IndexError, TypeError) as error:
         raise ValueError(f"the module refuses these inputs: {error}") from error
-    pairs = zip(name_outputs(answer), list_output_values(answer), strict=True)
-    return {name: value.detach().numpy() for name, value in pairs}
+    return {name: value.detach().numpy() for name, value in name_outputs(answer).items()}
 
 
 def _forward(torch: Any, module: Any, rows: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         return module(*rows.values())
-
-
-def _check_opset(proto: Any, wanted: int) -> None:
-    """Below its own lowest opset the exporter converts the file, and keeps the newer one if that fails."""
-    written = max(entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS)
-    if written != wanted:
-        raise UserError(
-            f"the exporter wrote opset {written}, not {wanted}",
-            where="export",
-            why="it could not convert the operators of this module",
-            remedy=f"Set export.opset: {written}, or a newer one.",
-        )
-
-
-def _check_free_axes(proto: Any, section: Export) -> None:
-    """Refuse a file in which the exporter fixed a free axis, which it does without a warning."""
-    for value in proto.graph.input:
-        sizes = value.type.tensor_type.shape.dim
-        for axis, symbol in get_free_axes(section, value.name).items():
-            if sizes[axis].HasField("dim_value"):
-                raise UserError(
-                    f"the exporter fixed axis {axis} of {value.name} ({symbol}) at {sizes[axis].dim_value}",
-                    where="export.dynamic",
-                    why="`forward`, or a layer that it calls, makes a plain number of that size, as `len(x)` does",
-                    remedy=f"Use `x.shape[{axis}]`; or leave the axis out of `export.dynamic.{value.name}`.",
-                )
 
 
 @contextlib.contextmanager
@@ -318,29 +298,12 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _strip(proto: Any) -> None:
-    """Leave nothing in the file that depends on where it was made."""
-    proto.producer_version = ""
-    for node in iterate_nodes(proto):
-        scopes = [(p.key, p.value) for p in node.metadata_props if p.key == _KEPT_PROPERTY]
-        del node.metadata_props[:]
-        node.doc_string = ""
-        for key, value in scopes:
-            node.metadata_props.add(key=key, value=value)
-    for graph in iterate_graphs(proto):
-        for value in (graph, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            del value.metadata_props[:]
-
-
 KERAS_FILE = "model.keras"
 KERAS_BACKEND = "torch"
 
 
 class KerasExporter(TorchExporter):
-    """Exports Keras 3 models on their PyTorch backend.
-
-    Inputs are passed in the order of the data set's `inputs:`. Models of other backends load too.
-    """
+    """Exports Keras 3 models on their PyTorch backend; models of other backends load too."""
 
     tools = ("keras", *TorchExporter.tools)
 
@@ -355,28 +318,16 @@ class KerasExporter(TorchExporter):
 
     def load(self, folder: Path) -> object:
         """Load the one `.keras` file of a folder as a PyTorch module."""
-        files = sorted(folder.glob("*.keras"))
-        if len(files) != 1:
-            raise NotFoundError(
-                f"{len(files)} .keras files there", where=str(folder), remedy="There must be exactly one."
-            )
-        keras = _keras()
+        file, keras = find_file_with_suffix(folder, ".keras"), _keras()
         try:
-            import_classes(files[0])
-            model = keras.saving.load_model(files[0], compile=False)
+            import_classes(file)
+            return keras.saving.load_model(file, compile=False).eval()
         except (ValueError, TypeError, OSError, ImportError) as error:
-            raise UserError(f"cannot load the model: {error}", where=files[0].name) from error
-        return model.eval()
+            raise UserError(f"cannot load the model: {error}", where=file.name) from error
 
 
 def import_classes(path: Path) -> None:
-    """Import the modules of a `.keras` file's own classes, to register them.
-
-    Keras imports none but its own.
-
-    Raises:
-        ImportError: a module cannot be imported.
-    """
+    """Import the modules of a `.keras` file's own classes, to register them: Keras imports none but its own."""
     with contextlib.suppress(zipfile.BadZipFile, KeyError, ValueError), zipfile.ZipFile(path) as archive:
         for module in sorted(set(_own_modules(json.loads(archive.read("config.json"))))):
             importlib.import_module(module)
@@ -397,11 +348,8 @@ def _keras() -> Any:
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")
     if keras.backend.backend() != KERAS_BACKEND:
-        raise UserError(
-            f"Keras runs on {keras.backend.backend()} here",
-            where="export.framework",
-            remedy="Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow.",
-        )
+        remedy = "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
+        raise UserError(f"Keras runs on {keras.backend.backend()} here", where="export.framework", remedy=remedy)
     return keras
 
 
@@ -419,11 +367,8 @@ class HuggingfaceExporter(TorchExporter):
     def save(self, model: object, folder: Path) -> None:
         """Write the model with `save_pretrained`."""
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-            raise UserError(
-                f"{type(model).__name__} is no model of transformers",
-                where="train.run",
-                remedy="It must return a PreTrainedModel; export.framework: torch takes any module.",
-            )
+            remedy = "It must return a PreTrainedModel; export.framework: torch takes any module."
+            raise UserError(f"{type(model).__name__} is no model of transformers", where="train.run", remedy=remedy)
         if getattr(importlib.import_module("transformers"), type(model).__name__, None) is not type(model):
             raise UserError(
                 f"{type(model).__name__} is no class of transformers",
@@ -443,11 +388,8 @@ class HuggingfaceExporter(TorchExporter):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         names = config.architectures or []
         if len(names) != 1 or not hasattr(transformers, names[0]):
-            raise UserError(
-                f"transformers has no architecture {names}",
-                where="config.json",
-                remedy="Install the version that wrote it.",
-            )
+            remedy = "Install the version that wrote it."
+            raise UserError(f"transformers has no architecture {names}", where="config.json", remedy=remedy)
         model_class = getattr(transformers, names[0])
         return model_class.from_pretrained(folder, local_files_only=True, attn_implementation="eager").eval()
 
@@ -459,9 +401,7 @@ class HuggingfaceExporter(TorchExporter):
         """Return a tracer of the model with its inputs in the order of the data."""
         return super().tracer(_named(model, tuple(request.samples)), request)
 
-    def reference(
-        self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
-    ) -> Mapping[str, Array] | None:
+    def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the model with inputs by name; raises as for PyTorch modules."""
         return super().reference(_named(model, tuple(inputs)), inputs, precision)
 

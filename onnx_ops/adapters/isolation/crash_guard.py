@@ -1,8 +1,6 @@
-"""A function in a process of its own: a library that takes its process down, hangs, or eats memory is told as an error,
-and nobody else goes with it.
+"""Run a function in a forked process: a library that crashes, hangs or takes all memory raises an error here.
 
-No `except` catches a signal. Unlike `process`, the child is a fork of this installation: it starts in milliseconds, and
-brings no packages of its own.
+Unlike in `process`, the child is a fork of this installation: it starts in milliseconds, without packages of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a function gets where nobody says otherwise."""
 
 _GRACE_S = 2.0
-_PRELOADED = ["onnx", "onnxruntime", __name__]
 
 
 class ProcessCrashError(Exception):
@@ -53,16 +50,16 @@ def run_guarded(
     Args:
         work: a function of a module.
         arguments: its arguments.
-        timeout: seconds that it may take.
+        timeout: in seconds.
         memory: bytes of its process's own data, by default what the machine has.
 
     Raises:
         OnnxOpsError: what it raised.
-        Fallen: it raised something else, crashed, ran out of time or of memory.
+        ProcessCrashError: it raised something else, crashed, ran out of time or of memory.
     """
     limit = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["onnx", "onnxruntime", __name__])
     answers, theirs = context.Pipe(duplex=False)
     output, printed = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, printed, work, arguments, timeout, limit), daemon=True)
@@ -79,7 +76,10 @@ def run_guarded(
         kind, value = ("late" if time.monotonic() - began >= timeout else "crashed"), None
     finally:
         answers.close()
-        _end(process)
+        process.join(_GRACE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
     if kind == "done":
         return cast("T", value)
     if isinstance(value, OnnxOpsError):
@@ -87,14 +87,6 @@ def run_guarded(
     raise ProcessCrashError(
         _explain(kind, value, process.exitcode or 0, timeout, limit), tail.summary(), timed_out=kind == "late"
     )
-
-
-def _end(process: Any) -> None:
-    """Wait for the process to end, and kill it if it does not."""
-    process.join(_GRACE_S)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
 
 
 def _explain(kind: str, value: str | None, code: int, timeout: float, limit: int) -> str:

@@ -23,8 +23,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 
 BASE = (*(f"{name}=={version(name)}" for name in ("annotated-types", "cattrs")), "numpy>=2", "onnx>=1.16")
-"""What the inner side of the protocol imports, beside this package itself. `onnx` and `numpy` stay loose: the
-framework decides."""
+"""What the inner side of the protocol imports, beside this package itself; the framework decides on the loose ones."""
 
 _LAYOUT = 1
 """Raised when environments made by an older release cannot be used any more."""
@@ -40,15 +39,7 @@ class PythonEnvironments:
     """The uv to make them with; None for venv and pip."""
 
     def python(self, wanted: Environment) -> Path:
-        """Return the interpreter of an environment, which is made if missing.
-
-        An existing environment needs no network.
-
-        Raises:
-            UserError: a requirement is none.
-            NotFoundError: there is no such Python.
-            StageError: the packages could not be installed.
-        """
+        """Return the interpreter of an environment, which is made if missing; else no network is needed."""
         place = self.place(wanted)
         python = place / "bin" / "python"
         make_once(place, python, lambda: self._make(place, wanted))
@@ -58,11 +49,8 @@ class PythonEnvironments:
         """Return the folder of an environment, which need not exist."""
         for requirement in wanted.requirements:
             if not requirement.strip() or requirement.lstrip().startswith("-"):
-                raise UserError(
-                    f"{requirement!r} is no requirement",
-                    where="env.requirements",
-                    remedy="Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings.",
-                )
+                remedy = "Write each as pip takes it: `package==1.2`. Indexes are set in pip's or uv's own settings."
+                raise UserError(f"{requirement!r} is no requirement", where="env.requirements", remedy=remedy)
         python = wanted.python or f"{sys.version_info.major}.{sys.version_info.minor}"
         requirements = sorted({*self.base, *wanted.requirements})
         return self.folder / digest_json([_LAYOUT, python, requirements]).removeprefix("sha256:")[:16]
@@ -75,7 +63,11 @@ class PythonEnvironments:
             run_installer([self.uv, "pip", "install", "--quiet", "--python", python, *requirements], clean)
             freeze = run_installer([self.uv, "pip", "freeze", "--quiet", "--python", python], clean)
         else:
-            run_installer([_interpreter(wanted.python), "-m", "venv", str(place)], clean)
+            interpreter = shutil.which(f"python{wanted.python}") if wanted.python is not None else sys.executable
+            if interpreter is None:
+                remedy = "Install it, or install uv, which brings it."
+                raise NotFoundError(f"there is no python{wanted.python} here", where="env.python", remedy=remedy)
+            run_installer([interpreter, "-m", "venv", str(place)], clean)
             pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
             run_installer([*pip, "install", "--quiet", *requirements], clean)
             freeze = run_installer([*pip, "freeze", "--all"], clean)
@@ -85,19 +77,6 @@ class PythonEnvironments:
 def find_uv() -> str | None:
     """Return the uv on the path, or beside this interpreter."""
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
-
-
-def _interpreter(version: str | None) -> str:
-    if version is None:
-        return sys.executable
-    path = shutil.which(f"python{version}")
-    if path is None:
-        raise NotFoundError(
-            f"there is no python{version} here",
-            where="env.python",
-            remedy="Install it, or install uv, which brings it.",
-        )
-    return path
 
 
 _PINNED = re.compile(r"(?P<name>(@[a-z0-9~][\w.~-]*/)?[a-z0-9~][\w.~-]*)@(?P<version>\d+\.\d+\.\d+[\w.+-]*)")
@@ -118,11 +97,6 @@ class NpmPackages:
         """Return the folder with `node_modules`, which is made if missing.
 
         No script of a package is run: each is what its archive holds. Asks no network if the folder is there.
-
-        Raises:
-            UserError: a requirement is not an exact version.
-            MeasurementError: there is no npm to make it with.
-            StageError: the packages could not be installed.
         """
         parse_pins(requirements)
         place = self.folder / ("npm-" + digest_json([_NPM_LAYOUT, sorted(requirements)]).removeprefix("sha256:")[:16])
@@ -131,20 +105,18 @@ class NpmPackages:
 
 
 def parse_pins(requirements: Sequence[str]) -> Mapping[str, str]:
-    """Return versions by package name.
-
-    Raises:
-        UserError: a requirement is not `package@1.2.3`.
-    """
-    matches = {requirement: _PINNED.fullmatch(requirement) for requirement in requirements}
-    for requirement, match in matches.items():
+    """Return versions by package name."""
+    versions = {}
+    for requirement in requirements:
+        match = _PINNED.fullmatch(requirement)
         if match is None:
             raise UserError(
                 f"{requirement!r} is no exact version of a package",
                 where="env.requirements",
                 remedy="Write each as `package@1.2.3`. Registries are set in npm's own settings.",
             )
-    return {match["name"]: match["version"] for match in matches.values() if match}
+        versions[match["name"]] = match["version"]
+    return versions
 
 
 def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
@@ -165,13 +137,7 @@ MARKER = "onnx-ops.json"
 
 
 def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]]) -> None:
-    """Fill a folder with `make` unless it is complete; keep its document.
-
-    Args:
-        place: the folder; others may ask for it at the same time.
-        needed: a file below it, without which it is not whole.
-        make: fills it.
-    """
+    """Fill a folder with `make` unless it is complete with `needed`; keep its document. Safe for several processes."""
     with hold_lock(place.with_suffix(".lock")):
         if (place / MARKER).is_file() and needed.exists():
             return
@@ -183,11 +149,7 @@ def make_once(place: Path, needed: Path, make: Callable[[], Mapping[str, Json]])
 
 
 def run_installer(command: list[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """Run an installer and return its output.
-
-    Raises:
-        StageError: it failed.
-    """
+    """Run an installer and return its output."""
     done = subprocess.run(
         command,
         env=environ,

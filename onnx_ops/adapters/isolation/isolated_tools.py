@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +22,8 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import NotFoundError
 from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import Exporter, ExportRequest
+from onnx_ops.ports.export import ExportRequest
 from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
-
-_EXPORTER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_exporter"
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
@@ -97,9 +93,9 @@ class IsolatedExporter:
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Export the loaded model in its process."""
-        remote = _remote(model)
-        with _scratch(remote.process) as folder:
-            remote.process.ask(
+        process = _process_of(model)
+        with process.shared_folder() as folder:
+            process.ask(
                 "export",
                 timeout=self._timeout,
                 section=codec.to_json(request.section),
@@ -111,11 +107,11 @@ class IsolatedExporter:
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
         """Run the loaded model in its process; None where the precision is not available."""
-        remote = _remote(model)
-        with _scratch(remote.process) as folder:
+        process = _process_of(model)
+        with process.shared_folder() as folder:
             given, answers = save_arrays(inputs, folder / "inputs.npz"), folder / "answers.npz"
             arguments = {"inputs": str(given), "precision": precision, "outputs": str(answers)}
-            if not remote.process.ask("answer", timeout=self._timeout, **arguments):
+            if not process.ask("answer", timeout=self._timeout, **arguments):
                 return None
             return load_arrays(answers)
 
@@ -124,41 +120,28 @@ class IsolatedExporter:
         return self.limits.timeout or DEFAULT_TIMEOUT_S
 
     def _start(self, where: str) -> IsolatedProcess:
-        package = self.exporter.partition(".")[0].partition(":")[0]
-        process = IsolatedProcess(
-            build_interpreter_command(self.python(), _EXPORTER_WORKER, (package,)), self.limits, where
-        )
+        process = _start_worker("run_exporter", self.exporter, self.python(), self.limits, where)
         process.ask("start", timeout=self._timeout, exporter=self.exporter, root=str(self.root.resolve()))
         return process
 
 
-def _remote(model: object) -> RemoteModel:
+def _process_of(model: object) -> IsolatedProcess:
     if not isinstance(model, RemoteModel):
         raise TypeError(f"{type(model).__name__} was not loaded by this exporter")
-    return model
+    return model.process
 
 
-@contextmanager
-def _scratch(process: IsolatedProcess) -> Iterator[Path]:
-    """Make a folder that both processes see; it is removed after the request."""
-    with tempfile.TemporaryDirectory(dir=process.folder) as folder:
-        yield Path(folder)
-
-
-_OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_optimizer"
+def _start_worker(entry: str, tool: str, python: Path, limits: ProcessLimits, where: str) -> IsolatedProcess:
+    """Start a function of this module in an environment that also sees the package of `tool` (`module:Class`)."""
+    package = tool.partition(".")[0].partition(":")[0]
+    return IsolatedProcess(build_interpreter_command(python, f"{__name__}:{entry}", (package,)), limits, where)
 
 
 @dataclass(slots=True, kw_only=True)
 class IsolatedOptimizer:
-    """Runs an optimizer in another process.
+    """Runs an optimizer in another process; what needs none of its packages is done in this one, by `here`.
 
-    What needs none of its packages is done in this process.
-
-    Args:
-        here: the optimizer.
-        place: `module:Class`, as its entry point says.
-        python: makes the environment if it must, and gives its interpreter.
-        limits: of the process.
+    Args as of `IsolatedExporter`; `place` is `module:Class`.
     """
 
     here: Optimizer
@@ -188,16 +171,12 @@ class IsolatedOptimizer:
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer in a process of the environment."""
-        package = self.place.partition(".")[0].partition(":")[0]
-        process = IsolatedProcess(
-            build_interpreter_command(self.python(), _OPTIMIZER_WORKER, (package,)),
-            self.limits,
-            f"variant {request.section.name}",
-        )
+        where = f"variant {request.section.name}"
+        process = _start_worker("run_optimizer", self.place, self.python(), self.limits, where)
         try:
-            with tempfile.TemporaryDirectory(dir=process.folder) as scratch:
+            with process.shared_folder() as folder:
                 given = request.calibration
-                rows = None if given is None else str(save_arrays(given, Path(scratch) / "calibration.npz"))
+                rows = None if given is None else str(save_arrays(given, folder / "calibration.npz"))
                 notes = process.ask(
                     "optimize",
                     timeout=self.limits.timeout or DEFAULT_TIMEOUT_S,
@@ -227,12 +206,15 @@ class ExporterWorker:
         """Import the project's exporter."""
         module, _, name = exporter.partition(":")
         sys.path.insert(0, root)
-        made: Exporter = getattr(importlib.import_module(module), name)()
-        self._exporter = made
+        self._exporter = getattr(importlib.import_module(module), name)()
 
     def train(self, run: str, data: Mapping[str, str], parameters: Mapping[str, Any], folder: str) -> None:
         """Call the training function and save its model."""
-        sets = {name: _dataset(path) for name, path in data.items()}
+        sets = {}
+        for name, path in data.items():
+            arrays = load_arrays(Path(path))
+            inputs = {key.removeprefix("input/"): array for key, array in arrays.items() if key.startswith("input/")}
+            sets[name] = Dataset(inputs=inputs, label=arrays.get("label"))
         self._exporter.save(call_training(run, sets, parameters), Path(folder))
 
     def load(self, folder: str) -> None:
@@ -257,12 +239,6 @@ class ExporterWorker:
 def run_exporter() -> None:
     """Serve one exporter."""
     serve(ExporterWorker())
-
-
-def _dataset(path: str) -> Dataset:
-    arrays = load_arrays(Path(path))
-    inputs = {name.removeprefix("input/"): array for name, array in arrays.items() if name.startswith("input/")}
-    return Dataset(inputs=inputs, label=arrays.get("label"))
 
 
 class OptimizerWorker:

@@ -10,13 +10,14 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from onnx_ops.errors import NotFoundError, StageError, from_document
 from onnx_ops.scratch import Scratch
@@ -25,7 +26,6 @@ GRACE_S = 5.0
 """Seconds that a process gets, after its time is up, to say where it hangs; and to end when it is asked to."""
 
 _STEP_S = 0.005
-
 
 _NOT_INHERITED = (
     "KERAS_BACKEND",
@@ -41,10 +41,7 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Limits of a process: `memory` in bytes, `timeout` in seconds per answer.
-
-    Memory defaults to that of the machine.
-    """
+    """Limits of a process: `memory` in bytes, by default the machine's; `timeout` in seconds per answer."""
 
     memory: int | None = None
     timeout: float | None = None
@@ -88,14 +85,16 @@ class IsolatedProcess:
 
     @property
     def folder(self) -> Path:
-        """Folder that both processes see.
-
-        Raises:
-            StageError: the process has ended.
-        """
+        """Folder that both processes see."""
         if not self._end.alive:
             raise StageError("its process has ended before", where=self._where, remedy="Load the model again.")
         return self._scratch.path
+
+    @contextlib.contextmanager
+    def shared_folder(self) -> Iterator[Path]:
+        """Make a folder that both processes see; it is removed afterwards."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
 
     def ask(self, do: str, *, timeout: float | None = None, **arguments: object) -> Any:
         """Send one request and return the answer.
@@ -109,7 +108,15 @@ class IsolatedProcess:
         with contextlib.suppress(BrokenPipeError):  # it is gone, which reading its answer tells
             self._process.stdin.write(request + b"\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
-        answer = json.loads(self._line(do, deadline, timeout))
+        received = b""
+        while not received.endswith(b"\n"):
+            left = None if deadline is None else max(0.0, deadline + GRACE_S - time.monotonic())
+            ready, _, _ = select.select([self._answers], [], [], left)
+            part = self._answers.read(1 << 16) if ready else None
+            if not part:
+                self._fail(do, timeout if deadline is not None and time.monotonic() >= deadline else None)
+            received += part
+        answer = json.loads(received)
         if "refused" in answer:
             raise ValueError(answer["refused"])
         if "error" in answer:
@@ -120,25 +127,25 @@ class IsolatedProcess:
         """End it, and whatever it has started."""
         self._end()
 
-    def _line(self, do: str, deadline: float | None, timeout: float | None) -> bytes:
-        received = b""
-        while not received.endswith(b"\n"):
-            left = None if deadline is None else max(0.0, deadline + GRACE_S - time.monotonic())
-            ready, _, _ = select.select([self._answers], [], [], left)
-            part = self._answers.read(1 << 16) if ready else None
-            if not part:
-                late = deadline is not None and time.monotonic() >= deadline
-                raise self._late(do, timeout) if late else self._crashed(do)
-            received += part
-        return received
-
-    def _crashed(self, do: str) -> StageError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+    def _fail(self, do: str, late_after: float | None) -> NoReturn:
+        """Stop the process, which has not answered in time or, without a time, has crashed."""
+        if late_after is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         code, output = self._process.poll(), self._tail.summary()
         self.stop()
+        if late_after is not None:
+            raise StageError(
+                f"it took longer than {late_after:g} s to {do} and was stopped",
+                where=self._where,
+                why=output,
+                remedy="Raise `env.timeout` if the work is really that long.",
+            )
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
-        return StageError(
+        raise StageError(
             f"its process {how} while it was to {do}",
             where=self._where,
             why=output or "it printed nothing",
@@ -146,53 +153,29 @@ class IsolatedProcess:
             "`env.memory`. Another version of a package may help: see `env.requirements`.",
         )
 
-    def _late(self, do: str, timeout: float | None) -> StageError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        output = self._tail.summary()
-        self.stop()
-        return StageError(
-            f"it took longer than {timeout:g} s to {do} and was stopped",
-            where=self._where,
-            why=output,
-            remedy="Raise `env.timeout` if the work is really that long.",
-        )
-
 
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> None:
     """Ask it to end, which closes what it has opened (a browser); then end it, and whatever is left of its group."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
-    _wait_until(lambda: _has_ended(process), GRACE_S)
+    deadline = time.monotonic() + GRACE_S
+    if process.returncode is None:
+        # WNOWAIT leaves its exit code, so that no other process gets the number of its group.
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while os.waitid(os.P_PID, process.pid, flags) is None and time.monotonic() < deadline:
+                time.sleep(_STEP_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     answers.close()
-    _wait_until(lambda: _removed(scratch), GRACE_S)
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Without taking its exit code, so that nobody else gets the number of its group."""
-    if process.returncode is not None:
-        return True
-    with contextlib.suppress(ChildProcessError):
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return True
-
-
-def _removed(scratch: Scratch) -> bool:
-    """Whether it is gone; processes of other groups that end just now may still write into it."""
+    deadline = time.monotonic() + GRACE_S
     shutil.rmtree(scratch.path, ignore_errors=True)
-    if scratch.path.exists():
-        return False
-    scratch.remove()
-    return True
-
-
-def _wait_until(done: Callable[[], bool], patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while not done() and time.monotonic() < deadline:
+    while scratch.path.exists() and time.monotonic() < deadline:  # processes of other groups may still write into it
         time.sleep(_STEP_S)
+        shutil.rmtree(scratch.path, ignore_errors=True)
+    if not scratch.path.exists():
+        scratch.remove()
 
 
 PACKAGE = "onnx_ops"
@@ -202,12 +185,9 @@ Command = Callable[[Path, int, int], list[str]]
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Build the command that calls a function in an isolated environment.
+    """Build the command that calls `entry` (`module:function`) in an isolated environment.
 
-    Args:
-        python: the interpreter.
-        entry: `module:function`.
-        packages: further top-level packages or modules of this installation that it may import.
+    It may import this package and `packages`, top-level packages or modules of this installation.
     """
     module, _, function = entry.partition(":")
     code = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {function}; {function}()"
@@ -216,20 +196,18 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
         visible = scratch / "packages"
         visible.mkdir()
         for name in {PACKAGE, *packages}:
-            path = _place(name)
-            (visible / (name if path.is_dir() else path.name)).symlink_to(path)
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                remedy = "An isolated exporter must be a module or a package."
+                raise NotFoundError(f"package {name} has no file", remedy=remedy)
+            path = Path(spec.origin)
+            if path.name == "__init__.py":
+                (visible / name).symlink_to(path.parent)
+            else:
+                (visible / path.name).symlink_to(path)
         return [str(python), "-I", "-c", code, str(visible), str(answers), str(memory)]
 
     return command
-
-
-def _place(name: str) -> Path:
-    """Return the folder or file of a top-level package or module of this installation."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise NotFoundError(f"package {name} has no file", remedy="An isolated exporter must be a module or a package.")
-    path = Path(spec.origin)
-    return path.parent if path.name == "__init__.py" else path
 
 
 KEPT_BYTES = 1 << 16
@@ -239,21 +217,17 @@ _CHUNK = 1 << 16
 _MUCH = 1_000_000
 
 
-@dataclass(frozen=True)
-class LineListener:
-    """Passes lines that begin with `mark` to `tell`, without the mark."""
-
-    mark: bytes
-    tell: Callable[[str], None]
-
-
 class OutputTail:
-    """Reads a stream to its end in a thread of its own and keeps its last 64 KiB."""
+    """Reads a stream to its end in a thread of its own and keeps its last 64 KiB.
 
-    def __init__(self, stream: IO[bytes], marked: LineListener | None = None) -> None:
+    Lines that begin with `mark` are passed to `tell` instead, without the mark.
+    """
+
+    def __init__(self, stream: IO[bytes], mark: bytes = b"", tell: Callable[[str], None] | None = None) -> None:
         self.total = 0
         self._kept = b""
-        self._marked = marked
+        self._mark = mark
+        self._tell = tell
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._drain, args=(stream,), daemon=True)
         self._thread.start()
@@ -273,22 +247,17 @@ class OutputTail:
         rest = b""
         with stream:
             while chunk := stream.read1(_CHUNK):  # type: ignore[attr-defined]
-                if self._marked is None:
+                if self._tell is None:
                     self._keep(chunk)
                     continue
                 *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._hear(line + b"\n", self._marked)
+                for line in [line for line in lines if line.startswith(self._mark)]:
+                    self._tell(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
+                self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(self._mark)))
                 if len(rest) > KEPT_BYTES:  # a line without an end is none of ours
                     self._keep(rest)
                     rest = b""
         self._keep(rest)
-
-    def _hear(self, line: bytes, marked: LineListener) -> None:
-        if line.startswith(marked.mark):
-            marked.tell(line.removeprefix(marked.mark).decode("utf-8", errors="replace").rstrip("\n"))
-        else:
-            self._keep(line)
 
     def _keep(self, output: bytes) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from onnx_ops.errors import MeasurementError, OnnxOpsError, StageError, quoted
 
 if TYPE_CHECKING:
-    from onnx_ops.ports.data import Array, Tensors
+    from onnx_ops.ports.data import Array
 
 
 class RequestHandler(Protocol):
@@ -55,7 +55,8 @@ def _listen(requests: queue.SimpleQueue[str]) -> None:
 
 
 def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict[str, Any]:
-    work: Callable[..., Any] = getattr(worker, request.pop("do"))
+    do = request.pop("do")
+    work: Callable[..., Any] = getattr(worker, do)
     timeout = request.pop("timeout")
     if timeout is not None:
         # A thread of C: it speaks and ends the process even where a converter never gives the interpreter back.
@@ -66,43 +67,38 @@ def _answer(worker: RequestHandler, request: dict[str, Any], limit: int) -> dict
         return {"error": error.as_document()}
     except MemoryError:
         traceback.print_exc()
-        return {"error": _no_memory(worker, limit).as_document()}
-    except ValueError as error:
-        if work.__name__ in worker.refusing:
-            return {"refused": str(error)}
-        return {"error": _unexpected(worker, error).as_document()}
+        failure = StageError(
+            f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
+            where=worker.where,
+            remedy="Raise `env.memory` if the machine has more.",
+        )
+        return {"error": failure.as_document()}
     except Exception as error:  # a framework raises whatever its parts raise
-        return {"error": _unexpected(worker, error).as_document()}
+        if isinstance(error, ValueError) and do in worker.refusing:
+            return {"refused": str(error)}
+        what, lines = (
+            f"{type(error).__name__}: {quoted(error)}",
+            "".join(traceback.format_exception(error)).splitlines(),
+        )
+        return {"error": StageError(what, where=worker.where, why="\n".join(lines[-15:])).as_document()}
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _no_memory(worker: RequestHandler, limit: int) -> StageError:
-    return StageError(
-        f"it needs more memory than its limit of {limit / 1e9:.1f} GB",
-        where=worker.where,
-        remedy="Raise `env.memory` if the machine has more.",
-    )
-
-
-def _unexpected(worker: RequestHandler, error: Exception) -> StageError:
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    return StageError(f"{type(error).__name__}: {quoted(error)}", where=worker.where, why="\n".join(lines[-15:]))
 
 
 PREFIX = "input/"
 """Stands before each name in a file: a tensor may be called as savez calls an argument of its own."""
 
 
-def save_arrays(tensors: Tensors, path: Path) -> Path:
-    """Write named tensors to an `.npz` file; texts without pickle.
-
-    Raises:
-        MeasurementError: a value is no tensor.
-    """
+def save_arrays(tensors: Mapping[str, Any], path: Path) -> Path:
+    """Write named tensors to an `.npz` file; texts without pickle."""
     import numpy as np
 
-    arrays: dict[str, Any] = {PREFIX + name: _plain(name, array) for name, array in tensors.items()}
+    arrays: dict[str, Any] = {}
+    for name, array in tensors.items():
+        if not isinstance(array, np.ndarray):
+            remedy = "Export the model with tensors, for example without ZipMap."
+            raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
+        arrays[PREFIX + name] = array.astype(str) if array.dtype == object else array
     np.savez(path, **arrays)
     return path
 
@@ -114,12 +110,3 @@ def load_arrays(path: Path) -> Mapping[str, Array]:
     with np.load(path, allow_pickle=False) as archive:
         arrays = {name.removeprefix(PREFIX): archive[name] for name in archive.files}
     return {name: array.astype(object) if array.dtype.kind == "U" else array for name, array in arrays.items()}
-
-
-def _plain(name: str, array: Any) -> Any:
-    import numpy as np
-
-    if not isinstance(array, np.ndarray):
-        remedy = "Export the model with tensors, for example without ZipMap."
-        raise MeasurementError(f"{name} is no tensor, and only tensors can be compared", remedy=remedy)
-    return array.astype(str) if array.dtype == object else array

@@ -95,15 +95,21 @@ class ObjectLedger(Ledger):
         known = self._states.get(entry.endpoint)
         if known is not None and known.head == entry.sequence - 1:
             self._states[entry.endpoint] = apply_entry(known, entry)
-        if entry.sequence % SNAPSHOT_EVERY == 0:
-            self._write_snapshot(entry, digest_bytes(data))
+        if entry.sequence % SNAPSHOT_EVERY:
+            return
+        try:  # a snapshot that cannot be written costs nothing but reads
+            known = self._states.get(entry.endpoint)
+            state = known if known is not None and known.head == entry.sequence else self.state(entry.endpoint)
+            if state.head == entry.sequence:
+                snapshot = LedgerSnapshot(program=_program(), entry=digest_bytes(data), state=state)
+                self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", codec.dumps(snapshot))
+            if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
+                self._objects.sweep(entry.endpoint)
+        except (OnnxOpsError, OSError, ValueError) as error:
+            _log.warning("no snapshot of ledger %s: %s", entry.endpoint, error)
 
     def _following(self, endpoint: str, after: int) -> tuple[LedgerEntry, ...]:
-        """Return the entries after a sequence, read one after the other until there is none.
-
-        Raises:
-            CorruptStateError: one cannot be read, or is missing before another one.
-        """
+        """Return the entries after a sequence, read one after the other until there is none."""
         entries: list[LedgerEntry] = []
         while (data := self._objects.read(_name(endpoint, after + len(entries) + 1))) is not None:
             entries.append(_entry(endpoint, after + len(entries) + 1, data))
@@ -128,20 +134,6 @@ class ObjectLedger(Ledger):
         last = self._objects.read(_name(endpoint, snapshot.state.head))
         matches = last is not None and digest_bytes(last) == snapshot.entry and snapshot.state.endpoint == endpoint
         return snapshot.state if matches and snapshot.program == _program() else None
-
-    def _write_snapshot(self, entry: LedgerEntry, digest: Digest) -> None:
-        """Write a snapshot; a failure is logged, as it costs nothing but reads."""
-        endpoint = entry.endpoint
-        try:
-            known = self._states.get(endpoint)
-            state = known if known is not None and known.head == entry.sequence else self.state(endpoint)
-            if state.head == entry.sequence:
-                snapshot = LedgerSnapshot(program=_program(), entry=digest, state=state)
-                self._objects.write(f"{endpoint}/{_SNAPSHOT}", codec.dumps(snapshot))
-            if entry.sequence % _SWEEP_EVERY == 0 and isinstance(self._objects, LocalObjects):
-                self._objects.sweep(endpoint)
-        except (OnnxOpsError, OSError, ValueError) as error:
-            _log.warning("no snapshot of ledger %s: %s", endpoint, error)
 
     def _readable(self, endpoint: str) -> tuple[tuple[LedgerEntry, ...], CorruptStateError | None]:
         names = [name for name in self._objects.list_names(endpoint) if _NAME.fullmatch(name)]

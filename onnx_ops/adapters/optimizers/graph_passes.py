@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,6 @@ from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
 _TOOLS = ("onnxruntime", "onnx")
-_ERRORS_ONLY = 3
 _LEAVE_OUT = "Leave this variant out of `quantize`."
 
 
@@ -82,12 +81,24 @@ class GraphOptimizer:
         with Scratch() as folder, suppress_output():
             result = folder / "result.onnx"
             with convert_failures("ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT):
-                _save(request.source, result, level)
+                ort = importlib.import_module("onnxruntime")
+                options = ort.SessionOptions()
+                options.log_severity_level = 3  # errors only
+                options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
+                options.optimized_model_filepath = str(result)
+                # The places of external data mean another folder.
+                if request.source.stat().st_size > EXTERNAL_LIMIT or list_external_names(request.source):
+                    entry = "session.optimized_model_external_initializers_file_name"
+                    options.add_session_config_entry(entry, f"{result.name}.data")
+                ort.InferenceSession(str(request.source), options, providers=["CPUExecutionProvider"])
             derived = read_model(result)
         restore_metadata(derived, source)
         write_model(derived, request.path)
+        before, after = (Counter(node.op_type for node in iterate_nodes(model)) for model in (source, derived))
+        new = ", ".join(f"{name} {count}" for name, count in sorted((after - before).items()) if name not in before)
         laid = ", laid out for this kind of machine" if level == "all" else ""
-        return (f"graph level {level}{laid}: {_changes(source, derived)}",)
+        changes = f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
+        return (f"graph level {level}{laid}: {changes}",)
 
 
 class FusionOptimizer:
@@ -152,9 +163,9 @@ class ShapeOptimizer:
         batch = {shape[0].dim_param for shape in shapes if shape} - {""}
         known = {dim.dim_param for shape in shapes for dim in shape} - batch - {""}
         if not dims or (wrong := sorted(set(dims) - known)):
-            told_ = f"{wrong[0]!r} is no free dimension besides the batch" if dims else "needs `dims`"
+            what = f"{wrong[0]!r} is no free dimension besides the batch" if dims else "needs `dims`"
             hint = f"dims may name {', '.join(sorted(known))}." if known else "This model has none: leave it out."
-            raise UserError(told_, where=where, remedy=hint)
+            raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")
         del model.graph.value_info[:]
         with convert_failures("the shapes cannot be fixed", request.section.name, _LEAVE_OUT):
@@ -168,33 +179,6 @@ def _checked(request: OptimizeRequest, source: Any) -> Any:
     """Return the source after checking that excluded nodes exist."""
     trace_nodes(request.section.exclude, source, source)
     return source
-
-
-def _save(source: Path, result: Path, level: str) -> None:
-    ort = importlib.import_module("onnxruntime")
-    options = ort.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
-    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-    options.optimized_model_filepath = str(result)
-    if source.stat().st_size > EXTERNAL_LIMIT or list_external_names(source):  # whose places mean another folder
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", f"{result.name}.data"
-        )
-    ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
-
-
-def _changes(source: Any, derived: Any) -> str:
-    before, after = _operators(iterate_nodes(source)), _operators(iterate_nodes(derived))
-    new = ", ".join(f"{name} {count}" for name, count in sorted((after - before).items()) if name not in before)
-    return f"{before.total()} nodes became {after.total()}" + (f", new {new}" if new else "")
-
-
-def _operators(nodes: Iterable[Any]) -> Counter[str]:
-    return Counter(node.op_type for node in nodes)
-
-
-CleanupTool = Callable[[Path, Path, Sequence[str]], None]
-"""Writes to the second path what a tool makes of the model at the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,14 +198,14 @@ class SkipOptions:
 class _CleanupOptimizer:
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
-    Args:
-        timeout: seconds that the tool may take.
-        memory: bytes that its process may use, by default what the machine has.
+    It may take `timeout` seconds and `memory` bytes, by default what the machine has.
     """
 
     tool: str
-    option: str
-    clean: CleanupTool
+    option = "skip"
+    options: type = SkipOptions
+    clean: Callable[[Path, Path, Sequence[str]], None]
+    """Writes to the second path what the tool makes of the model at the first."""
     tools: tuple[str, ...]
     quantized = False
     needs_calibration = False
@@ -229,11 +213,6 @@ class _CleanupOptimizer:
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         self._timeout = timeout
         self._memory = memory
-
-    @property
-    def options(self) -> type:
-        """Dataclass of the options."""
-        return PassesOptions if self.option == "passes" else SkipOptions
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the tool in a forked process."""
@@ -248,54 +227,44 @@ class _CleanupOptimizer:
                     type(self).clean, request.source, result, chosen, timeout=self._timeout, memory=self._memory
                 )
             except ProcessCrashError as crash:
-                raise StageError(
-                    f"{self.tool} failed",
-                    where=where,
-                    why=crash.explanation,
-                    remedy=f"Leave this variant out of `quantize`, or give other passes with options.{self.option}.",
-                ) from None
+                remedy = f"Leave this variant out of `quantize`, or give other passes with options.{self.option}."
+                raise StageError(f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy) from None
             derived = read_model(result)
             restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, self.tool, where)
-        return (f"{self.tool} {version(self.tool)}: {_effect(request, source, derived)}",)
-
-
-def _slim(source: Path, result: Path, skip: Sequence[str]) -> None:
-    library = _library("onnxslim")
-    _known(skip, importlib.import_module("onnxslim.core").OptimizationSettings.keys(), "skip")
-    write_model(library.slim(read_model(source), skip_optimizations=list(skip) or None), result)
-
-
-def _simplify(source: Path, result: Path, skip: Sequence[str]) -> None:
-    library = _library("onnxsim")
-    simplified, _ = library.simplify(read_model(source), skipped_optimizers=list(skip) or None)
-    write_model(simplified, result)
-
-
-def _optimize(source: Path, result: Path, passes: Sequence[str]) -> None:
-    library = _library("onnxoptimizer")
-    _known(passes, library.get_available_passes(), "passes")
-    chosen = list(passes) or library.get_fuse_and_elimination_passes()
-    write_model(library.optimize(read_model(source), chosen, fixed_point=True), result)
+        before, after = (sum(1 for _ in iterate_nodes(model)) for model in (source, derived))
+        sizes = [read_model_info(path).size_bytes for path in (request.source, request.path)]
+        effect = f"nothing to tidy: {before} nodes as before" if before == after else f"{before} nodes became {after}"
+        return (f"{self.tool} {version(self.tool)}: {effect}, {sizes[1] / sizes[0]:.2f} times the size",)
 
 
 class SlimOptimizer(_CleanupOptimizer):
     """Cleans up with onnxslim. Option `skip`."""
 
     tool = "onnxslim"
-    option = "skip"
-    clean = staticmethod(_slim)
     tools = ("onnxslim", "onnx")
+
+    @staticmethod
+    def clean(source: Path, result: Path, skip: Sequence[str]) -> None:
+        """Write what onnxslim makes of the source."""
+        library = _library("onnxslim")
+        _known(skip, importlib.import_module("onnxslim.core").OptimizationSettings.keys(), "skip")
+        write_model(library.slim(read_model(source), skip_optimizations=list(skip) or None), result)
 
 
 class SimplifyOptimizer(_CleanupOptimizer):
     """Cleans up with onnxsim. Option `skip`."""
 
     tool = "onnxsim"
-    option = "skip"
-    clean = staticmethod(_simplify)
     tools = ("onnxsim", "onnxruntime", "onnx")
+
+    @staticmethod
+    def clean(source: Path, result: Path, skip: Sequence[str]) -> None:
+        """Write what onnxsim makes of the source."""
+        library = _library("onnxsim")
+        simplified, _ = library.simplify(read_model(source), skipped_optimizers=list(skip) or None)
+        write_model(simplified, result)
 
 
 class PassOptimizer(_CleanupOptimizer):
@@ -303,16 +272,19 @@ class PassOptimizer(_CleanupOptimizer):
 
     tool = "onnxoptimizer"
     option = "passes"
-    clean = staticmethod(_optimize)
+    options = PassesOptions
     tools = ("onnxoptimizer", "onnx")
+
+    @staticmethod
+    def clean(source: Path, result: Path, passes: Sequence[str]) -> None:
+        """Write what the passes make of the source."""
+        library = _library("onnxoptimizer")
+        _known(passes, library.get_available_passes(), "passes")
+        chosen = list(passes) or library.get_fuse_and_elimination_passes()
+        write_model(library.optimize(read_model(source), chosen, fixed_point=True), result)
 
 
 def _library(name: str) -> Any:
-    """Import a tool.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -324,11 +296,3 @@ def _known(names: Sequence[str], known: Sequence[str], option: str) -> None:
         raise UserError(
             f"no pass is called {unknown[0]!r}", where=f"options.{option}", remedy=f"There are {', '.join(known)}."
         )
-
-
-def _effect(request: OptimizeRequest, source: Any, derived: Any) -> str:
-    before, after = sum(1 for _ in iterate_nodes(source)), sum(1 for _ in iterate_nodes(derived))
-    sizes = read_model_info(request.source).size_bytes, read_model_info(request.path).size_bytes
-    if before == after:
-        return f"nothing to tidy: {before} nodes as before, {sizes[1] / sizes[0]:.2f} times the size"
-    return f"{before} nodes became {after}, {sizes[1] / sizes[0]:.2f} times the size"

@@ -26,11 +26,7 @@ Names = Annotated[tuple[str, ...], MinLen(1)]
 
 
 def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
-    """Return the options that are given, as the optimizer's dataclass has them.
-
-    Raises:
-        UserError: One is unknown or wrong, or they do not fit together.
-    """
+    """Return the options that are given, as the optimizer's dataclass has them."""
     where = f"variant {section.name}, options"
     options: Any = bind_settings(section.options, kind, where=where)
     if problem := find_type_conflict(section.options):
@@ -39,8 +35,6 @@ def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
 
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
-_FLOAT = 1
-_NAMED = 8
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
 """Operators whose weights are worth quantizing."""
 
@@ -70,11 +64,7 @@ def suppress_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
-    """Raise whatever the library raises as a failure of the stage.
-
-    Raises:
-        StageError: whatever the library raised, in one line.
-    """
+    """Raise whatever the library raises as a failure of the stage."""
     try:
         yield
     except OnnxOpsError:
@@ -86,11 +76,7 @@ def convert_failures(what: str, variant: str, remedy: str) -> Iterator[None]:
 
 
 def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
-    """Check that a tool kept names, types and free dimensions.
-
-    Raises:
-        StageError: the tool changed one.
-    """
+    """Check that a tool kept names, types and free dimensions."""
     before, after = read_model_info(source), read_model_info(derived)
     for side, old, new in (("inputs", before.inputs, after.inputs), ("outputs", before.outputs, after.outputs)):
         if old != new:
@@ -105,14 +91,9 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
 def build_no_effect_error(
     section: Quantize, source: Any, op_types: frozenset[str], what: str = "nothing was quantized"
 ) -> UserError:
-    """Build the error of a variant in which nothing was quantized.
+    """Build the error of a variant in which nothing was quantized."""
+    from onnx import TensorProto
 
-    Args:
-        section: the variant.
-        source: the model as it came.
-        op_types: the types of operators that the method quantizes.
-        what: what happened.
-    """
     if any(node.op_type in _QUANTIZED for node in iterate_nodes(source)):
         return UserError(
             what,
@@ -133,12 +114,13 @@ def build_no_effect_error(
             reason = "excluded"
         elif weight is None:
             reason = "no constant weights"
-        elif weight.data_type != _FLOAT:
-            reason = f"weights in {_type_name(weight.data_type)}, and only float32 is quantized"
+        elif weight.data_type != TensorProto.FLOAT:
+            kind = TensorProto.DataType.Name(weight.data_type).lower()
+            reason = f"weights in {'float64' if kind == 'double' else kind}, and only float32 is quantized"
         else:
             reason = "the quantizer left it in float"
         reasons[node.op_type, reason] += 1
-    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:_NAMED])
+    others = ", ".join(sorted({node.op_type for node in iterate_nodes(source)})[:8])
     remedy = "Leave this variant out of `quantize`."
     if any("only float32" in reason for _, reason in reasons):
         remedy = "Quantize the model as it was in float32."
@@ -153,13 +135,6 @@ def build_no_effect_error(
     )
 
 
-def _type_name(data_type: int) -> str:
-    from onnx import TensorProto
-
-    name: str = TensorProto.DataType.Name(data_type).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
-
-
 BATCH = 16
 """Rows of one calibration run of a model with a free batch axis; every activation of them is held in memory."""
 
@@ -167,27 +142,32 @@ BATCH = 16
 class BatchReader:
     """Yields calibration batches in the order of the rows.
 
-    A model with a fixed batch gets exactly that many rows; rows left over go unused.
-
-    The quantizer asks for ranges of batches (`set_range`), so that it holds the activations of one range only.
+    A model with a fixed batch gets exactly that many rows; rows left over go unused. The quantizer asks for ranges of
+    batches (`set_range`), so that it holds the activations of one range only.
 
     Raises:
         UserError: the rows do not fit the model's inputs, are too few, or are not finite.
     """
 
     def __init__(self, rows: Tensors, info: ModelInfo) -> None:
-        _check_rows(rows, info)
+        import numpy as np
+
+        where, wanted = "quantize.calibrate", {spec.name for spec in info.inputs}
+        if wanted != set(rows):
+            what = f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}"
+            raise UserError(what, where=where, remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.")
+        for name, array in rows.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                what = f"calibration rows of input {name} hold NaN or infinity: no range can be read off them"
+                raise UserError(what, where=where, remedy="Calibrate with clean rows.")
         fixed = {spec.shape[0] for spec in info.inputs if spec.shape and isinstance(spec.shape[0], int)}
         count = len(next(iter(rows.values())))
         self._rows = rows
         self._size = int(min(fixed)) if fixed else BATCH
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
-            raise UserError(
-                f"{count} calibration rows, and the model takes {self._size} at once",
-                where="quantize.calibrate",
-                remedy="Raise `samples`.",
-            )
+            what = f"{count} calibration rows, and the model takes {self._size} at once"
+            raise UserError(what, where=where, remedy="Raise `samples`.")
         self._queue: Iterator[int] = iter(range(self._batches))
 
     def __len__(self) -> int:
@@ -206,22 +186,3 @@ class BatchReader:
         if index is None:
             return None
         return {name: rows[index * self._size : (index + 1) * self._size] for name, rows in self._rows.items()}
-
-
-def _check_rows(rows: Tensors, info: ModelInfo) -> None:
-    import numpy as np
-
-    wanted = {spec.name for spec in info.inputs}
-    if wanted != set(rows):
-        raise UserError(
-            f"calibration data has inputs {sorted(rows)}, the model {sorted(wanted)}",
-            where="quantize.calibrate",
-            remedy="Map the arrays to the model's inputs in `data.<set>.inputs`.",
-        )
-    for name, array in rows.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(
-                f"calibration rows of input {name} hold NaN or infinity: no range can be read off them",
-                where="quantize.calibrate",
-                remedy="Calibrate with clean rows.",
-            )

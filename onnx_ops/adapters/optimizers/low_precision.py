@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import (
+    BatchReader,
     Names,
     build_no_effect_error,
     convert_failures,
@@ -25,9 +26,7 @@ from onnx_ops.onnx_graph.rewrites import restore_metadata, split_gemms, trace_no
 from onnx_ops.plugins import require
 from onnx_ops.ports.optimize import OptimizeRequest
 
-_DOUBLE = 11
-
-_MOVES = "moves weights by more than rounding, so as to keep the answers: parity.weight_steps must allow it"
+_FLOAT, _HALF, _DOUBLE = 1, 10, 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,19 @@ class WeightOnlyQuantizer:
         """Store constant matrices in blocks of 4 or 8 bits."""
         options = read_options(request.section, self.options)
         algorithm = str(options.get("algorithm", "rtn"))
-        _check(request, options, algorithm)
+        where = f"variant {request.section.name}"
+        if algorithm == "gptq" and request.calibration is None:
+            remedy = "Add calibrate: {data: train, samples: 256}."
+            raise UserError("gptq needs calibration rows", where=where, remedy=remedy)
+        if algorithm != "rtn" and options.get("bits", 4) != 4:
+            raise UserError(
+                f"{algorithm} has 4 bits only",
+                where=where,
+                why="the runtime's kernels do not run what it makes of 8",
+                remedy="Set bits: 4, or algorithm: rtn.",
+            )
+        if algorithm == "hqq":
+            require("torch", where=f"{where}, algorithm hqq")
         source, model = read_model(request.source), read_model(request.source)
         trace_nodes(request.section.exclude, source, source)
         del model.graph.value_info[:]
@@ -76,24 +87,19 @@ class WeightOnlyQuantizer:
             raise build_no_effect_error(request.section, source, frozenset({"Gemm", "MatMul"}))
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        return _notes(request, options, algorithm, len(products))
-
-
-def _check(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> None:
-    where = f"variant {request.section.name}"
-    if algorithm == "gptq" and request.calibration is None:
-        raise UserError(
-            "gptq needs calibration rows", where=where, remedy="Add calibrate: {data: train, samples: 256}."
-        )
-    if algorithm != "rtn" and options.get("bits", 4) != 4:
-        raise UserError(
-            f"{algorithm} has 4 bits only",
-            where=where,
-            why="the runtime's kernels do not run what it makes of 8",
-            remedy="Set bits: 4, or algorithm: rtn.",
-        )
-    if algorithm == "hqq":
-        require("torch", where=f"{where}, algorithm hqq")
+        notes = [f"weights of {len(products)} matrix products in blocks, {algorithm}"]
+        if algorithm != "rtn":
+            notes.append(
+                f"{algorithm} moves weights by more than rounding, so as to keep the answers: "
+                "parity.weight_steps must allow it"
+            )
+        if any(machine.family in ("x86", "arm") for machine in request.machines):
+            notes.append(
+                "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
+            )
+        if options.get("accuracy") == 4:
+            notes.append("accuracy 4: activations in 8 bits too, found anew in each run")
+        return tuple(notes)
 
 
 def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str) -> Any:
@@ -103,56 +109,30 @@ def _narrowed(model: Any, request: OptimizeRequest, options: Mapping[str, Any], 
     if algorithm == "hqq":
         config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
     elif algorithm == "gptq":
-        from onnx_ops.adapters.optimizers.library import BatchReader
-
         reader = BatchReader(request.calibration or {}, read_model_info(request.source))
         config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
     else:
         config = library.DefaultWeightOnlyQuantConfig(
             block_size=block, is_symmetric=symmetric, accuracy_level=options.get("accuracy"), bits=bits
         )
+    # MatMulNBits has no kernel for weights in float64.
+    products = (node for node in model.graph.node if node.op_type == "MatMul")
+    doubles = {name for name, tensor in collect_constants(model).items() if tensor.data_type == _DOUBLE}
+    excluded = [node for node in products if node.input[1] in doubles]
+    for number, node in enumerate(excluded):
+        node.name = node.name or f"float64-product-{number}"
     quantizer = library.MatMulNBitsQuantizer(
         model,
         bits,
         block,
         symmetric,
         options.get("accuracy"),
-        nodes_to_exclude=[*request.section.exclude, *_name_doubles(model)],
+        nodes_to_exclude=[*request.section.exclude, *(node.name for node in excluded)],
         algo_config=config,
     )
     quantizer.process()
     narrowed = quantizer.model
     return getattr(narrowed, "model", narrowed)
-
-
-def _name_doubles(model: Any) -> list[str]:
-    """Return the names of products with weights in float64: MatMulNBits has no kernel for them."""
-    stored = collect_constants(model)
-    products = [
-        n
-        for n in model.graph.node
-        if n.op_type == "MatMul" and (w := stored.get(n.input[1])) and w.data_type == _DOUBLE
-    ]
-    for number, node in enumerate(products):
-        node.name = node.name or f"float64-product-{number}"
-    return [node.name for node in products]
-
-
-def _notes(request: OptimizeRequest, options: Mapping[str, Any], algorithm: str, count: int) -> tuple[str, ...]:
-    notes = [f"weights of {count} matrix products in blocks, {algorithm}"]
-    if algorithm != "rtn":
-        notes.append(f"{algorithm} {_MOVES}")
-    if any(machine.family in ("x86", "arm") for machine in request.machines):
-        notes.append(
-            "on a CPU this is a recipe for size: it took 1.1 to 2.1 times the time of float32 where it was measured"
-        )
-    if options.get("accuracy") == 4:
-        notes.append("accuracy 4: activations in 8 bits too, found anew in each run")
-    return tuple(notes)
-
-
-_FLOAT, _HALF = 1, 10
-_WITH_WEIGHTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +182,20 @@ class Fp16Optimizer:
             )
             models = importlib.import_module("onnxruntime.transformers.onnx_model")
             models.OnnxModel(derived).topological_sort(is_deterministic=True)
-        halves = _round_as_numpy_does(derived, source, request.section)
-        _check_kept(derived, request)
+        count, excluded = _round_as_numpy_does(derived, source, request.section), request.section.exclude
+        halves = {name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF}
+        float_nodes = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
+        if lost := sorted(set(excluded) - float_nodes):
+            raise UserError(
+                f"excluding {', '.join(lost)} took no effect",
+                where=f"variant {request.section.name}",
+                why="another node takes the same weights in float16",
+                remedy="Exclude that node too.",
+            )
         restore_metadata(derived, source)
         write_model(derived, request.path)
-        exclusions = f", {len(request.section.exclude)} nodes kept in float32" if request.section.exclude else ""
-        notes = [f"{halves} constants in float16{exclusions}"]
+        exclusions = f", {len(excluded)} nodes kept in float32" if excluded else ""
+        notes = [f"{count} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
             notes.append("a target computes float16 in float32, with casts around it: half the size, and no faster")
         return tuple(notes)
@@ -221,7 +209,8 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
     originals = collect_constants(source)
     halves = {name: t for name, t in collect_constants(derived).items() if t.data_type == _HALF and name in originals}
     if all(originals[name].data_type == _HALF for name in halves):
-        raise build_no_effect_error(section, source, _WITH_WEIGHTS, "nothing was converted")
+        weighted = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+        raise build_no_effect_error(section, source, weighted, "nothing was converted")
     for name, tensor in halves.items():
         with np.errstate(over="ignore"):
             rounded = numpy_helper.to_array(originals[name]).astype(np.float16)
@@ -233,16 +222,3 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
             )
         tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
     return len(halves)
-
-
-def _check_kept(derived: Any, request: OptimizeRequest) -> None:
-    """Every excluded node is there under its name, and reads no half."""
-    halves = {name for name, tensor in collect_constants(derived).items() if tensor.data_type == _HALF}
-    float_nodes = {node.name for node in derived.graph.node if not halves.intersection(node.input)}
-    if lost := sorted(set(request.section.exclude) - float_nodes):
-        raise UserError(
-            f"excluding {', '.join(lost)} took no effect",
-            where=f"variant {request.section.name}",
-            why="another node takes the same weights in float16",
-            remedy="Exclude that node too.",
-        )

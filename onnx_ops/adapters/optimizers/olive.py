@@ -29,7 +29,6 @@ _KEPT = ("passes", "systems", "host", "target")
 the pipeline's."""
 
 _CODE = ("user_script", "script_dir", "model_script")
-_DEPRECATED_NEST = "engine"
 _ROWS = "calibration"
 _NARROWING = re.compile("quant|float16|mixedprecision|nbits|rtn|gptq|awq|bnb", re.IGNORECASE)
 """Names of passes whose models differ from their source by design. Others are judged by their answers, strictly."""
@@ -74,23 +73,24 @@ class OliveOptimizer:
         return (config,) if isinstance(config, str) else ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
-        """Return the section with the used part of the configuration in place of its file name.
-
-        Raises:
-            NotFoundError, UserError, ConfigError: there is no such file, or it is not of that kind.
-        """
+        """Return the section with the used part of the configuration in place of its file name."""
         where = f"variant {section.name}, options.config"
         config = read_options(section, self.options).get(CONFIG)
         if not config:
-            raise UserError(
-                "olive needs a configuration",
-                where=f"variant {section.name}",
-                remedy="Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}.",
-            )
+            remedy = "Set options: {config: configs/olive/int8.json}, or give it in place: {passes: {...}}."
+            raise UserError("olive needs a configuration", where=f"variant {section.name}", remedy=remedy)
         if not isinstance(config, str | Mapping):
             raise UserError("config must be a file of the project, or the configuration: {passes: {...}}", where=where)
         if isinstance(config, str):
-            config, where = _read(root, config, where), config
+            from onnx_ops.config.yaml_reader import read_file  # not to be had where passes run
+
+            name, path = config, (root / config).resolve()
+            if not path.is_relative_to(root.resolve()):
+                raise UserError(f"{name} is not in the project", where=where, remedy="Copy it to configs/olive/.")
+            if not path.is_file():
+                remedy = "Paths are relative to the project's folder."
+                raise NotFoundError(f"there is no file {name}", where=where, remedy=remedy)
+            config, where = read_file(path).value, name
         return replace(section, options={**section.options, CONFIG: _used(config, where)})
 
     def quantizes(self, section: Quantize) -> bool:
@@ -104,7 +104,9 @@ class OliveOptimizer:
         source = read_model(request.source)
         trace_nodes(section.exclude, source, source)
         config: Any = section.options[CONFIG]
-        if any(_names_data(entry) for entry in _passes(config["passes"])) and request.calibration is None:
+        entries = list(_passes(config["passes"]))
+        reads_data = any(path[-1] == "data_config" and value for path, value in _walk(entries))
+        if reads_data and request.calibration is None:
             raise UserError(
                 "a pass reads data, and there are no calibration rows",
                 where=f"variant {section.name}",
@@ -116,54 +118,32 @@ class OliveOptimizer:
             restore_metadata(derived, source)
             write_model(derived, request.path)
         check_interface(request.source, request.path, "Olive", f"variant {section.name}")
-        _check_excluded(section, derived)
-        names = ", ".join(str(entry["type"]) for entry in _passes(config["passes"]))
-        return (f"Olive {version('olive-ai')}: {names}",)
-
-
-def _read(root: Path, name: str, where: str) -> Any:
-    from onnx_ops.config.yaml_reader import read_file  # not to be had where passes run
-
-    path = (root / name).resolve()
-    if not path.is_relative_to(root.resolve()):
-        raise UserError(f"{name} is not in the project", where=where, remedy="Copy it to configs/olive/.")
-    if not path.is_file():
-        raise NotFoundError(
-            f"there is no file {name}", where=where, remedy="Paths are relative to the project's folder."
-        )
-    return read_file(path).value
+        if quantized := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
+            raise UserError(
+                f"Olive quantized {', '.join(quantized)}, which `exclude` names",
+                where=f"variant {section.name}",
+                remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
+            )
+        return (f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",)
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
-    """Return the part of a configuration that decides a variant.
-
-    Raises:
-        UserError: it is no configuration, searches, runs code, or runs somewhere else.
-    """
+    """Return the part of a configuration that decides a variant."""
     if not isinstance(config, Mapping) or not isinstance(config.get("passes"), Mapping) or not config["passes"]:
         raise UserError("there are no passes in it", where=where, remedy="An Olive configuration has `passes: {...}`.")
-    flat = {**config.get(_DEPRECATED_NEST, {}), **config}
+    flat = {**config.get("engine", {}), **config}  # `engine` is Olive's deprecated nest
     if flat.get("search_strategy"):
-        raise UserError(
-            "it searches, and Olive's search keeps what it measured best on a machine that happened to be there",
-            where=where,
-            remedy="Leave out search_strategy. `method: auto` searches under a budget.",
-        )
+        what = "it searches, and Olive's search keeps what it measured best on a machine that happened to be there"
+        raise UserError(what, where=where, remedy="Leave out search_strategy. `method: auto` searches under a budget.")
     used = {key: flat[key] for key in _KEPT if flat.get(key) is not None}
     for path, value in _walk(used):
         if path[-1] in _CODE and value:
-            raise UserError(
-                f"{'.'.join(path)} names code, which would not be part of the stage's key",
-                where=where,
-                remedy="Leave it out; rows come from `calibrate`.",
-            )
+            what = f"{'.'.join(path)} names code, which would not be part of the stage's key"
+            raise UserError(what, where=where, remedy="Leave it out; rows come from `calibrate`.")
     for name, system in used.get("systems", {}).items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
-            raise UserError(
-                f"systems.{name} is no LocalSystem",
-                where=where,
-                remedy="Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out.",
-            )
+            remedy = "Passes run in the environment of the stage (`env`); set type: LocalSystem, or leave it out."
+            raise UserError(f"systems.{name} is no LocalSystem", where=where, remedy=remedy)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError("a pass has no type", where=where, remedy="Such as {type: OnnxDynamicQuantization}.")
@@ -185,20 +165,13 @@ def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         yield from _walk(inner, (*path, str(key)))
 
 
-def _names_data(entry: Any) -> bool:
-    return any(path[-1] == "data_config" and value for path, value in _walk(entry))
-
-
 def _workflow(request: OptimizeRequest, config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """Build the configuration of an Olive workflow for one model and these rows."""
-    passes = {}
+    passes, wanted = {}, request.section.exclude
     for name, entry in zip(config["passes"], _passes(config["passes"]), strict=True):
-        options = {key: value for key, value in entry.items() if key != "evaluator"}
-        if _names_data(entry):
-            options = _with_rows(options)
-        if request.section.exclude and entry["type"] in _EXCLUDING:
-            wanted = request.section.exclude
-            rewritten = [name + _GEMM_SUFFIX for name in wanted]
+        options = _with_rows({key: value for key, value in entry.items() if key != "evaluator"})
+        if wanted and entry["type"] in _EXCLUDING:
+            rewritten = [node + _GEMM_SUFFIX for node in wanted]
             options["nodes_to_exclude"] = sorted({*options.get("nodes_to_exclude", ()), *wanted, *rewritten})
         passes[name] = options
     rows = [] if request.calibration is None else [_data(request.calibration, scratch / "rows")]
@@ -247,11 +220,7 @@ def _data(calibration: Tensors, folder: Path) -> dict[str, Any]:
 
 
 def _run(workflow: Mapping[str, Any], variant: str) -> Path:
-    """Run a workflow and return the path of the model that Olive made.
-
-    Raises:
-        StageError: it failed, or made none: Olive calls both done.
-    """
+    """Run a workflow and return the path of the model that Olive made."""
     where = f"variant {variant}"
     remedy = "Try the configuration with `olive run`, or name the packages of its passes in `env.requirements`."
     with _warnings() as messages:
@@ -286,12 +255,3 @@ def _warnings() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(listener)
-
-
-def _check_excluded(section: Quantize, derived: Any) -> None:
-    if quantized := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
-        raise UserError(
-            f"Olive quantized {', '.join(quantized)}, which `exclude` names",
-            where=f"variant {section.name}",
-            remedy="Its preparation joins and renames nodes: set quant_preprocess: false, or leave them out.",
-        )

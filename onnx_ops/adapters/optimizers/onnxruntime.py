@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import (
+    BatchReader,
     Names,
     build_no_effect_error,
     convert_failures,
@@ -133,14 +134,18 @@ class StaticQuantizer:
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Quantize weights and activations with ranges from calibration rows."""
         if request.section.calibrate is None or not request.calibration:
-            raise UserError(
-                f"variant {request.section.name} needs calibration rows",
-                where="quantize.calibrate",
-                remedy="Add calibrate: {data: train, samples: 256}.",
-            )
+            what = f"variant {request.section.name} needs calibration rows"
+            raise UserError(what, where="quantize.calibrate", remedy="Add calibrate: {data: train, samples: 256}.")
         options = read_options(request.section, self.options)
         recipe = choose_static_recipe(options, request.machines)
-        _check_opset(request, recipe.activations)
+        opsets, where = read_model_info(request.source).opsets, f"variant {request.section.name}"
+        opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
+        if request.section.per_channel and opset < PER_CHANNEL_OPSET:
+            what = f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}"
+            raise UserError(what, where=where, remedy="Set per_channel: false, or export at a newer opset.")
+        if recipe.activations == "uint16" and opset < WIDE_OPSET:
+            what = f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}"
+            raise UserError(what, where=where, remedy="Export at a newer opset, or leave `activations` to the target.")
         chosen = {
             "activations": recipe.activations,
             "weights": recipe.weights,
@@ -170,8 +175,6 @@ def _dynamic(job: _Job) -> None:
 
 
 def _static(job: _Job) -> None:
-    from onnx_ops.adapters.optimizers.library import BatchReader
-
     library = importlib.import_module("onnxruntime.quantization")
     section, rows = job.request.section, job.request.calibration
     method = section.calibrate.method if section.calibrate else "minmax"
@@ -201,25 +204,7 @@ def _static(job: _Job) -> None:
 
 
 def _type(library: Any, name: str) -> Any:
-    """Return the library's constant for a type name."""
     return getattr(library.QuantType, {"int8": "QInt8", "uint8": "QUInt8", "uint16": "QUInt16"}[name])
-
-
-def _check_opset(request: OptimizeRequest, activations: str) -> None:
-    opsets = read_model_info(request.source).opsets
-    opset = max(opsets.get(domain, 0) for domain in DEFAULT_DOMAINS)
-    if request.section.per_channel and opset < PER_CHANNEL_OPSET:
-        raise UserError(
-            f"per-channel scales need opset {PER_CHANNEL_OPSET}, the model has {opset}",
-            where=f"variant {request.section.name}",
-            remedy="Set per_channel: false, or export at a newer opset.",
-        )
-    if activations == "uint16" and opset < WIDE_OPSET:
-        raise UserError(
-            f"16-bit activations need opset {WIDE_OPSET}, the model has {opset}",
-            where=f"variant {request.section.name}",
-            remedy="Export at a newer opset, or leave `activations` to the target.",
-        )
 
 
 def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call: Callable[[_Job], None]) -> None:
@@ -242,7 +227,19 @@ def _quantize(request: OptimizeRequest, options: Mapping[str, Any], library_call
         ):
             library_call(job)
         derived = read_model(job.result)
-    _check_effect(job, source, derived, options["op_types"])
+    section, excluded = request.section, {name for names in job.excluded.values() for name in names}
+    if ignored := find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM):
+        names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
+        raise UserError(
+            f"excluding {', '.join(names)} took no effect",
+            where=f"variant {section.name}",
+            why="the quantizer does not leave this node in float",
+            remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
+        )
+    given = read_structure(request.source)
+    known = {tensor.name for tensor in given.graph.initializer}  # a source that is quantized has such names too
+    if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
+        raise build_no_effect_error(section, given, frozenset(options["op_types"]))
     restore_metadata(derived, source)
     write_model(derived, request.path)
 
@@ -279,21 +276,3 @@ def _preprocess(path: Path, prepared: Path, *, simplify: bool, large: bool) -> P
         all_tensors_to_one_file=large,
     )
     return prepared
-
-
-def _check_effect(job: _Job, source: Any, derived: Any, types: Collection[str]) -> None:
-    section = job.request.section
-    excluded = {name for names in job.excluded.values() for name in names}
-    ignored = find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM)
-    if ignored:
-        names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
-        raise UserError(
-            f"excluding {', '.join(names)} took no effect",
-            where=f"variant {section.name}",
-            why="the quantizer does not leave this node in float",
-            remedy="Exclude the node that holds the weights, or leave it out of `exclude`.",
-        )
-    given = read_structure(job.request.source)
-    known = {tensor.name for tensor in given.graph.initializer}  # a source that is quantized has such names too
-    if not any(t.name.endswith("_quantized") and t.name not in known for t in derived.graph.initializer):
-        raise build_no_effect_error(section, given, frozenset(types))

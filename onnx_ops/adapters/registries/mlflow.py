@@ -35,13 +35,11 @@ from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 _MODEL_SOURCE = re.compile(r"models:/(m-[A-Za-z0-9]+)")
 _PAGE = 1000
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
-_GONE = frozenset({"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"})
 _log = logging.getLogger(__name__)
 
 
@@ -53,28 +51,33 @@ class MlflowRegistry:
         artifact_root: where files go when the database is used directly (a folder or `s3://…`); beside a SQLite
             database if it is left out. A tracking server decides for itself.
         public_url: where people open MLflow's pages, if that is not `tracking_uri`.
-
-    Raises:
-        UserError: `tracking_uri` is of a kind that MLflow no longer uses for registries, or `artifact_root` is missing.
     """
 
     def __init__(self, tracking_uri: str, *, artifact_root: str | None = None, public_url: str | None = None) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
         self._public_url = public_url.rstrip("/") if public_url else None
-        self._artifact_root = self._resolve_root(artifact_root) if self._mlflow.is_database else None
+        self._artifact_root: str | None = None
+        if self._mlflow.is_database and artifact_root is not None:
+            is_url = urlsplit(artifact_root).scheme
+            self._artifact_root = artifact_root if is_url else str(Path(artifact_root).absolute())
+        elif self._mlflow.is_database:
+            database = self._mlflow.sqlite_path()
+            if database is None:
+                raise UserError(
+                    "a database needs an artifact root",
+                    where=self._mlflow.shown,
+                    why="it holds no files",
+                    remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
+                )
+            self._artifact_root = str(database.parent / "mlartifacts")
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
         """Register one version per variant, if it is new; return versions by variant.
 
         After a crash the next call completes the set. An existing version keeps its content; its decisions, evidence
         and description become those of this publication.
-
-        Raises:
-            ServiceUnavailableError: MLflow does not answer.
-            UserError: a name is invalid, or a variant does not hold exactly one ONNX file.
-            DigestMismatchError: a file is not what its manifest says.
         """
-        model = _valid_name(publication.model)
+        model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
             _valid_name(record.variant)
             mlflow_folder.validate_record(record)
@@ -86,7 +89,18 @@ class MlflowRegistry:
                 experiment=self._ensure_experiment(client, model),
                 pages=f"{self._public_url}/" if self._public_url else "",
             )
-            self._ensure_model(client, model, publication.about)
+            from mlflow.exceptions import MlflowException
+
+            models = client.search_registered_models(f"name = '{model}'", max_results=1)
+            description = (models[0].description if models else None) or ""
+            try:
+                if not models:
+                    client.create_registered_model(model, description=about)
+                elif about not in ("", description) and (not description or description.endswith(KEPT)):
+                    client.update_registered_model(model, about)  # unless a person has written it
+            except MlflowException as error:
+                if error.error_code != _EXISTS:
+                    raise
             return publisher.publish()
 
     def version(self, model: str, version: str) -> VersionRecord:
@@ -125,12 +139,7 @@ class MlflowRegistry:
         return tuple(sorted(listed, key=lambda entry: int(entry.version)))
 
     def delete_version(self, model: str, version: str) -> None:
-        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
-
-        Raises:
-            RefusedError: an alias points at it.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files."""
         if pointing := sorted(alias for alias, number in self.aliases(model).items() if number == version):
             raise RefusedError(f"alias {pointing[0]} points at it", where=f"{model} version {version}")
         try:
@@ -138,7 +147,17 @@ class MlflowRegistry:
         except NotFoundError:
             return
         with self._mlflow.session(f"{model} version {version}") as client:
-            _delete(client, entry)
+            from mlflow.exceptions import MlflowException
+
+            # The version last, so that after a crash it is still listed.
+            model_id = str(entry.source).removeprefix("models:/")
+            for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
+                try:
+                    delete(name)
+                except MlflowException as error:
+                    if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "INVALID_STATE"):
+                        raise
+            client.delete_model_version(entry.name, str(entry.version))
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return version by alias; empty if the model does not exist."""
@@ -153,14 +172,7 @@ class MlflowRegistry:
             return {model.name: {alias: str(to) for alias, to in model.aliases.items()} for model in models}
 
     def set_alias(self, model: str, alias: str, version: str) -> None:
-        """Point an alias at a version.
-
-        Raises:
-            NotFoundError: there is no such version.
-            RefusedError: the server vetoes it.
-            UserError: the alias is not a valid name.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Point an alias at a version."""
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
             client.set_registered_model_alias(model, alias, version)
@@ -184,11 +196,6 @@ class MlflowRegistry:
         """Download the version's model files into an empty folder; return their manifest.
 
         The caller compares the manifest's digest with the one that was signed.
-
-        Raises:
-            DigestMismatchError: the manifest or MLmodel is not what was registered, or a file is missing.
-            NotFoundError: there is no such version, or its files were not registered by onnx-ops.
-            ServiceUnavailableError: MLflow does not answer.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
@@ -207,12 +214,7 @@ class MlflowRegistry:
             return Manifest(files={name: digest_file(download.file(name, folder)) for name in names})
 
     def document(self, record: VersionRecord, name: str) -> bytes:
-        """Return an evidence document by its path. Callers verify its signed digest.
-
-        Raises:
-            NotFoundError: the version has no such document.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Return an evidence document by its path. Callers verify its signed digest."""
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id
         with self._mlflow.session(where) as client, Scratch() as aside:
@@ -259,19 +261,6 @@ class MlflowRegistry:
     def _pages(self) -> str:
         return self._public_url or ("" if self._mlflow.is_database else self._mlflow.shown.rstrip("/"))
 
-    def _resolve_root(self, root: str | None) -> str:
-        if root is not None:
-            return root if urlsplit(root).scheme else str(Path(root).absolute())
-        database = self._mlflow.sqlite_path()
-        if database is None:
-            raise UserError(
-                "a database needs an artifact root",
-                where=self._mlflow.shown,
-                why="it holds no files",
-                remedy="Set artifact_root to a folder or s3://…, or use a tracking server",
-            )
-        return str(database.parent / "mlartifacts")
-
     def _ensure_experiment(self, client: MlflowClient, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
@@ -285,27 +274,9 @@ class MlflowRegistry:
                 if error.error_code != _EXISTS or experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
-            raise UserError(
-                "the experiment was deleted in MLflow",
-                where=f"experiment {name}",
-                remedy=f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
-            )
+            remedy = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+            raise UserError("the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy)
         return str(experiment.experiment_id)
-
-    def _ensure_model(self, client: MlflowClient, model: str, about: str) -> None:
-        """Create the model, or update its description unless a person has written it."""
-        from mlflow.exceptions import MlflowException
-
-        if models := client.search_registered_models(f"name = '{model}'", max_results=1):
-            description = models[0].description or ""
-            if about and description != about and (not description or description.endswith(KEPT)):
-                client.update_registered_model(model, about)
-            return
-        try:
-            client.create_registered_model(model, description=about)
-        except MlflowException as error:
-            if error.error_code != _EXISTS:
-                raise
 
     def _version(self, model: str, version: str) -> Any:
         try:
@@ -314,23 +285,19 @@ class MlflowRegistry:
             with self._mlflow.session(f"{model} version {version}") as client:
                 return client.get_model_version(model, version)
         except NotFoundError as error:
-            raise self._suggest(model, version) from error
-
-    def _suggest(self, model: str, version: str) -> NotFoundError:
-        """Return the error of an unknown version, with the names that exist."""
-        with self._mlflow.session(f"model {model}") as client:
-            models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
-            if model not in models:
-                close = difflib.get_close_matches(model, models, n=1)
-                remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(models[:10]) or 'none'}"
-                return NotFoundError(f"no model is called {model!r}", where=self._mlflow.shown, remedy=remedy)
-            aliases = self.aliases(model)
-            if version in aliases:
-                remedy = f"{version!r} is an alias of {aliases[version]}"
-            else:
-                newest = client.search_model_versions(f"name = '{model}'", max_results=10)
-                remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
-            return NotFoundError(f"{model} has no version {version!r}", where=self._mlflow.shown, remedy=remedy)
+            what = f"{model} has no version {version!r}"
+            with self._mlflow.session(f"model {model}") as client:
+                models = [entry.name for entry in client.search_registered_models(max_results=_PAGE)]
+                if model not in models:
+                    what, close = f"no model is called {model!r}", difflib.get_close_matches(model, models, n=1)
+                    names = ", ".join(models[:10]) or "none"
+                    remedy = f"Did you mean {close[0]!r}?" if close else f"Registered: {names}"
+                elif version in (aliases := self.aliases(model)):
+                    remedy = f"{version!r} is an alias of {aliases[version]}"
+                else:
+                    newest = client.search_model_versions(f"name = '{model}'", max_results=10)
+                    remedy = f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
+            raise NotFoundError(what, where=self._mlflow.shown, remedy=remedy) from error
 
 
 def _valid_name(name: str) -> str:
@@ -340,17 +307,3 @@ def _valid_name(name: str) -> str:
             why="letters, digits, dots, dashes, underscores and spaces, at most 200",
         )
     return name
-
-
-def _delete(client: MlflowClient, entry: ModelVersion) -> None:
-    """Delete run, LoggedModel and version; the version last, so that after a crash it is still listed."""
-    from mlflow.exceptions import MlflowException
-
-    model_id = str(entry.source).removeprefix("models:/")
-    for delete, name in ((client.delete_run, str(entry.run_id)), (client.delete_logged_model, model_id)):
-        try:
-            delete(name)
-        except MlflowException as error:
-            if error.error_code not in _GONE:
-                raise
-    client.delete_model_version(entry.name, str(entry.version))

@@ -53,15 +53,7 @@ _default_uri_lock = threading.Lock()
 
 
 class MlflowConnection:
-    """One MLflow: a tracking server, or the database behind one.
-
-    Args:
-        uri: `http://…`, `https://…`, or a SQLAlchemy URL of SQLite, PostgreSQL, MySQL or SQL Server.
-
-    Raises:
-        UserError: the URI is of another kind.
-        MissingPackageError: MLflow is not installed.
-    """
+    """One MLflow: a tracking server (`http://…`), or the database behind one (a URL of SQLAlchemy)."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -107,7 +99,14 @@ class MlflowConnection:
             UserError: a name or value is invalid.
             MissingPackageError: the driver of the database is not installed.
         """
-        self._probe()
+        # Nothing is asked of MLflow, which would retry, unless there is an answer.
+        if not self.is_database:
+            self.statuses("/health", 1)
+        elif (host := urlsplit(self.uri).hostname) and (port := urlsplit(self.uri).port or _PORTS.get(self._kind)):
+            try:
+                socket.create_connection((host, port), timeout=_PROBE_S).close()
+            except OSError as error:
+                raise self._unavailable(str(error)) from error
         self._import()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
@@ -155,48 +154,22 @@ class MlflowConnection:
         logging.getLogger(mlflow.__name__).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store").setLevel(logging.CRITICAL)
 
-    def _probe(self) -> None:
-        """Raise ServiceUnavailableError unless there is an answer, before MLflow starts to retry."""
-        if not self.is_database:
-            self.statuses("/health", 1)
-            return
-        host, port = urlsplit(self.uri).hostname, urlsplit(self.uri).port or _PORTS.get(self._kind)
-        if host is None or port is None:
-            return
-        try:
-            socket.create_connection((host, port), timeout=_PROBE_S).close()
-        except OSError as error:
-            raise self._unavailable(str(error)) from error
-
     def statuses(self, path: str, count: int) -> list[int]:
-        """Return the HTTP statuses of concurrent requests, for several server workers.
-
-        Raises:
-            ServiceUnavailableError: there is no answer.
-        """
+        """Return the HTTP statuses of concurrent requests, for several server workers."""
         self._import()
         from mlflow.exceptions import MlflowException
-
-        try:
-            with ThreadPoolExecutor(count) as pool:
-                return list(pool.map(self._get, [path] * count))
-        except MlflowException as error:
-            raise self._unavailable(str(error)) from error
-
-    def _get(self, path: str) -> int:
         from mlflow.utils.credentials import get_default_host_creds
         from mlflow.utils.rest_utils import http_request
 
-        # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
-        answer = http_request(  # type: ignore[no-untyped-call]
-            get_default_host_creds(self.uri),  # type: ignore[no-untyped-call]
-            path,
-            "GET",
-            max_retries=0,
-            timeout=_PROBE_S,
-            raise_on_status=False,
-        )
-        return int(answer.status_code)
+        options: dict[str, Any] = {"max_retries": 0, "timeout": _PROBE_S, "raise_on_status": False}
+        try:
+            # MLflow's own request, so that proxies, certificates and credentials are those of the calls that follow.
+            credentials = get_default_host_creds(self.uri)  # type: ignore[no-untyped-call]
+            with ThreadPoolExecutor(count) as pool:
+                answers = [pool.submit(http_request, credentials, path, "GET", **options) for _ in range(count)]
+                return [int(answer.result().status_code) for answer in answers]
+        except MlflowException as error:
+            raise self._unavailable(str(error)) from error
 
     def _translated(self, error: Exception, where: str) -> OnnxOpsError:
         code = getattr(error, "error_code", "")
@@ -239,13 +212,7 @@ def read_pages(read: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 class ArtifactDownload:
-    """Files of one LoggedModel or run, which others may have changed.
-
-    Args:
-        connection: to MLflow.
-        location: artifact location of the LoggedModel or run.
-        where: names the version in errors.
-    """
+    """Files of one LoggedModel or run, which others may have changed."""
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -280,13 +247,7 @@ class MlflowModels:
         self._mlflow = MlflowConnection(tracking_uri)
 
     def fingerprint(self, uri: str) -> str:
-        """Return the version and the location of its files, neither of which ever changes.
-
-        Raises:
-            UserError: it is no such URI.
-            NotFoundError: there is no such version or alias.
-            ServiceUnavailableError: MLflow does not answer.
-        """
+        """Return the version and the location of its files, neither of which ever changes."""
         name, version, source = self._version(uri)
         return f"{name}/{version} {source}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,11 @@ def validate_record(record: VariantRecord) -> None:
             )
     if reserved := sorted(set(record.files) & _OWN):
         raise UserError(f"{reserved[0]} is a name that MLflow reserves", where=where)
-    _check_weights(record.files, where)
+    # A model that takes its weights from elsewhere could not be verified.
+    external = list_external_names(record.files[find_model_file(record.files)])
+    if outside := sorted({PurePosixPath(name).as_posix() for name in external} - set(record.files)):
+        what = f"its external data {outside[0]!r} is not among the files of the version"
+        raise RefusedError(what, where=where, remedy="Export the model with its weights beside it.")
     if set(record.files) != set(record.manifest.files):
         raise DigestMismatchError("the manifest names other files than those given", where=where)
     for name, path in record.files.items():
@@ -63,23 +67,8 @@ def validate_record(record: VariantRecord) -> None:
             )
 
 
-def _check_weights(files: Mapping[str, Path], where: str) -> None:
-    """Require all weights among the files: a model that takes them from elsewhere could not be verified."""
-    named = {PurePosixPath(name).as_posix() for name in list_external_names(files[find_model_file(files)])}
-    if outside := sorted(named - set(files)):
-        raise RefusedError(
-            f"its external data {outside[0]!r} is not among the files of the version",
-            where=where,
-            remedy="Export the model with its weights beside it.",
-        )
-
-
 def find_model_file(names: Iterable[str]) -> str:
-    """Return the ONNX file among the model's files; the others hold its external data.
-
-    Raises:
-        UserError: there is none, or more than one.
-    """
+    """Return the ONNX file among the model's files; the others hold its external data."""
     models = sorted(name for name in names if PurePosixPath(name).suffix == ".onnx")
     if len(models) != 1:
         raise UserError(f"a version holds exactly one .onnx file, not {len(models)}: {', '.join(models) or 'none'}")
@@ -101,25 +90,22 @@ def build_folder(record: VariantRecord, folder: Path, *, model_id: str, run_id: 
     (folder / _PYTHON_ENV).write_text(
         f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r {_REQUIREMENTS}]\n"
     )
-    _write_mlmodel(record, folder, model_id=model_id, run_id=run_id)
-    return digest_file(folder / MLMODEL)
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as it is stored and digested."""
-    return canonical_json(dict(manifest.files))
-
-
-def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id: str) -> None:
     from mlflow.models import Model
 
     data = find_model_file(record.files)
-    signature = _signature(folder / data)
+    signature = _build_signature(folder / data)
+    example = None
+    if record.example and signature is not None:
+        # Both of MLflow's examples: for its loader, as arrays, and for requests to its server.
+        (folder / _EXAMPLE).write_text(json.dumps(json.loads(record.example)["inputs"]))
+        (folder / _SERVING_EXAMPLE).write_bytes(record.example)
+        example = {"artifact_path": _EXAMPLE, "serving_input_path": _SERVING_EXAMPLE}
+        example |= {"type": "ndarray", "format": "tf-serving"}
     described = Model(
         run_id=run_id,
         model_id=model_id,
         signature=signature,
-        saved_input_example_info=_write_example(record.example, folder) if signature is not None else None,
+        saved_input_example_info=example,
         model_size_bytes=sum(path.stat().st_size for path in record.files.values()),
     )
     # Written out here: importing mlflow.pyfunc for it costs a second and a warning on the terminal.
@@ -139,23 +125,15 @@ def _write_mlmodel(record: VariantRecord, folder: Path, *, model_id: str, run_id
         code=None,
     )
     described.save(str(folder / MLMODEL))
+    return digest_file(folder / MLMODEL)
 
 
-def _write_example(example: bytes, folder: Path) -> dict[str, str] | None:
-    """Write both of MLflow's examples: for its loader, as arrays, and for requests to its server."""
-    if not example:
-        return None
-    (folder / _EXAMPLE).write_text(json.dumps(json.loads(example)["inputs"]))
-    (folder / _SERVING_EXAMPLE).write_bytes(example)
-    return {
-        "artifact_path": _EXAMPLE,
-        "serving_input_path": _SERVING_EXAMPLE,
-        "type": "ndarray",
-        "format": "tf-serving",
-    }
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as it is stored and digested."""
+    return canonical_json(dict(manifest.files))
 
 
-def _signature(path: Path) -> ModelSignature | None:
+def _build_signature(path: Path) -> ModelSignature | None:
     """Return inputs and outputs as MLflow describes them; None if it cannot describe one of them."""
     from mlflow.models import ModelSignature
 

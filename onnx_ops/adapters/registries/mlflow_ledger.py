@@ -11,6 +11,7 @@ from onnx_ops.domain.ledger import (
     EndpointAbandoned,
     EndpointBound,
     EndpointDeleted,
+    EntryBody,
     Intent,
     LeaseRenewed,
     LedgerEntry,
@@ -38,6 +39,7 @@ def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model:
         return
     body = entry.body
     at = round(entry.at * 1000)
+    title, details = _describe(body)
     tags = {
         "sequence": str(entry.sequence),
         "endpoint": entry.endpoint,
@@ -45,7 +47,7 @@ def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model:
         "actor": entry.actor,
         "kind": body.kind,
         "mlflow.user": entry.actor,
-        **_details(entry),
+        **details,
         "entry": codec.dumps(entry).decode(),
     }
     run = (
@@ -54,7 +56,7 @@ def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model:
         else client.create_run(
             experiment,
             start_time=at,
-            run_name=f"{entry.sequence:05d} {_title(entry)}",
+            run_name=f"{entry.sequence:05d} {title}",
             tags={key: value[:_TAG_LIMIT] for key, value in tags.items() if value},
         )
     )
@@ -68,42 +70,36 @@ def show_entry(client: MlflowClient, experiment: str, entry: LedgerEntry, model:
     client.set_terminated(run.info.run_id, "FAILED" if failed else "FINISHED", end_time=at)
 
 
-def _title(entry: LedgerEntry) -> str:
-    body = entry.body
-    match body:
-        case Intent():
-            return str(body.action.kind.value)
-        case RollbackRequested():
-            return f"requested: {body.action.kind.value}"
-        case ActionOutcome():
-            return f"{'done' if body.ok else 'failed'}: entry {body.of}"
-        case OperatorCommandSent():
-            return f"command: {body.command.value}"
-        case _:
-            return body.kind
-
-
-def _details(entry: LedgerEntry) -> dict[str, str]:
-    body = entry.body
+def _describe(body: EntryBody) -> tuple[str, dict[str, str]]:
+    """Return the title of an entry's run, and its tags."""
+    title: str = body.kind
+    details: dict[str, str] = {}
     match body:
         case Intent() | RollbackRequested():
+            title = f"{'requested: ' if isinstance(body, RollbackRequested) else ''}{body.action.kind.value}"
             roles = body.action.roles
             serving = {"stable": roles.stable, "previous": roles.previous, "candidate": roles.candidate}
             versions = {role: deployment.version for role, deployment in serving.items() if deployment}
-            return {"why": body.action.why, **versions}
+            details = {"why": body.action.why, **versions}
         case ActionOutcome():
-            return {"of": str(body.of), "why": body.detail}
+            title = f"{'done' if body.ok else 'failed'}: entry {body.of}"
+            details = {"of": str(body.of), "why": body.detail}
         case EndpointBound():
-            return {"provider": body.config.provider, "target": body.config.target}
+            details = {"provider": body.config.provider, "target": body.config.target}
         case AliasesWritten():
-            return {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
+            details = {"aliases": " ".join(f"{alias}={to or '-'}" for alias, to in sorted(body.aliases.items()))}
         case VersionRefused():
-            return {"alias": body.alias, "version": body.version, "why": body.reason}
+            details = {"alias": body.alias, "version": body.version, "why": body.reason}
         case OverrideRecorded():
-            return {"version": body.version, "why": body.reason}
-        case OperatorCommandSent() | EndpointDeleted() | EndpointAbandoned() | RolloutPaused() | RequestWithdrawn():
-            return {"why": body.why if isinstance(body, RolloutPaused) else body.reason}
+            details = {"version": body.version, "why": body.reason}
+        case OperatorCommandSent():
+            title, details = f"command: {body.command.value}", {"why": body.reason}
+        case EndpointDeleted() | EndpointAbandoned() | RequestWithdrawn():
+            details = {"why": body.reason}
+        case RolloutPaused():
+            details = {"why": body.why}
         case ThresholdsFixed() | MetricsRecorded() | NotificationSent() | LeaseRenewed():
-            return {}
+            pass
         case _:
             assert_never(body)
+    return title, details

@@ -27,13 +27,13 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     build_decision_tags,
 )
 from onnx_ops.adapters.retry import retry
-from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
+from onnx_ops.domain.artifact import hex_digits, short_digest
 from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Dataset, DatasetInput, LoggedModel, Run
+    from mlflow.entities import LoggedModel, Run
     from mlflow.entities.model_registry import ModelVersion
 
 DESCRIPTION_LIMIT = 5000
@@ -42,8 +42,6 @@ DESCRIPTION_LIMIT = 5000
 _KIND = "onnx_ops.kind"
 _BATCH = 100
 _CONFLICT_ATTEMPTS = 5
-_DIGEST_CHARACTERS = 36
-"""MLflow takes no longer digest of a data set; the tags `data.<name>` hold the whole one."""
 
 T = TypeVar("T")
 
@@ -83,9 +81,19 @@ class ReleasePublisher:
 
     def publish(self) -> dict[str, str]:
         """Complete all variants; return version by variant."""
-        parent = self._find_parent()
-        if parent is not None and parent.info.status != "FINISHED":
-            self._fail_unfinished()
+        lineage = self._publication.lineage
+        query = f"tags.{RELEASE} = '{lineage.release}' and tags.`{_KIND}` = "
+        order = ["attributes.start_time ASC"]
+        runs = self._client.search_runs([self._experiment], f"{query}'release'", max_results=1, order_by=order)
+        parent = runs[0] if runs else None
+        is_finished = parent is not None and parent.info.status == "FINISHED"
+        if parent is not None and not is_finished:
+            variants = f"{query}'variant' and attributes.status = 'RUNNING'"
+            for run in self._client.search_runs([self._experiment], variants):
+                self._client.set_terminated(run.info.run_id, "FAILED")
+            for model in self._models():
+                if str(model.status) == "PENDING":
+                    self._client.finalize_logged_model(model.model_id, "FAILED")
         versions: dict[str, str] = {}
         missing: list[VariantRecord] = []
         for record in self._publication.variants:
@@ -95,8 +103,13 @@ class ReleasePublisher:
             else:
                 self._refresh(version, record)
                 versions[record.variant] = str(version.version)
-        if missing or parent is None or parent.info.status != "FINISHED":
-            with self._running(parent or self._create_parent()) as parent_id:
+        if missing or not is_finished:
+            if parent is None:
+                tags = {**self._run_tags("release", None), **self._common}
+                name = f"release {short_digest(lineage.release)}"
+                parent = self._client.create_run(self._experiment, run_name=name, tags=tags)
+                _log_parameters(self._client, parent.info.run_id, lineage.parameters)
+            with self._running(parent) as parent_id:
                 for record in missing:
                     versions[record.variant] = self._create(record, parent_id)
         return {record.variant: versions[record.variant] for record in self._publication.variants}
@@ -107,6 +120,8 @@ class ReleasePublisher:
         After a race of two publishers the lower number counts, and the higher is deleted unless it has an alias. A
         variant made anew from the same export (another recipe of quantization) is another version.
         """
+        from mlflow.exceptions import MlflowException
+
         name = self._publication.model
         versions = sorted(
             self._client.search_model_versions(
@@ -116,22 +131,22 @@ class ReleasePublisher:
             key=lambda version: int(version.version),
         )
         for duplicate in versions[1:]:
-            self._delete_duplicate(name, str(duplicate.version))
+            number = str(duplicate.version)
+            try:
+                if not self._client.get_model_version(name, number).aliases:
+                    self._client.delete_model_version(name, number)
+            except MlflowException as error:
+                # The other publisher has deleted its version itself.
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
         return versions[0] if versions else None
 
-    def _delete_duplicate(self, name: str, version: str) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            if not self._client.get_model_version(name, version).aliases:
-                self._client.delete_model_version(name, version)
-        except MlflowException as error:
-            # The other publisher has deleted its version itself.
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-
     def _create(self, record: VariantRecord, parent_id: str) -> str:
-        model = self._finished_model(record) or self._log_model(record, parent_id)
+        # An attempt that ended before its version was created may have uploaded the whole model.
+        models = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
+        ready = (model for model in models if str(model.status) == "READY")
+        whole = next((model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
+        model = whole or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
         self._upload_evidence(run_id, record)
         decisions = build_decision_tags(record)
@@ -151,12 +166,6 @@ class ReleasePublisher:
                 description=self._description(record, run_id),
             )
         return str((self._find_version(record) or created).version)
-
-    def _finished_model(self, record: VariantRecord) -> LoggedModel | None:
-        """Return a model that was uploaded whole by an attempt that ended before its version was created."""
-        models = self._models(f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = '{record.manifest.digest()}'")
-        ready = (model for model in models if str(model.status) == "READY")
-        return next((model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None)
 
     def _log_model(self, record: VariantRecord, parent_id: str) -> LoggedModel:
         from mlflow.entities import LoggedModelOutput
@@ -187,7 +196,12 @@ class ReleasePublisher:
         description = self._description(record, run_id)
         if EVIDENCE_DIGEST in changed:
             self._upload_evidence(run_id, record)
-            self._refresh_metrics(run_id, str(entry.source).removeprefix("models:/"), record)
+            run = self._client.get_run(run_id)
+            if run.data.metrics != dict(record.metrics):
+                # One millisecond after the present ones: MLflow keeps one value for a name and time.
+                model_id = str(entry.source).removeprefix("models:/")
+                times = [metric.timestamp for metric in self._client.get_logged_model(model_id).metrics or ()]
+                self._log_metrics(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
         for target in record.decisions:
             # An earlier signature does not hold for the present decision.
             if target not in record.signed and f"{DECISION}{target}" in entry.tags:
@@ -196,38 +210,6 @@ class ReleasePublisher:
             self._client.update_model_version(name, version, description)
         for key, value in sorted(changed.items(), key=lambda item: item[0] == EVIDENCE_DIGEST):
             self._client.set_model_version_tag(name, version, key, value)
-
-    def _find_parent(self) -> Run | None:
-        release = self._publication.lineage.release
-        runs = self._client.search_runs(
-            [self._experiment],
-            f"tags.{RELEASE} = '{release}' and tags.`{_KIND}` = 'release'",
-            max_results=1,
-            order_by=["attributes.start_time ASC"],
-        )
-        return runs[0] if runs else None
-
-    def _create_parent(self) -> Run:
-        lineage = self._publication.lineage
-        run = self._client.create_run(
-            self._experiment,
-            run_name=f"release {short_digest(lineage.release)}",
-            tags={**self._run_tags("release", None), **self._common},
-        )
-        _log_parameters(self._client, run.info.run_id, lineage.parameters)
-        return run
-
-    def _fail_unfinished(self) -> None:
-        release = self._publication.lineage.release
-        runs = self._client.search_runs(
-            [self._experiment],
-            f"tags.{RELEASE} = '{release}' and tags.`{_KIND}` = 'variant' and attributes.status = 'RUNNING'",
-        )
-        for run in runs:
-            self._client.set_terminated(run.info.run_id, "FAILED")
-        for model in self._models():
-            if str(model.status) == "PENDING":
-                self._client.finalize_logged_model(model.model_id, "FAILED")
 
     def _models(self, *conditions: str) -> Iterator[LoggedModel]:
         """Yield this release's models, whatever their status: PostgreSQL refuses MLflow's comparison of it."""
@@ -265,46 +247,38 @@ class ReleasePublisher:
 
         Without the model's id only the first model of a run would get the metrics.
         """
-        from mlflow.entities import Metric
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+        from mlflow.exceptions import MlflowException
 
-        lineage, name = self._publication.lineage, record.measured_on
-        inputs = [
-            self._dataset_input(key, digest, measured=key == name) for key, digest in sorted(lineage.data.items())
-        ]
-        if inputs:
-            _log_inputs(self._client, run_id, inputs)
-        measured_on = _dataset(name, lineage.data[name], lineage.origins.get(name)) if name in lineage.data else None
-        metrics = [
-            Metric(
-                key,
-                value,
-                timestamp,
-                step=0,
-                model_id=model_id,
-                dataset_name=measured_on.name if measured_on else None,
-                dataset_digest=measured_on.digest if measured_on else None,
+        lineage, inputs = self._publication.lineage, []
+        measured_on: dict[str, str] = {}
+        for name, digest in sorted(lineage.data.items()):
+            origin = dict(lineage.origins.get(name, {}))
+            kind = origin.pop("kind", None)
+            dataset = Dataset(
+                name=name,
+                digest=hex_digits(digest)[:36],  # MLflow takes no longer one; the tags `data.<name>` hold all of it
+                source_type="onnx-ops" if kind is None else kind,
+                source=json.dumps({"digest": digest, **origin}),
             )
+            tags = {f"{kind or ''}.{fact}": value for fact, value in sorted(origin.items())}
+            if name == record.measured_on:
+                tags["mlflow.data.context"] = "evaluation"
+                measured_on = {"dataset_name": dataset.name, "dataset_digest": dataset.digest}
+            inputs.append(DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()]))
+
+        def is_duplicate(error: Exception) -> bool:
+            """Return whether another publisher created one at the same time: MLflow checks before it inserts."""
+            return isinstance(error, MlflowException) and "unique" in str(error).lower()
+
+        if inputs:
+            retry(lambda: self._client.log_inputs(run_id, inputs), is_duplicate, _CONFLICT_ATTEMPTS)
+        metrics = [
+            Metric(key, value, timestamp, step=0, model_id=model_id, **measured_on)
             for key, value in sorted(record.metrics.items())
         ]
         for batch in _batches(metrics):
             self._client.log_batch(run_id, metrics=batch)
-
-    def _dataset_input(self, name: str, digest: Digest, *, measured: bool) -> DatasetInput:
-        """Return a data set; the one that the metrics were measured on is marked as `evaluation`."""
-        from mlflow.entities import DatasetInput, InputTag
-
-        origin = self._publication.lineage.origins.get(name, {})
-        tags = {f"{origin.get('kind', '')}.{fact}": value for fact, value in sorted(origin.items()) if fact != "kind"}
-        if measured:
-            tags["mlflow.data.context"] = "evaluation"
-        return DatasetInput(_dataset(name, digest, origin), [InputTag(key, value) for key, value in tags.items()])
-
-    def _refresh_metrics(self, run_id: str, model_id: str, record: VariantRecord) -> None:
-        """Log new metrics one millisecond after the present ones: MLflow keeps one value for a name and time."""
-        run = self._client.get_run(run_id)
-        if run.data.metrics != dict(record.metrics):
-            times = [metric.timestamp for metric in self._client.get_logged_model(model_id).metrics or ()]
-            self._log_metrics(run_id, model_id, record, max(times, default=run.info.start_time) + 1)
 
     def _identity(self, record: VariantRecord) -> dict[str, str]:
         return {VARIANT: record.variant, DIGEST: str(record.manifest.digest())}
@@ -332,34 +306,11 @@ class ReleasePublisher:
         return text + link
 
 
-def _dataset(name: str, digest: Digest, origin: Mapping[str, str] | None = None) -> Dataset:
-    """Return a data set of the pipeline as MLflow describes it, with its origin."""
-    from mlflow.entities import Dataset
-
-    source = {key: value for key, value in (origin or {}).items() if key != "kind"}
-    return Dataset(
-        name=name,
-        digest=hex_digits(digest)[:_DIGEST_CHARACTERS],
-        source_type=(origin or {}).get("kind", "onnx-ops"),
-        source=json.dumps({"digest": digest, **source}),
-    )
-
-
 def _log_parameters(client: MlflowClient, run_id: str, parameters: Mapping[str, str]) -> None:
     from mlflow.entities import Param
 
     for batch in _batches([Param(key, value) for key, value in sorted(parameters.items())]):
         client.log_batch(run_id, params=batch)
-
-
-def _log_inputs(client: MlflowClient, run_id: str, inputs: Sequence[DatasetInput]) -> None:
-    """Log data sets, again where another publisher created one at the same time: MLflow checks before it inserts."""
-    from mlflow.exceptions import MlflowException
-
-    def is_duplicate(error: Exception) -> bool:
-        return isinstance(error, MlflowException) and "unique" in str(error).lower()
-
-    retry(lambda: client.log_inputs(run_id, inputs), is_duplicate, _CONFLICT_ATTEMPTS)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

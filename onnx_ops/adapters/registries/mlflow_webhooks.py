@@ -24,10 +24,12 @@ KEY_REMEDY = (
     "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a Fernet key). What was "
     "stored under another key cannot be read again: give the old key back, or delete the rows of table `webhooks`."
 )
-_PRIVATE = "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; the receiver's address is private."
 _HINTS = (
     ("url scheme", "Use https, or start MLflow's server with MLFLOW_WEBHOOK_ALLOWED_SCHEMES=http,https."),
-    ("public ip", _PRIVATE),
+    (
+        "public ip",
+        "Start MLflow's server with MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS=true; the receiver's address is private.",
+    ),
     ("connection refused", "Nothing listens there: start `onnx-ops reconcile --watch --listen HOST:PORT`."),
     ("resolve", "The name leads nowhere from MLflow's server."),
     ("certificate", "MLflow's server does not trust the receiver's certificate."),
@@ -66,15 +68,7 @@ class WebhookReport:
 
 
 class MlflowWebhooks:
-    """The webhook of one name, by which people recognise it in MLflow's list.
-
-    Args:
-        tracking_uri: a tracking server's URL.
-        name: of the webhook; projects that share an MLflow need different ones.
-
-    Raises:
-        UserError: it is a database; only a server sends webhooks.
-    """
+    """The webhook of one name, by which people recognise it; projects that share an MLflow need different names."""
 
     def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
         self._mlflow = MlflowConnection(tracking_uri)
@@ -88,12 +82,7 @@ class MlflowWebhooks:
             )
 
     def install(self, url: str, secret: str) -> WebhookReport:
-        """Create the webhook, or correct all that is wrong with it; then test it.
-
-        Raises:
-            UserError: MLflow does not accept the URL.
-            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
-        """
+        """Create the webhook, or correct all that is wrong with it; then test it."""
         from mlflow.entities.webhook import WebhookEvent
 
         events: list[WebhookEvent | WebhookEventStr] = [WebhookEvent(*event.split(".")) for event in ALIAS_EVENTS]
@@ -119,12 +108,7 @@ class MlflowWebhooks:
         return report if report.ok else self.install(report.url, secret)
 
     def check(self) -> WebhookReport:
-        """Compare and test the webhook without changing it.
-
-        Raises:
-            NotFoundError: there is none.
-            ServiceUnavailableError: MLflow does not answer, or cannot read its webhooks.
-        """
+        """Compare and test the webhook without changing it."""
         with self._session() as client:
             webhooks = self._webhooks(client)
             if not webhooks:
@@ -157,7 +141,12 @@ class MlflowWebhooks:
         for number in range(TEST_DELIVERIES):
             result = client.test_webhook(webhook.webhook_id)
             if not result.success:
-                reason, remedy = _explain(result.response_status, result.error_message or result.response_body or "")
+                message, status = result.error_message or result.response_body or "", result.response_status
+                text = message.replace("\\", "")
+                reason, remedy = quoted(text.rpartition("(Caused by ")[2]), _hint(message)
+                if status is not None:
+                    reason = f"the receiver answered {status} {quoted(text) if text.strip() else ''}".rstrip()
+                    remedy = _STATUS_HINTS.get(status, "")
                 problem = f"a test delivery failed: {reason}"
                 return replace(report, tests=number + 1, arrived=number, problem=problem, remedy=remedy)
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
@@ -191,15 +180,6 @@ def _find_faults(webhook: Webhook, url: str) -> tuple[str, ...]:
         "disabled": not webhook.status.is_active(),
     }
     return tuple(name for name, is_fault in faults.items() if is_fault)
-
-
-def _explain(status: int | None, message: str) -> tuple[str, str]:
-    """Return the reason of a failed delivery, and the remedy."""
-    text = message.replace("\\", "")
-    if status is not None:
-        answer = quoted(text) if text.strip() else ""
-        return f"the receiver answered {status} {answer}".rstrip(), _STATUS_HINTS.get(status, "")
-    return quoted(text.rpartition("(Caused by ")[2]), _hint(message)
 
 
 def _hint(message: str) -> str:

@@ -28,8 +28,6 @@ CHILD = "onnx_ops.adapters.runtimes.cold_start"
 TIMEOUT_S = 600.0
 """A process that takes longer hangs."""
 
-_LAST_LINES = 15
-
 
 @contextmanager
 def store_feed(feed: Tensors) -> Iterator[Path]:
@@ -48,11 +46,7 @@ def measure_start(model: Path, target: Target, feed: Path, requests: int) -> tup
         requests: inferences before the peak of memory is read, the first included; at least 1.
 
     Returns:
-        Nanoseconds to build the session and of the first inference, and peak bytes (-1 where they cannot be known),
-        as in `ports.StartSamples`.
-
-    Raises:
-        MeasurementError: the machine lacks something, or the process crashed, hung or could not run the model.
+        Nanoseconds to build the session and of the first inference, and peak bytes, as in `ports.StartSamples`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
@@ -71,33 +65,28 @@ def measure_start(model: Path, target: Target, feed: Path, requests: int) -> tup
         raise MeasurementError(
             f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped", where=model.name
         ) from error
-    answer = _last_document(done.stdout)
+    answer: Any = {}
+    with contextlib.suppress(ValueError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if not isinstance(answer, dict):
+        answer = {}
     if "error" in answer:
         raise from_document(answer["error"])
     if done.returncode or not answer:
         raise MeasurementError(
             f"a fresh process that loads the model ended with {describe_exit(done.returncode)}",
             where=model.name,
-            why="\n".join(done.stderr.splitlines()[-_LAST_LINES:]) or "it printed nothing",
+            why="\n".join(done.stderr.splitlines()[-15:]) or "it printed nothing",
         )
     return answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
-
-
-def _last_document(text: str) -> dict[str, Any]:
-    lines = text.splitlines()
-    try:
-        document = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 UNKNOWN = -1
 
 
 def main() -> None:
-    # Whatever libraries print belongs with the errors: the answer is alone on standard output.
     """Serve one request of `measure_start` in the fresh process."""
+    # Whatever libraries print belongs with the errors: the answer is alone on standard output.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

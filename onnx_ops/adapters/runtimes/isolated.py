@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ class IsolatedRuntime:
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             feeds = [save_arrays(feed, folder / f"feed-{number}.npz") for number, feed in enumerate(batches)]
             answers = [folder / f"answer-{number}.npz" for number in range(len(batches))]
             files = {"feeds": [str(path) for path in feeds], "answers": [str(path) for path in answers]}
@@ -87,32 +86,30 @@ class IsolatedRuntime:
 
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
-        arrays = self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup)
-        return RunSamples(nanoseconds=arrays["nanoseconds"], preempted=arrays["preempted"])
+        return RunSamples(**self._measure("sample", target, feed, model=str(model.resolve()), runs=runs, warmup=warmup))
 
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time several models in alternating order, as the schedule says."""
-        arrays = self._measure("race", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return PairedBenchmarkSamples(
-            nanoseconds=arrays["nanoseconds"], preempted=arrays["preempted"], probe=arrays.get("probe")
-        )
+        return PairedBenchmarkSamples(**self._measure_by("race", models, target, feed, schedule))
 
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of concurrent requests to each model."""
-        arrays = self._measure("under_load", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return LoadSamples(nanoseconds=arrays["nanoseconds"], requests=schedule.requests)
+        return LoadSamples(**self._measure_by("under_load", models, target, feed, schedule), requests=schedule.requests)
 
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Measure cold starts of each model in fresh processes."""
-        arrays = self._measure("starts", target, feed, models=_names(models), schedule=codec.to_json(schedule))
-        return StartSamples(load_ns=arrays["load"], first_ns=arrays["first"], peak_bytes=arrays["peak"])
+        return StartSamples(**self._measure_by("starts", models, target, feed, schedule))
 
-    def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Mapping[str, Array]:
-        import numpy as np
+    def _measure_by(
+        self, do: str, models: Sequence[Path], target: Target, feed: Tensors, schedule: object
+    ) -> dict[str, Any]:
+        names = [str(model.resolve()) for model in models]
+        return self._measure(do, target, feed, models=names, schedule=codec.to_json(schedule))
 
-        with self._scratch(target) as folder:
+    def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> dict[str, Any]:
+        with self._process(target).shared_folder() as folder:
             stored, answers = save_arrays(feed, folder / "feed.npz"), folder / "answers.npz"
             self._ask(do, target, feed=str(stored), answers=str(answers), **arguments)
             with np.load(answers, allow_pickle=False) as archive:
@@ -122,26 +119,17 @@ class IsolatedRuntime:
         document = codec.to_json(replace(target, env=None))
         return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
 
-    @contextmanager
-    def _scratch(self, target: Target) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
-            yield Path(folder)
-
     def _process(self, target: Target) -> IsolatedProcess:
-        return self._held.get(target.digest(), lambda: self._started(target))
+        def start() -> IsolatedProcess:
+            read_runtime_build(target)
+            python = self.python(target.env or Environment())
+            return IsolatedProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
 
-    def _started(self, target: Target) -> IsolatedProcess:
-        read_runtime_build(target)
-        python = self.python(target.env or Environment())
-        return IsolatedProcess(build_interpreter_command(python, _WORKER), _limits(target), f"target {target.name}")
+        return self._held.get(target.digest(), start)
 
 
 def read_runtime_build(target: Target) -> tuple[str, str]:
-    """Name and version of the build of ONNX Runtime that a target's environment holds.
-
-    Raises:
-        UserError: it names none, or does not pin it.
-    """
+    """Name and version of the build of ONNX Runtime that a target's environment holds."""
     for requirement in target.env.requirements if target.env else ():
         if build := _BUILD.fullmatch(requirement.replace(" ", "").partition(";")[0]):
             return build["name"], build["version"]
@@ -155,10 +143,6 @@ def read_runtime_build(target: Target) -> tuple[str, str]:
 def _limits(target: Target) -> ProcessLimits:
     env = target.env or Environment()
     return ProcessLimits(memory=env.memory, timeout=env.timeout or DEFAULT_TIMEOUT_S)
-
-
-def _names(models: Sequence[Path]) -> list[str]:
-    return [str(model.resolve()) for model in models]
 
 
 class RuntimeWorker:
@@ -192,32 +176,24 @@ class RuntimeWorker:
     def sample(self, model: str, target: Any, feed: str, answers: str, runs: int, warmup: int) -> None:
         """Time `runs` runs of one feed after `warmup` runs that are not timed."""
         samples = self._runtime.sample(Path(model), _target(target), load_arrays(Path(feed)), runs=runs, warmup=warmup)
-        _save(answers, {"nanoseconds": samples.nanoseconds, "preempted": samples.preempted})
+        _save(answers, samples)
 
-    def race(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
-        """Time several models in alternating order, as the schedule says."""
-        request = codec.from_json(schedule, PairedBenchmarkSchedule)
-        samples = self._runtime.race(_paths(models), _target(target), load_arrays(Path(feed)), request)
-        probe = {} if samples.probe is None else {"probe": samples.probe}
-        _save(answers, {"nanoseconds": samples.nanoseconds, "preempted": samples.preempted, **probe})
+    def _measure(
+        self, do: str, kind: type, *, models: list[str], target: Any, feed: str, answers: str, schedule: Any
+    ) -> None:
+        request: Any = codec.from_json(schedule, kind)
+        paths, rows = [Path(model) for model in models], load_arrays(Path(feed))
+        _save(answers, getattr(self._runtime, do)(paths, _target(target), rows, request))
 
-    def under_load(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
-        """Time windows of concurrent requests to each model."""
-        request = codec.from_json(schedule, LoadSchedule)
-        samples = self._runtime.under_load(_paths(models), _target(target), load_arrays(Path(feed)), request)
-        _save(answers, {"nanoseconds": samples.nanoseconds})
-
-    def starts(self, models: list[str], target: Any, feed: str, answers: str, schedule: Any) -> None:
-        # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
-        """Measure cold starts of each model in fresh processes."""
-        os.environ["PYTHONPATH"] = sys.argv[1]
-        request = codec.from_json(schedule, StartSchedule)
-        samples = self._runtime.starts(_paths(models), _target(target), load_arrays(Path(feed)), request)
-        _save(answers, {"load": samples.load_ns, "first": samples.first_ns, "peak": samples.peak_bytes})
+    race = partialmethod(_measure, "race", PairedBenchmarkSchedule)
+    under_load = partialmethod(_measure, "under_load", LoadSchedule)
+    starts = partialmethod(_measure, "starts", StartSchedule)
 
 
 def run_runtime() -> None:
     """Serve the runtime of the environment."""
+    # Fresh processes are found by the path of visible packages, which an isolated interpreter does not pass on.
+    os.environ["PYTHONPATH"] = sys.argv[1]
     serve(RuntimeWorker())
 
 
@@ -225,9 +201,8 @@ def _target(document: Any) -> Target:
     return codec.from_json(document, Target)
 
 
-def _paths(models: list[str]) -> list[Path]:
-    return [Path(model) for model in models]
-
-
-def _save(path: str, arrays: Mapping[str, Any]) -> None:
+def _save(path: str, samples: Any) -> None:
+    """Write the arrays of samples by the names of their fields."""
+    values = {entry.name: getattr(samples, entry.name) for entry in fields(samples)}
+    arrays: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     np.savez(path, **arrays)

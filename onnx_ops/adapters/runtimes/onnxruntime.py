@@ -264,9 +264,6 @@ def run_load_window(call: Callable[[], object], pool: Executor, concurrency: int
         workers = [pool.submit(work) for _ in range(concurrency)]
     except RuntimeError as error:
         ready.abort()
-        raise MeasurementError(
-            f"{concurrency} threads could not be started",
-            why=str(error),
-            remedy="Lower `concurrency`, or raise the limit of threads on this machine.",
-        ) from error
+        remedy = "Lower `concurrency`, or raise the limit of threads on this machine."
+        raise MeasurementError(f"{concurrency} threads could not be started", why=str(error), remedy=remedy) from error
     return max(worker.result() for worker in workers) - begun[0]

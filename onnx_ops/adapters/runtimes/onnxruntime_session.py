@@ -69,12 +69,8 @@ def check_machine(target: Target) -> None:
     missing = [provider.name for provider in target.providers if not provider.package and provider.name not in build]
     if missing:
         remedy = PROVIDER_PACKAGES.get(missing[0], "Measure this target where its provider is installed.")
-        raise MeasurementError(
-            f"execution provider {missing[0]} is not in this build of ONNX Runtime",
-            where=f"target {target.name}",
-            why=f"it has {', '.join(build)}",
-            remedy=remedy,
-        )
+        what = f"execution provider {missing[0]} is not in this build of ONNX Runtime"
+        raise MeasurementError(what, where=f"target {target.name}", why=f"it has {', '.join(build)}", remedy=remedy)
     for provider in target.providers:
         if provider.package:
             register_plugin(provider, target)
@@ -88,7 +84,7 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
 
     Args:
         model: the file.
-        target: says how.
+        target: describes the session.
         record_assignment: keep which provider took which node.
         write_to: where to write the graph after the runtime's own optimizations.
 
@@ -114,19 +110,15 @@ def build_session(model: Path, target: Target, *, record_assignment: bool = Fals
             options.optimized_model_filepath = str(write_to)
             if model.stat().st_size > _LARGE or list_external_names(model):  # whose places mean another folder
                 options.add_session_config_entry(_EXTERNAL_WEIGHTS, f"{write_to.name}.data")
-        return _built(ort, loaded, target, options)
-
-
-def _built(ort: Any, model: Path, target: Target, options: Any) -> Any:
-    fingerprint = partial(fingerprint_target, target)
-    wanted = [(provider, resolve_provider_options(provider, model, fingerprint)) for provider in target.providers]
-    if any(provider.package for provider in target.providers):
+        fingerprint = partial(fingerprint_target, target)
+        wanted = [(provider, resolve_provider_options(provider, loaded, fingerprint)) for provider in target.providers]
+        # ONNX Runtime's fallback would print, and measure another provider than the one asked for.
+        if not any(provider.package for provider in target.providers):
+            providers = [(provider.name, dict(values)) for provider, values in wanted]
+            return ort.InferenceSession(str(loaded), options, providers=providers, enable_fallback=0)
         for provider, values in wanted:
             append_provider(options, provider, values)
-        return ort.InferenceSession(str(model), options, enable_fallback=0)
-    providers = [(provider.name, dict(values)) for provider, values in wanted]
-    # Its fallback would print, and measure another provider than the one asked for.
-    return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        return ort.InferenceSession(str(loaded), options, enable_fallback=0)
 
 
 @contextmanager
@@ -139,16 +131,12 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
             error, ValueError | RuntimeError
         ):
             raise
-        why = _why(str(error))
+        # Some lines only reset colours.
+        why = quoted(" ".join(part for part in str(error).splitlines() if part.strip(" \x1b[m")))
         remedy = next((remedy for part, remedy in _REMEDIES.items() if part in why), _ANY_REMEDY)
         raise MeasurementError(
             "ONNX Runtime cannot run the model", where=model.name, why=why, remedy=remedy.format(model=model.name)
         ) from error
-
-
-def _why(text: str) -> str:
-    """Return the text without lines that only reset colours."""
-    return quoted(" ".join(part for part in text.splitlines() if part.strip(" \x1b[m")))
 
 
 def _options(ort: Any, settings: SessionSettings) -> Any:
@@ -183,20 +171,13 @@ def list_devices() -> tuple[str, ...]:
 
 
 def register_plugin(provider: Provider, target: Target) -> None:
-    """Register the library of a provider's package, once in a process.
-
-    Raises:
-        MeasurementError: the package is not installed, is no plug-in, or its library cannot be loaded.
-    """
+    """Register the library of a provider's package, once in a process."""
     where = f"target {target.name}"
     try:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
-        raise MeasurementError(
-            f"package {provider.package} is not installed",
-            where=where,
-            remedy=f"pip install {provider.package.replace('_', '-')} where the target's hardware is.",
-        ) from error
+        remedy = f"pip install {provider.package.replace('_', '-')} where the target's hardware is."
+        raise MeasurementError(f"package {provider.package} is not installed", where=where, remedy=remedy) from error
     except AttributeError as error:
         raise MeasurementError(
             f"package {provider.package} brings no execution provider",
@@ -227,22 +208,21 @@ def append_provider(options: Any, provider: Provider, values: Mapping[str, str])
 
 
 def check_devices(provider: Provider, target: Target) -> None:
-    """Check that a plug-in detects a device.
-
-    Raises:
-        MeasurementError: it finds none.
-    """
+    """Check that a plug-in detects a device."""
     if not any(device.ep_name == provider.name for device in _ort().get_ep_devices()):
-        raise MeasurementError(
-            f"{provider.name} finds no device here",
-            where=f"target {target.name}",
-            remedy="Measure this target where its hardware is; it is not measured here.",
-        )
+        remedy = "Measure this target where its hardware is; it is not measured here."
+        raise MeasurementError(f"{provider.name} finds no device here", where=f"target {target.name}", remedy=remedy)
 
 
 def describe_runtime_version(target: Target, own: str) -> str:
     """Return the runtime's version with the versions of the target's plug-ins."""
-    return ", ".join([own, *(f"{p.package} {_version(p.package)}" for p in target.providers if p.package)])
+    versions = [own]
+    for package in (provider.package for provider in target.providers if provider.package):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    return ", ".join(versions)
 
 
 def resolve_provider_options(
@@ -260,13 +240,6 @@ def resolve_provider_options(
     folder = home / "onnx-ops" / "providers" / key[:32]
     folder.mkdir(parents=True, exist_ok=True)
     return {name: value.replace(_CACHE, str(folder)) for name, value in provider.options.items()}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _ort() -> Any:

@@ -32,14 +32,7 @@ _LEVELS = {"disabled": "disable", "basic": "basic", "extended": "extended", "all
 
 
 def prepare_model_file(model: Path, target: Target) -> Path:
-    """Return the file that runs on the target: the model or its `.ort` file.
-
-    The latter is made once in a process.
-
-    Raises:
-        MeasurementError: it cannot be made.
-        NotFoundError, DigestMismatchError: a library of custom operators is missing, or is another one.
-    """
+    """Return the file that runs on the target: the model or its `.ort` file, made once in a process."""
     if target.ort_format is None or model.suffix == ".ort":
         return model
     try:
@@ -49,40 +42,32 @@ def prepare_model_file(model: Path, target: Target) -> Path:
             "the model cannot be made an .ort file", where=model.name, why=f"{error.what}: {error.why}"
         ) from error
     folder = _scratch().path / key
-    if not (folder / MODEL).is_file():
-        folder.mkdir(exist_ok=True)
-        _make(model.resolve(), target, target.ort_format, folder)
+    if (folder / MODEL).is_file():
+        return folder / MODEL
+    where = f"target {target.name}: ort_format"
+    if len(target.custom_ops) > 1:
+        raise MeasurementError("the converter takes one library of custom operators", where=where)
+    check_libraries(target.custom_ops, f"target {target.name}")
+    library = Path(target.custom_ops[0].path) if target.custom_ops else None
+    level = _LEVELS[target.session.graph_level]
+    folder.mkdir(exist_ok=True)
+    try:
+        run_guarded(_convert, model.resolve(), folder, target.ort_format, level, library)
+    except ProcessCrashError as crash:
+        raise MeasurementError(
+            "the model cannot be made an .ort file",
+            where=where,
+            why=crash.explanation,
+            remedy="Leave this target out of benchmark.targets.",
+        ) from None
     return folder / MODEL
 
 
 def write_package(model: Path, target: Target, folder: Path) -> None:
-    """Write the files that a device needs: `MODEL`, `OPERATORS`, `USABILITY`.
-
-    Raises:
-        MeasurementError: it cannot be made.
-    """
+    """Write the files that a device needs: `MODEL`, `OPERATORS`, `USABILITY`."""
     source = prepare_model_file(model, target).parent
     for name in (MODEL, OPERATORS, USABILITY):
         shutil.copyfile(source / name, folder / name)
-
-
-def _make(model: Path, target: Target, form: OrtFormat, folder: Path) -> None:
-    if len(target.custom_ops) > 1:
-        raise MeasurementError(
-            "the converter takes one library of custom operators", where=f"target {target.name}: ort_format"
-        )
-    check_libraries(target.custom_ops, f"target {target.name}")
-    library = Path(target.custom_ops[0].path) if target.custom_ops else None
-    level = _LEVELS[target.session.graph_level]
-    try:
-        run_guarded(_convert, model, folder, form, level, library)
-    except ProcessCrashError as crash:
-        raise MeasurementError(
-            "the model cannot be made an .ort file",
-            where=f"target {target.name}: ort_format",
-            why=crash.explanation,
-            remedy="Leave this target out of benchmark.targets.",
-        ) from None
 
 
 @functools.cache

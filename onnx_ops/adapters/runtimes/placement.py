@@ -97,58 +97,40 @@ class TargetedRuntime:
                 )
             return self.here
         if self._elsewhere is None:
-            self._elsewhere = self._isolated(target)
+            # Most runs have no such target, and need not import what starts processes.
+            from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
+            from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
+
+            if self.folder is None:
+                raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
+            self._elsewhere = IsolatedRuntime(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
         return self._elsewhere
-
-    def _isolated(self, target: Target) -> IsolatedRuntime:
-        # Most runs have no such target, and need not import what starts processes.
-        from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
-        from onnx_ops.adapters.runtimes.isolated import IsolatedRuntime
-
-        if self.folder is None:
-            raise UserError("there is no folder for its environment here", where=f"target {target.name}: env")
-        return IsolatedRuntime(python=PythonEnvironments(folder=self.folder, uv=find_uv()).python)
-
-
-_Answers = tuple[Mapping[str, Array], ...]
 
 
 class GuardedRuntime(OnnxRuntime):
-    """Runs each call of `run` in a process of its own.
-
-    Args:
-        timeout: seconds that one call may take.
-        memory: bytes that its process may use, by default what the machine has.
-    """
+    """Runs each call of `run` in a process of its own, which may take `timeout` seconds and `memory` bytes."""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S, memory: int | None = None) -> None:
         super().__init__()
         self._timeout = timeout
         self._memory = memory
 
-    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
+    def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch in a forked process and return its outputs by name."""
         loaded = prepare_model_file(model, target)  # a shielded process starts no other
         try:
-            return run_guarded(_run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
+            run = OnnxRuntime().run
+            return run_guarded(run, loaded, target, batches, timeout=self._timeout, memory=self._memory)
         except ProcessCrashError as crash:
-            what = "ONNX Runtime hangs" if crash.timed_out else "ONNX Runtime crashed"
-            remedy = "Export the model with other operators or shapes."
+            what, remedy = "ONNX Runtime crashed", "Export the model with other operators or shapes."
             if crash.timed_out:
-                remedy = "Give it more time: --timeout."
+                what, remedy = "ONNX Runtime hangs", "Give it more time: --timeout."
             raise MeasurementError(what, where=model.name, why=crash.reason, remedy=remedy) from None
 
 
 def guard_runtime(runtime: Runtime, timeout: float | None = None) -> Runtime:
-    """Return the runtime with a crash guard around runs in this process.
-
-    `timeout` is in seconds per call.
-    """
+    """Return the runtime with a crash guard around runs in this process, of `timeout` seconds per call."""
     shield = GuardedRuntime(timeout or DEFAULT_TIMEOUT_S)
     if isinstance(runtime, TargetedRuntime) and type(runtime.here) is OnnxRuntime:
         return replace(runtime, here=shield)
     return shield if type(runtime) is OnnxRuntime else runtime
-
-
-def _run(model: Path, target: Target, batches: tuple[Tensors, ...]) -> _Answers:
-    return OnnxRuntime().run(model, target, batches)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.files import create_file, durable_file, read_private
 from onnx_ops.attestation import PUBLIC_SUFFIX, build_key_error, compute_key_digest
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.errors import InfrastructureError, NotFoundError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 
 class EcdsaSigner:
@@ -28,8 +24,28 @@ class EcdsaSigner:
     """
 
     def __init__(self, path: Path) -> None:
-        self._private = _private_key(_read_secret(path), path)
-        self._key = compute_key_digest(self._private.public_key())
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            remedy = f"chmod 600 {path}; and make a new key if others had access to this one"
+            pem = read_private(path, "the signing key", remedy=remedy).encode()
+        except OSError as error:
+            raise NotFoundError(
+                "the signing key cannot be read",
+                where=str(path),
+                why=error.strerror or "",
+                remedy="Make one with `onnx-ops init`, or name the right file in the settings",
+            ) from error
+        try:
+            key = load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise build_key_error("private", str(path)) from error
+        if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
+            raise build_key_error("private", str(path))
+        self._private = key
+        self._key = compute_key_digest(key.public_key())
 
     @property
     def key(self) -> Digest:
@@ -54,10 +70,6 @@ def create_key(path: Path) -> EcdsaSigner:
     """Create a private key at `path` (mode 0600), with the public one beside it.
 
     An existing key is kept and used, so two processes that start at once use the same key.
-
-    Raises:
-        InfrastructureError: the folder cannot be written.
-        NotFoundError, RefusedError, UserError: as `EcdsaSigner` does, of an existing key.
     """
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -83,30 +95,3 @@ def create_key(path: Path) -> EcdsaSigner:
 def public_path(path: Path) -> Path:
     """Return the path of the public key of the private key at `path`."""
     return path.with_name(path.stem + PUBLIC_SUFFIX)
-
-
-def _read_secret(path: Path) -> bytes:
-    try:
-        remedy = f"chmod 600 {path}; and make a new key if others had access to this one"
-        return read_private(path, "the signing key", remedy=remedy).encode()
-    except OSError as error:
-        raise NotFoundError(
-            "the signing key cannot be read",
-            where=str(path),
-            why=error.strerror or "",
-            remedy="Make one with `onnx-ops init`, or name the right file in the settings",
-        ) from error
-
-
-def _private_key(pem: bytes, path: Path) -> EllipticCurvePrivateKey:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise build_key_error("private", str(path)) from error
-    if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
-        raise build_key_error("private", str(path))
-    return key

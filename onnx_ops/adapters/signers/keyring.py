@@ -26,24 +26,14 @@ class KnownKey:
 
 
 class Keyring:
-    """The signing key of this machine and the folder of trusted public keys.
-
-    Args:
-        signing: the private key's file; it need not exist.
-        trusted: the folder.
-    """
+    """The file of this machine's signing key, which need not exist, and the folder of trusted public keys."""
 
     def __init__(self, signing: Path, trusted: Path) -> None:
         self._signing = signing
         self._trusted = trusted
 
     def list_keys(self) -> tuple[KnownKey, ...]:
-        """Return all keys: the signing one first, then the trusted, then the retired.
-
-        Raises:
-            UserError: a file does not hold a public key of ECDSA P-256.
-            RefusedError: the private key may be read by others.
-        """
+        """Return all keys: the signing one first, then the trusted, then the retired."""
         mine = EcdsaSigner(self._signing).key if self._signing.exists() else None
         files: dict[tuple[Digest, bool], list[Path]] = {}
         if mine is not None:
@@ -60,11 +50,7 @@ class Keyring:
         return tuple(sorted(known, key=lambda one: (not one.signs, not one.trusted, one.key)))
 
     def create(self, path: Path | None = None) -> EcdsaSigner:
-        """Create a key pair, by default this machine's signing key.
-
-        Raises:
-            UserError: there is one.
-        """
+        """Create a key pair, by default this machine's signing key."""
         path = path or self._signing
         if path.exists():
             raise UserError("there is a key already", where=str(path), remedy="Replace it with `onnx-ops keys rotate`.")
@@ -74,16 +60,10 @@ class Keyring:
         return signer
 
     def rotate(self) -> tuple[Digest, Digest]:
-        """Replace the signing key; the old public key stays trusted.
+        """Replace the signing key, return the old and the new one; the old public key stays trusted.
 
         Both public keys are trusted before the new private key signs anything, so that every decision is verifiable
         after a crash at any point. The next call continues with the same new key.
-
-        Returns:
-            The old key and the new one.
-
-        Raises:
-            NotFoundError: there is no key to rotate.
         """
         old = EcdsaSigner(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
@@ -95,12 +75,7 @@ class Keyring:
         return old.key, new.key
 
     def find(self, text: str) -> KnownKey:
-        """Return the trusted key whose digest begins with `text`.
-
-        Raises:
-            NotFoundError: none does.
-            UserError: several do.
-        """
+        """Return the trusted key whose digest begins with `text`."""
         prefix = hex_digits(Digest(text.lower()))
         trusted = [known for known in self.list_keys() if known.trusted]
         matches = [known for known in trusted if prefix and hex_digits(known.key).startswith(prefix)]
@@ -114,17 +89,10 @@ class Keyring:
         return matches[0]
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
-        """Stop trusting a key; return the files that are kept as a record.
-
-        Raises:
-            RefusedError: this machine signs with it.
-        """
+        """Stop trusting a key; return the files that are kept as a record."""
         if known.signs:
-            raise RefusedError(
-                f"this machine signs with key {short_digest(known.key)}",
-                where=str(self._signing),
-                remedy="Replace that key first: `onnx-ops keys rotate`.",
-            )
+            what = f"this machine signs with key {short_digest(known.key)}"
+            raise RefusedError(what, where=str(self._signing), remedy="Replace that key first: `onnx-ops keys rotate`.")
         kept = [(path, path.with_name(path.name.removesuffix(PUBLIC_SUFFIX) + RETIRED_SUFFIX)) for path in known.files]
         return tuple(path.replace(retired) for path, retired in kept)
 

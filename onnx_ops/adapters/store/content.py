@@ -118,17 +118,21 @@ class ContentStore:
         contents = []
         for entry in (*self._objects.list_objects(_BLOBS), *self._objects.list_objects(_RECORDS)):
             name = entry.name.rpartition("/")[2]
-            digest = Digest(f"sha256:{name}")
-            if name.startswith(TEMPORARY):
-                contents.append(StoredObject(name=entry.name, digest=None, size_bytes=entry.size_bytes, at=entry.at))
-            elif is_digest(digest) and entry.name == _blob(digest):
+            digest = None if name.startswith(TEMPORARY) else Digest(f"sha256:{name}")
+            if digest is None or (is_digest(digest) and entry.name == _blob(digest)):
                 contents.append(StoredObject(name=entry.name, digest=digest, size_bytes=entry.size_bytes, at=entry.at))
         return tuple(contents)
 
     def forget(self, stored: StoredObject) -> bool:
         """Delete an object unless it was stored again; return whether it is gone."""
         if not isinstance(self._objects, LocalObjects):
-            return self._forget_remote(stored)
+            # A writer of the same content at this instant repeats its stage later.
+            neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
+            if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
+                return False
+            self._objects.delete(stored.name)
+            (self._cache / stored.name).unlink(missing_ok=True)
+            return True
         with self._collecting(fcntl.LOCK_EX):
             try:
                 again = (self._objects.root / stored.name).stat().st_mtime > stored.at
@@ -137,15 +141,6 @@ class ContentStore:
             if not again:
                 self._objects.delete(stored.name)
             return not again
-
-    def _forget_remote(self, stored: StoredObject) -> bool:
-        """Delete a remote object. A writer of the same content at this instant repeats its stage later."""
-        neighbours = self._objects.list_objects(stored.name.rpartition("/")[0])
-        if any(entry.name == stored.name and entry.at > stored.at for entry in neighbours):
-            return False
-        self._objects.delete(stored.name)
-        (self._cache / stored.name).unlink(missing_ok=True)
-        return True
 
     def _has_local(self, digest: Digest) -> bool:
         """Return whether a local store has it: the same small documents are stored for every variant and target.

@@ -39,7 +39,7 @@ class ModelFolders:
         """
         actual = manifest_of(folder)
         if dict(actual.files) != dict(manifest.files):
-            differs = sorted(set(actual.files.items()) ^ set(manifest.files.items()))
+            differs = set(actual.files.items()) ^ set(manifest.files.items())
             names = ", ".join(sorted({name for name, _ in differs}))
             raise DigestMismatchError(
                 f"files are not what the manifest {short_digest(manifest.digest())} says: {names}",
@@ -49,8 +49,28 @@ class ModelFolders:
             with contextlib.suppress(UserError):  # other problems are reported when it is loaded
                 read_structure(path)
         place = self._folder(manifest.digest())
-        if self.location(manifest.digest()) is None:
-            self._place(folder, place)
+        if self.location(manifest.digest()) is not None:
+            return str(place)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=TEMPORARY))
+        try:
+            for path in sorted(folder.rglob("*")):
+                copy = temporary / path.relative_to(folder)
+                if path.is_dir():
+                    copy.mkdir()
+                    continue
+                shutil.copyfile(path, copy)
+                copy.chmod(0o444)
+                with copy.open("rb") as stream:
+                    os.fsync(stream.fileno())
+            temporary.chmod(0o755)
+            if place.exists():  # only a damaged folder is ever replaced
+                shutil.rmtree(place)
+            temporary.rename(place)
+            fsync_folder(self._root)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         return str(place)
 
     def kept(self) -> Sequence[StoredObject]:
@@ -87,28 +107,6 @@ class ModelFolders:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
                     shutil.rmtree(folder)
-
-    def _place(self, folder: Path, place: Path) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=TEMPORARY))
-        try:
-            for path in sorted(folder.rglob("*")):
-                copy = temporary / path.relative_to(folder)
-                if path.is_dir():
-                    copy.mkdir()
-                    continue
-                shutil.copyfile(path, copy)
-                copy.chmod(0o444)
-                with copy.open("rb") as stream:
-                    os.fsync(stream.fileno())
-            temporary.chmod(0o755)
-            if place.exists():  # only a damaged folder is ever replaced
-                shutil.rmtree(place)
-            temporary.rename(place)
-            fsync_folder(self._root)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def _folder(self, manifest: Digest) -> Path:
         return self._root / hex_digits(manifest)

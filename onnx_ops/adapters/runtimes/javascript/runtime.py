@@ -7,16 +7,14 @@ import functools
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_ops import codec
 from onnx_ops.adapters.isolation.environments import NpmPackages, parse_pins
-from onnx_ops.adapters.isolation.process import Command, IsolatedProcess, ProcessLimits, RetainedProcess
+from onnx_ops.adapters.isolation.process import IsolatedProcess, ProcessLimits, RetainedProcess
 from onnx_ops.adapters.runtimes.hardware import read_hardware
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file, write_package
 from onnx_ops.domain.evidence import RuntimeFacts
@@ -96,7 +94,7 @@ class NodeRuntime:
 
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Run each batch and return its outputs by name."""
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             requests = [
                 {"feed": write_tensors(feed, folder / f"feed-{number}"), "answer": str(folder / f"answer-{number}")}
                 for number, feed in enumerate(batches)
@@ -156,59 +154,43 @@ class NodeRuntime:
         figures = np.zeros((3, schedule.rounds, len(models)), dtype=np.int64)
         for round_number in range(schedule.rounds):
             for turn in order.permutation(len(models)):
-                answer = self._start(models[turn], target, feed, schedule.requests)
+                request = {"model": _loaded(models[turn], target), "requests": schedule.requests}
+                previous, self._held = self._held, RetainedProcess()
+                try:
+                    answer = self._measure("start", target, feed, **request)
+                finally:
+                    self._held.stop()
+                    self._held = previous
                 figures[:, round_number, turn] = answer["load_ns"], answer["first_ns"], answer["peak_bytes"]
         return StartSamples(load_ns=figures[0], first_ns=figures[1], peak_bytes=figures[2])
 
-    def _start(self, model: Path, target: Target, feed: Tensors, requests: int) -> Any:
-        """Asked of a process of its own."""
-        previous, self._held = self._held, RetainedProcess()
-        try:
-            return self._measure("start", target, feed, model=_loaded(model, target), requests=requests)
-        finally:
-            self._held.stop()
-            self._held = previous
-
     def _measure(self, do: str, target: Target, feed: Tensors, **arguments: object) -> Any:
-        with self._scratch(target) as folder:
+        with self._process(target).shared_folder() as folder:
             return self._ask(do, target, feed=write_tensors(feed, folder / "feed"), **arguments)
 
     def _ask(self, do: str, target: Target, **arguments: object) -> Any:
         document = codec.to_json(replace(target, env=None))
         return self._process(target).ask(do, timeout=_limits(target).timeout, target=document, **arguments)
 
-    @contextmanager
-    def _scratch(self, target: Target) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(dir=self._process(target).folder) as folder:
-            yield Path(folder)
-
     def _process(self, target: Target) -> IsolatedProcess:
-        return self._held.get(target.digest(), lambda: self._started(target))
+        return self._held.get(target.digest(), lambda: self._start(target))
 
-    def _started(self, target: Target) -> IsolatedProcess:
+    def _start(self, target: Target) -> IsolatedProcess:
+        where = f"target {target.name}"
         if target.custom_ops:
-            raise MeasurementError(
-                "libraries of custom operators cannot be loaded from JavaScript", where=f"target {target.name}"
-            )
-        return IsolatedProcess(self._command(target), _limits(target), f"target {target.name}")
-
-    def _command(self, target: Target) -> Command:
+            raise MeasurementError("libraries of custom operators cannot be loaded from JavaScript", where=where)
         node, program = require_program(NODE, target.name), self._program(target)
-        packages = NpmPackages(folder=self._packages_folder()).installed(self._requirements(target))
+        if self.folder is None:
+            self._temporary = Scratch()
+            self.folder = self._temporary.path
+        packages = NpmPackages(folder=self.folder).installed(self._requirements(target))
 
         def command(scratch: Path, answers: int, memory: int) -> list[str]:
             del scratch, memory
             worker = [str(WORKER.resolve()), self.kind, str(packages.resolve()), str(answers), program]
             return [node, "--expose-gc", "--no-warnings", *worker]
 
-        return command
-
-    def _packages_folder(self) -> Path:
-        if self.folder is not None:
-            return self.folder
-        if self._temporary is None:
-            self._temporary = Scratch()
-        return self._temporary.path
+        return IsolatedProcess(command, _limits(target), where)
 
     def _requirements(self, target: Target) -> tuple[str, ...]:
         own = self._defaults(target)
@@ -316,11 +298,7 @@ def find_program(names: Sequence[str]) -> str | None:
 
 
 def require_program(names: Sequence[str], target: str) -> str:
-    """Return the path of the program.
-
-    Raises:
-        MeasurementError: it is not on the path.
-    """
+    """Return the path of the program."""
     place = find_program(names)
     if place is None:
         raise MeasurementError(
@@ -332,7 +310,7 @@ def require_program(names: Sequence[str], target: str) -> str:
 def read_program_version(names: Sequence[str]) -> str:
     """Return the version that the program reports; `not installed` if it is missing."""
     place = find_program(names)
-    return _said(place) if place else "not installed"
+    return _read_version(place) if place else "not installed"
 
 
 def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Diagnosis]:
@@ -348,7 +326,7 @@ def diagnose_programs(check: str, needs: Sequence[Sequence[str]]) -> Iterator[Di
 
 
 @functools.cache
-def _said(place: str) -> str:
+def _read_version(place: str) -> str:
     try:
         done = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -375,17 +353,14 @@ _TYPES = {
 
 
 def write_tensors(tensors: Tensors, stem: Path) -> list[dict[str, Any]]:
-    """Write tensors to files `stem-<number>` and describe them for a worker.
-
-    Raises:
-        MeasurementError: a tensor has a type that JavaScript has not.
-    """
+    """Write tensors to files `stem-<number>` and describe them for a worker."""
     entries = []
     for number, (name, array) in enumerate(tensors.items()):
         file = stem.with_name(f"{stem.name}-{number}")
         kind = "string" if array.dtype.kind in "OUS" else array.dtype.name
         if kind == "string":
-            file.write_text(json.dumps([_text(value) for value in array.ravel().tolist()]), encoding="utf-8")
+            texts = [v.decode(errors="replace") if isinstance(v, bytes) else str(v) for v in array.ravel().tolist()]
+            file.write_text(json.dumps(texts), encoding="utf-8")
         elif kind in _TYPES:
             file.write_bytes(array.astype(_TYPES[kind]).tobytes())
         else:
@@ -407,7 +382,3 @@ def read_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
             values = np.frombuffer(data, dtype=_TYPES[entry["type"]])
             tensors[entry["name"]] = values.astype(values.dtype.newbyteorder("=")).reshape(dims)
     return tensors
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,36 @@
+"""Azure Blob Storage as a real server: Azurite, which npm brings."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onnx_ops.adapters.isolation.environments import NpmPackages
+from tests.support.ports import free_port
+
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account that every Azurite has; it opens nothing else."""
+
+
+@contextmanager
+def azurite(packages: Path, container: str) -> Iterator[str]:
+    """A server with one empty container; yields its connection string. `packages` is a folder for npm."""
+    from azure.storage.blob import BlobServiceClient
+
+    found = shutil.which("azurite-blob")
+    program = found or NpmPackages(folder=packages).installed(("azurite@3.37.0",)) / "node_modules/.bin/azurite-blob"
+    port = free_port()
+    options = ("--silent", "--skipApiVersionCheck", "--blobPort", str(port), "--inMemoryPersistence")
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
+        try:
+            account = f"AccountName={ACCOUNT};AccountKey={KEY}"
+            opened = f"DefaultEndpointsProtocol=http;{account};BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
+            with BlobServiceClient.from_connection_string(opened, retry_total=20, retry_backoff_factor=0.1) as client:
+                client.create_container(container)  # asks again until the server answers
+            yield opened
+        finally:
+            process.terminate()
