@@ -26,7 +26,7 @@ Clients = Callable[[str], Any]
 GUARDED_VARIANT = "main"
 """A guarded update keeps the variant's name: with another one SageMaker would not guard it."""
 
-_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
 _CONNECT_S = 10.0
 API_TIMEOUT_S = 60.0
