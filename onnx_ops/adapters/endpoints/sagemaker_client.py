@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import Clients, create_once, get_error_code, has_error_text, translate_errors
+from onnx_ops.adapters.aws import Clients, create_once, get_error_code, get_error_message, translate_errors
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -25,19 +25,13 @@ T = TypeVar("T")
 MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 """Codes of S3 where there is no such object."""
 NOT_FOUND = ("could not find",)
-"""SageMaker's message where there is no such resource."""
+"""SageMaker's message, in small letters, where there is no such resource."""
 IN_PROGRESS = ("in-progress", "in progress")
 """SageMaker's messages where a resource is being changed."""
 
 
 class SageMakerClient:
-    """Requests about one endpoint.
-
-    Args:
-        clients: boto3's clients by service.
-        endpoint: its name.
-        settings: of the endpoint.
-    """
+    """Requests about one endpoint."""
 
     def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
         self.clients = clients
@@ -63,7 +57,8 @@ class SageMakerClient:
             try:
                 return getattr(self.clients(service), operation)(**request)
             except ClientError as error:
-                if get_error_code(error) in ignored_codes or has_error_text(error, *ignored_messages):
+                message = get_error_message(error).lower()
+                if get_error_code(error) in ignored_codes or any(text in message for text in ignored_messages):
                     return None
                 raise
 
@@ -88,13 +83,11 @@ class SageMakerClient:
 
     def describe_config(self, name: str) -> Mapping[str, Any]:
         """Return an endpoint config."""
-        config: Mapping[str, Any] = self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name)
-        return config
+        return dict(self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name))
 
     def describe_model(self, name: str) -> Mapping[str, Any]:
         """Return a model."""
-        model: Mapping[str, Any] = self.call("sagemaker", "describe_model", ModelName=name)
-        return model
+        return dict(self.call("sagemaker", "describe_model", ModelName=name))
 
     def is_ours(self, description: Mapping[str, Any]) -> bool:
         """Return whether the described endpoint carries our tag."""
@@ -106,11 +99,7 @@ class SageMakerClient:
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
-        """Repeat a step, as often as the settings say, until it returns something.
-
-        Raises:
-            ServiceUnavailableError: the time is over; `what` says what did not happen.
-        """
+        """Repeat a step until it returns something; `what` says what did not happen if the time is over."""
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
@@ -164,9 +153,8 @@ class GenerationFence:
 
     def record_reached(self, config_name: str) -> None:
         """Record that a guarded endpoint has reached a config."""
-        self._client.call(
-            "s3", "put_object", Bucket=self._client.settings.bucket, Key=self._reached, Body=config_name.encode()
-        )
+        bucket, body = self._client.settings.bucket, config_name.encode()
+        self._client.call("s3", "put_object", Bucket=bucket, Key=self._reached, Body=body)
         self.end_update(config_name)
 
     def has_reached(self, config_name: str) -> bool:
