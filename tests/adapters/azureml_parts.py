@@ -20,9 +20,8 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
-from tests.adapters.endpoint_site import EndpointSite, make_models
+from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
@@ -35,15 +34,7 @@ _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
 def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
-    return EndpointConfig(
-        endpoint="scaling",
-        provider="azureml",
-        model="scale",
-        target="cpu",
-        target_digest=Digest("sha256:" + "0" * 64),
-        pipeline="test",
-        settings={**cloud.settings, **settings},
-    )
+    return make_config("scaling", "azureml", **{**cloud.settings, **settings})
 
 
 def enter(environment: Mapping[str, str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.domain.quantities import Json
 from onnx_ops.ports.release import EndpointProvider
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
 
@@ -40,3 +42,16 @@ def make_models(folder: Path) -> dict[str, Deployment]:
         "blue": scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
         "green": scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
     }
+
+
+def make_config(endpoint: str, provider: str = "local", **settings: Json) -> EndpointConfig:
+    digest = digest_bytes(b"target")
+    return EndpointConfig(
+        endpoint=endpoint,
+        provider=provider,
+        model="scale",
+        target="cpu",
+        target_digest=digest,
+        pipeline="p",
+        settings=settings,
+    )

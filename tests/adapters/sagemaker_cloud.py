@@ -13,24 +13,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
 from onnx_ops.domain.quantities import Json
-from tests.adapters.endpoint_site import EndpointSite
+from tests.adapters.endpoint_site import EndpointSite, make_config
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client
 from tests.support.forks import fork_context
 
 
 def config_of(name: str, **settings: Json) -> EndpointConfig:
-    return EndpointConfig(
-        endpoint=name,
-        provider="sagemaker",
-        model="scale",
-        target="cpu-1t",
-        target_digest=digest_bytes(b"target"),
-        pipeline="digits",
-        settings={**SETTINGS, **settings},
-    )
+    return make_config(name, "sagemaker", **{**SETTINGS, **settings})
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,6 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.local_server import LocalServer
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import (
     ConflictError,
@@ -34,17 +33,10 @@ from onnx_ops.errors import (
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
 from onnx_ops.testing.endpoints import EndpointProviderSuite, state_of
-from tests.adapters.endpoint_site import EndpointSite, make_models
+from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.ports import free_port
 
-CONFIG = EndpointConfig(
-    endpoint="digits",
-    provider="local",
-    model="scale",
-    target="cpu-1t",
-    target_digest=digest_bytes(b"target"),
-    pipeline="digits",
-)
+CONFIG = make_config("digits")
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ _PRINCIPAL = "sagemaker.amazonaws.com"
 
 
 class Moto:
-    """Fulfils `sagemaker_parts.Surroundings`."""
+    """The other services, and the machines."""
 
     def __init__(self, containers: Containers, clock: Callable[[], float]) -> None:
         self._containers = containers
@@ -38,6 +38,7 @@ class Moto:
         return any(r.arn == role and _PRINCIPAL in json.dumps(r.assume_role_policy_document) for r in roles)
 
     def lacks(self, role: str, action: str, resource: str) -> bool:
+        """Whether the containers' role may not do what SageMaker does in its name."""
         return role == ROLE and not is_allowed(container(), Request(action, resource))
 
     def firing(self, alarms: list[str]) -> list[str]:
