@@ -1,7 +1,7 @@
 """Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
-The cloud and the credentials come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
-`ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity looks for.
+Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or `ARM_CLOUD_METADATA_URL`, and what
+`DefaultAzureCredential` of azure-identity looks for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Azure ML through the SDK's MLClient: reads are retried, writes are sent once.
+"""Azure ML through the SDK's MLClient, without the SDK's own retries: reads are retried, writes are sent once.
 
-The SDK's own retries are off, and its requests time out. It would send a write again after a newer one of another
-client; here a write is repeated only after a read shows that it is still needed.
+The SDK would send a write again after a newer one of another client; here a read must show that it is still needed.
 """
 
 from __future__ import annotations

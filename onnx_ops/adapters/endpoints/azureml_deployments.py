@@ -1,8 +1,7 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-What a deployment was made with is a part of its name and never changed; only the number of its instances is. So other
-settings make another deployment, and traffic moves there once it runs. A deployment that is scaled automatically has
-an autoscale setting of Azure Monitor, and a tag that says so.
+What a deployment was made with is a part of its name and never changed, so other settings make another deployment.
+Only instance counts change; one that is scaled has an autoscale setting of Azure Monitor, and a tag that says so.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 SCORING_ROUTE = "/invocations"
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
-_METRIC = "CpuUtilizationPercentage"
 _MONITOR_REMEDY = "Give the identity the role Monitoring Contributor on the resource group; see docs/azureml.md."
 
 
@@ -301,7 +299,7 @@ def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
 def _rule(target: str, operator: str, threshold: float, direction: str) -> dict[str, Any]:
     return {
         "metricTrigger": {
-            "metricName": _METRIC,
+            "metricName": "CpuUtilizationPercentage",
             "metricResourceUri": target,
             "timeGrain": "PT1M",
             "statistic": "Average",

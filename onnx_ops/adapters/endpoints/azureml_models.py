@@ -1,8 +1,7 @@
-"""Models where Azure's containers read them: datastore, workspace, registry.
+"""Models where Azure's containers read them: datastore, workspace, registry, which workspaces of all regions read.
 
-A folder is named by its content and holds `deployment.json` and `model/`. `deployment.json` is written last: a folder
-without it belongs to an upload that was cut off, and is written again. Workspaces of all regions read a registry; the
-first workspace that needs a model copies it there.
+A folder is named by its content and holds `model/` and, written last, `deployment.json`: without that the upload was
+cut off, and is made again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 _VERSION = "1"
 """Of every model: what has a name never changes."""
-_API = "api-version=2024-04-01"
 _BLOCK_BYTES = 8 << 20
 
 
@@ -199,7 +197,7 @@ class _RegistryModel:
         from azure.ai.ml.entities import WorkspaceModelReference
 
         path = self._client.workspace.path
-        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?{_API}"))
+        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?api-version=2024-04-01"))
         source = (
             f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
             f"/models/{asset}/versions/{_VERSION}"

@@ -1,7 +1,6 @@
 """A state in Azure's terms: names, tags and traffic of an endpoint.
 
-The endpoint's tags say which state was applied, the deployments' tags what they serve. Tags and traffic are sent in
-the same request, so one is never newer than the other.
+Tags say which state was applied and what deployments serve. They are sent with the traffic, so neither is newer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Changes of an endpoint in Azure, which survive a kill between any requests.
+"""Changes of an endpoint in Azure, which survive a kill between any requests and keep traffic at 100 %.
 
-The order keeps traffic at 100 % throughout: deployments first, then tags and traffic in one request, and only then are
-deployments without traffic deleted. There is no ETag, so every write follows a read that shows no later generation,
-under a lock of this machine, and is read back.
+Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag: every write follows
+a read that shows no later generation, under a lock of this machine, and is read back.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
 
 _log = logging.getLogger(__name__)
-_LOCK_S = 120.0
 
 
 class SentGeneration:
@@ -46,7 +44,7 @@ class SentGeneration:
 
     def lock(self) -> AbstractContextManager[None]:
         """Keep other processes of this machine from changing the endpoint's traffic."""
-        return exclusive_lock(self._folder / "azureml.lock", _LOCK_S, where=self._folder.name)
+        return exclusive_lock(self._folder / "azureml.lock", 120.0, where=self._folder.name)
 
     @property
     def value(self) -> int | None:

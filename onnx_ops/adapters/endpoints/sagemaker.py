@@ -1,8 +1,7 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
-Strategy `ab`: a variant for each deployment, traffic by their weights; a rollback is one change of weights. Strategy
-`guarded`: one variant, which SageMaker replaces itself, watching CloudWatch's alarms; a rollback is an update to the
-config before.
+Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`: one variant, which
+SageMaker replaces under CloudWatch's alarms, and a rollback is an update to the config before.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
-SageMaker has no conditional update, and its reads are behind; S3's are not. So a generation is claimed there, by an
-object that is created only if absent and holds the whole state, before anything is changed; and before every change
-the claims are read again. A change that slips through between such a read and the request is seen by the next
-`observe`.
+SageMaker has no conditional update, and its reads are behind; S3 has, and its are not. So a generation is claimed there
+by an object with the whole state before anything is changed, and the claims are read again before every change.
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ class GenerationFence:
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:
-        """Raise ConflictError if a later generation is claimed."""
+        """Raise ConflictError if a later generation is claimed; the next `observe` sees what slips through."""
         keys = self._client.keys(self._claims)
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)

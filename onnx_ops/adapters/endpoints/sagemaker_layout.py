@@ -1,8 +1,7 @@
 """A state of an endpoint as requests to SageMaker, and back.
 
-Models and endpoint configs cannot be changed, so they are named by the digest of their content. A config's name has
-two parts: the models and variants of the endpoint, and the weights that it begins with. Weights alone may change later.
-Which keys a container trusts stays as it was when its model was made, as machines may hold different keys.
+Models and configs cannot be changed, so they are named by the digest of their content; a config's weights are a part
+of the name on their own. The keys that a container trusts stay as they were: machines may hold different ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Archives, models and endpoint configs of an endpoint, and their deletion.
+"""Archives, models and endpoint configs of an endpoint, named by their content, and their deletion on request.
 
-All three are named by their content, so the same version makes the same bytes under the same key. An archive is sent
-with its digest and never overwritten. `apply` deletes none of them; what nothing needs is listed, and deleted on
-request.
+The same version makes the same bytes under the same key; an archive is sent with its digest and never overwritten.
 """
 
 from __future__ import annotations

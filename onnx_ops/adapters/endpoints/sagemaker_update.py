@@ -1,7 +1,7 @@
 """Updates of an endpoint: observe, make the change that is due, observe again.
 
-SageMaker's own waiter takes an update that was rolled back for a success, as the endpoint is in service again. This one
-requires the desired config and the desired weights, and reads why they were not reached.
+SageMaker's own waiter takes an update that was rolled back for a success; this one requires the desired config and
+weights, and reads why they were not reached.
 """
 
 from __future__ import annotations

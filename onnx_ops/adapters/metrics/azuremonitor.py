@@ -1,8 +1,7 @@
-"""Metrics of a managed online endpoint in Azure Monitor.
+"""Metrics of a managed online endpoint in Azure Monitor, which keeps averages of a minute.
 
-It keeps averages of a minute. That of `RequestsPerMinute` is the minute's number of requests, so sums of whole minutes
-are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollout-analysis.md judges
-those.
+That of `RequestsPerMinute` is a number of requests, so sums of whole minutes are counts. Latencies have percentiles
+and no exceedances, so the weaker rule of docs/rollout-analysis.md judges them.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError,
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.messages import FAILURE_STATUSES
 
-_VERSION = "2023-10-01"
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
 """Time for which the counts of a minute still grow after its end."""
 _WINDOW = 10 * _MINUTE
 """Percentiles of this time stand for the requests since the last reading."""
-_STATUSES = ("statusCode", "modelStatusCode")
 _MODEL_ERROR = "424"
 """Azure's status where the container's, in `modelStatusCode`, is not 200."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
@@ -62,7 +59,7 @@ class AzureMonitorMetrics:
         """Return the counts of the day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
-        counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)
+        counts = self._series(config, "RequestsPerMinute", ("statusCode", "modelStatusCode"), day, until)
         latencies = self._series(config, f"{_P50},{_P99}", (), max(day, until - _WINDOW), until)
         tallies, quantiles = {}, {}
         for name in deployments:
@@ -90,7 +87,7 @@ class AzureMonitorMetrics:
         name = read_endpoint_name(config.endpoint, config.settings)
         chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", *dimensions))
         query = {
-            "api-version": _VERSION,
+            "api-version": "2023-10-01",
             "metricnames": metrics,
             "timespan": f"{_text(first)}/{_text(until)}",
             "interval": "PT1M",

@@ -1,7 +1,6 @@
-"""Metrics of a SageMaker endpoint's variants in CloudWatch.
+"""Metrics of a SageMaker endpoint's variants in CloudWatch, which counts whole minutes and publishes them late.
 
-It counts in whole minutes and publishes them late, so a reading ends with the last minute that is complete. Counts
-begin with the endpoint's last change, which is the origin. The clock is that of AWS's answers, not of this machine.
+A reading ends with the last complete minute and begins with the endpoint's last change. The clock is that of AWS.
 """
 
 from __future__ import annotations
