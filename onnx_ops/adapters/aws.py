@@ -31,41 +31,32 @@ _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
 _UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as it should", "Try again later.")
-_QUOTA_REMEDY = "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`."
 _ERRORS: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
-    **dict.fromkeys(
+    code: error
+    for codes, error in (
         (
-            "ConditionalRequestConflict",
-            "InternalFailure",
-            "InternalServerError",
-            "RequestLimitExceeded",
-            "RequestTimeout",
-            "ServiceUnavailable",
-            "SlowDown",
-            "Throttling",
-            "ThrottlingException",
-            "TooManyRequestsException",
+            "InternalFailure InternalServerError RequestTimeout ServiceUnavailable ConditionalRequestConflict",
+            _UNAVAILABLE,
         ),
-        _UNAVAILABLE,
-    ),
-    **dict.fromkeys(
-        ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403"),
-        (RefusedError, "AWS does not permit {}", "docs/sagemaker.md lists the permissions that the caller needs."),
-    ),
-    **dict.fromkeys(
+        ("RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException", _UNAVAILABLE),
         (
-            "ExpiredToken",
-            "ExpiredTokenException",
-            "InvalidClientTokenId",
-            "UnrecognizedClientException",
-            "SignatureDoesNotMatch",
+            "AccessDenied AccessDeniedException UnauthorizedOperation 403",
+            (RefusedError, "AWS does not permit {}", "docs/sagemaker.md lists the permissions that the caller needs."),
         ),
-        (ServiceUnavailableError, "AWS does not accept the credentials", "Sign in again: `aws sso login`."),
-    ),
-    **dict.fromkeys(
-        ("LimitExceededException", "ResourceLimitExceeded"),
-        (InfrastructureError, "a quota of the account is used up", _QUOTA_REMEDY),
-    ),
+        (
+            "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch",
+            (ServiceUnavailableError, "AWS does not accept the credentials", "Sign in again: `aws sso login`."),
+        ),
+        (
+            "LimitExceededException ResourceLimitExceeded",
+            (
+                InfrastructureError,
+                "a quota of the account is used up",
+                "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+            ),
+        ),
+    )
+    for code in codes.split()
 }
 """Class, text (`{}` is the operation) and remedy by the service's code."""
 
