@@ -31,34 +31,27 @@ _ATTEMPTS = 6
 API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
 _UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as it should", "Try again later.")
-_ERRORS: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
-    code: error
-    for codes, error in (
-        (
-            "InternalFailure InternalServerError RequestTimeout ServiceUnavailable ConditionalRequestConflict",
-            _UNAVAILABLE,
-        ),
-        ("RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException", _UNAVAILABLE),
-        (
-            "AccessDenied AccessDeniedException UnauthorizedOperation 403",
-            (RefusedError, "AWS does not permit {}", "docs/sagemaker.md lists the permissions that the caller needs."),
-        ),
-        (
-            "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch",
-            (ServiceUnavailableError, "AWS does not accept the credentials", "Sign in again: `aws sso login`."),
-        ),
-        (
-            "LimitExceededException ResourceLimitExceeded",
-            (
-                InfrastructureError,
-                "a quota of the account is used up",
-                "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
-            ),
-        ),
-    )
-    for code in codes.split()
+_ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
+    "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout ServiceUnavailable": _UNAVAILABLE,
+    "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
+    "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
+        RefusedError,
+        "AWS does not permit {}",
+        "docs/sagemaker.md lists the permissions that the caller needs.",
+    ),
+    "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch": (
+        ServiceUnavailableError,
+        "AWS does not accept the credentials",
+        "Sign in again: `aws sso login`.",
+    ),
+    "LimitExceededException ResourceLimitExceeded": (
+        InfrastructureError,
+        "a quota of the account is used up",
+        "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+    ),
 }
-"""Class, text (`{}` is the operation) and remedy by the service's code."""
+"""Class, text (`{}` is the operation) and remedy by the service's codes."""
+_ERRORS = {code: error for codes, error in _ERRORS_BY_CODES.items() for code in codes.split()}
 
 
 _IDENTITY_VARIABLES = (

@@ -21,6 +21,7 @@ from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy,
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
+from onnx_ops.domain.quantities import Json
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
@@ -34,7 +35,8 @@ _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
 def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
-    return make_config("scaling", "azureml", **{**cloud.settings, **settings})
+    given: dict[str, Json] = {**cloud.settings, **settings}
+    return make_config("scaling", "azureml", **given)
 
 
 def enter(environment: Mapping[str, str]) -> None:
@@ -139,8 +141,9 @@ class World(EndpointSite):
 
 @contextmanager
 def open_world(folder: Path) -> Iterator[World]:
+    blue, green = make_models(folder / "models")
     with AzureCloud(folder / "cloud") as cloud, inside(cloud):
-        yield World(cloud=cloud, folder=folder / "endpoints", **make_models(folder / "models"))
+        yield World(cloud=cloud, folder=folder / "endpoints", blue=blue, green=green)
 
 
 def _apply(

@@ -27,7 +27,8 @@ def sagemaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMake
 def empty_site(sagemaker: FakeSageMaker, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The fake as it was when it had started, for each module, and models that it does not know."""
     sagemaker.reset()
-    return Site(fake=sagemaker, **make_models(tmp_path_factory.mktemp("models")))
+    blue, green = make_models(tmp_path_factory.mktemp("models"))
+    return Site(fake=sagemaker, blue=blue, green=green)
 
 
 @pytest.fixture

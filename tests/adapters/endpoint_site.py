@@ -36,12 +36,10 @@ class EndpointSite:
         return list(self.observed(config).drift)
 
 
-def make_models(folder: Path) -> dict[str, Deployment]:
-    """Write the models of a site; their arguments."""
-    return {
-        "blue": scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0),
-        "green": scaling_deployment(folder / "green", name="green", version="2", scale=3.0),
-    }
+def make_models(folder: Path) -> tuple[Deployment, Deployment]:
+    """Write the models of a site; blue and green."""
+    blue = scaling_deployment(folder / "blue", name="blue", version="1", scale=2.0)
+    return blue, scaling_deployment(folder / "green", name="green", version="2", scale=3.0)
 
 
 def make_config(endpoint: str, provider: str = "local", **settings: Json) -> EndpointConfig:

@@ -21,7 +21,8 @@ from tests.support.forks import fork_context
 
 
 def config_of(name: str, **settings: Json) -> EndpointConfig:
-    return make_config(name, "sagemaker", **{**SETTINGS, **settings})
+    given: dict[str, Json] = {**SETTINGS, **settings}
+    return make_config(name, "sagemaker", **given)
 
 
 @dataclass(kw_only=True)

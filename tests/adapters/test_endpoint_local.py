@@ -62,7 +62,8 @@ class Site(EndpointSite):
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(folder=tmp_path / "endpoints" / "digits", **make_models(tmp_path / "models"))
+    blue, green = make_models(tmp_path / "models")
+    site = Site(folder=tmp_path / "endpoints" / "digits", blue=blue, green=green)
     yield site
     site.provider.stop(CONFIG)
 
