@@ -26,38 +26,49 @@ Clients = Callable[[str], Any]
 GUARDED_VARIANT = "main"
 """A guarded update keeps the variant's name: with another one SageMaker would not guard it."""
 
-_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_NAME = re.compile(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*")
 _ATTEMPTS = 6
-_CONNECT_S = 10.0
 API_TIMEOUT_S = 60.0
 """Time that AWS may take to answer one request."""
-_TAKEN = frozenset({"PreconditionFailed", "412"})
-_RACED = frozenset({"ConditionalRequestConflict", "409"})
-_UNAVAILABLE = frozenset(
-    {
-        "ConditionalRequestConflict",
-        "InternalFailure",
-        "InternalServerError",
-        "RequestLimitExceeded",
-        "RequestTimeout",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "TooManyRequestsException",
-    }
+_UNAVAILABLE = (ServiceUnavailableError, "AWS does not answer as it should", "Try again later.")
+_ERRORS_BY_CODES: Mapping[str, tuple[type[OnnxOpsError], str, str]] = {
+    "ConditionalRequestConflict InternalFailure InternalServerError RequestTimeout ServiceUnavailable": _UNAVAILABLE,
+    "RequestLimitExceeded SlowDown Throttling ThrottlingException TooManyRequestsException": _UNAVAILABLE,
+    "AccessDenied AccessDeniedException UnauthorizedOperation 403": (
+        RefusedError,
+        "AWS does not permit {}",
+        "docs/sagemaker.md lists the permissions that the caller needs.",
+    ),
+    "ExpiredToken ExpiredTokenException InvalidClientTokenId UnrecognizedClientException SignatureDoesNotMatch": (
+        ServiceUnavailableError,
+        "AWS does not accept the credentials",
+        "Sign in again: `aws sso login`.",
+    ),
+    "LimitExceededException ResourceLimitExceeded": (
+        InfrastructureError,
+        "a quota of the account is used up",
+        "Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
+    ),
+}
+"""Class, text (`{}` is the operation) and remedy by the service's codes."""
+_ERRORS = {code: error for codes, error in _ERRORS_BY_CODES.items() for code in codes.split()}
+
+
+_IDENTITY_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403"})
-_UNAUTHENTICATED = frozenset(
-    {
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidClientTokenId",
-        "UnrecognizedClientException",
-        "SignatureDoesNotMatch",
-    }
+_IDENTITY_SETTINGS = (
+    "aws_access_key_id",
+    "credential_process",
+    "login_session",
+    "role_arn",
+    "sso_session",
+    "sso_start_url",
+    "web_identity_token_file",
 )
-_QUOTA_USED_UP = frozenset({"LimitExceededException", "ResourceLimitExceeded"})
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: settings inherit from two dataclasses
@@ -70,25 +81,17 @@ class AwsAccess:
 
 
 def read_access(*settings: Mapping[str, Json], where: str = "") -> AwsAccess:
-    """Return the access that settings choose among others; later ones win.
-
-    Raises:
-        SettingsError: One of them is wrong.
-    """
+    """Return the access that settings choose among others; later ones win."""
     names = [f.name for f in fields(AwsAccess)]
     given = {name: each[name] for each in settings for name in names if name in each}
     return bind_settings(given, AwsAccess, where=where)
 
 
 def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
-    """Return the clients for a region and a profile.
-
-    They retry, six times at most, what may be tried again: throttling, 5xx, connections that break, answers that do not
-    come in time.
+    """Return the clients for a region and a profile, which retry what may be tried again, six times at most.
 
     Raises:
         UserError: there is no such profile, or no region is chosen: some services would do without, others not.
-        MissingPackageError: the extra `aws` is not installed.
     """
     require("boto3", where=where or "AWS")
     import boto3
@@ -103,36 +106,17 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
         raise _no_region(where)
     how = Config(
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        connect_timeout=min(_CONNECT_S, access.api_timeout),
+        connect_timeout=min(10.0, access.api_timeout),
         read_timeout=access.api_timeout,
         user_agent_extra="onnx-ops",
     )
-    made: dict[str, Any] = {}
 
+    @cache
     def client(service: str) -> Any:
-        if service not in made:
-            with translate_errors(where):
-                made[service] = session.client(service, config=how)
-        return made[service]
+        with translate_errors(where):
+            return session.client(service, config=how)
 
     return client
-
-
-_IDENTITY_VARIABLES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_QUOTA_USED_UP_URI",
-)
-_IDENTITY_SETTINGS = (
-    "aws_access_key_id",
-    "credential_process",
-    "login_session",
-    "role_arn",
-    "sso_session",
-    "sso_start_url",
-    "web_identity_token_file",
-)
 
 
 def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsError | None:
@@ -168,30 +152,49 @@ def _models(data_path: str | None) -> Any:
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
     """Raise boto3's errors as errors of onnx-ops, each with its remedy."""
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        InvalidRegionError,
+        NoCredentialsError,
+        NoRegionError,
+        ParamValidationError,
+        PartialCredentialsError,
+        ProfileNotFound,
+    )
 
     try:
         yield
     except ClientError as error:
-        raise _of_service(error, where) from error
+        code, operation = get_error_code(error), str(getattr(error, "operation_name", "the call"))
+        is_down = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+        otherwise = _UNAVAILABLE if is_down else (InfrastructureError, "AWS refused {}", "")
+        kind, what, remedy = _ERRORS.get(code, otherwise)
+        why = f"{operation}: {code}: {get_error_message(error)}"
+        raise kind(what.format(operation), where=where, why=why, remedy=remedy) from error
+    except (NoCredentialsError, PartialCredentialsError) as error:
+        raise _no_credentials(where, str(error)) from error
+    except NoRegionError as error:
+        raise _no_region(where) from error
+    except (ProfileNotFound, ParamValidationError, InvalidRegionError) as error:
+        raise UserError("AWS cannot be asked like that", where=where, why=str(error)) from error
     except BotoCoreError as error:
-        raise _of_client(error, where) from error
+        what, why = "AWS does not answer", str(error)
+        raise ServiceUnavailableError(what, where=where, why=why, remedy="Try again later.") from error
 
 
 def create_once(send: Callable[[], object]) -> None:
     """Let `send` create an object of S3 if there is none; an existing one stays.
 
     S3 may refuse two concurrent writers both, and asks them to retry.
-
-    Raises:
-        ClientError: it could not be created.
     """
     from botocore.exceptions import ClientError
 
+    raced = ("ConditionalRequestConflict", "409")
     try:
-        retry(send, lambda error: isinstance(error, ClientError) and get_error_code(error) in _RACED, _ATTEMPTS)
+        retry(send, lambda error: isinstance(error, ClientError) and get_error_code(error) in raced, _ATTEMPTS)
     except ClientError as error:
-        if get_error_code(error) not in _TAKEN:
+        if get_error_code(error) not in ("PreconditionFailed", "412"):
             raise
 
 
@@ -203,11 +206,6 @@ def get_error_code(error: Any) -> str:
 def get_error_message(error: Any) -> str:
     """Return the service's message of a `ClientError`."""
     return str(error.response.get("Error", {}).get("Message", ""))
-
-
-def has_error_text(error: Any, *texts: str) -> bool:
-    """Return whether a `ClientError`'s message contains a text, in any case."""
-    return any(text.lower() in get_error_message(error).lower() for text in texts)
 
 
 def build_variant_name(deployment: str) -> str:
@@ -223,34 +221,6 @@ def is_valid_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def _of_service(error: Any, where: str) -> OnnxOpsError:
-    code, operation = get_error_code(error), str(getattr(error, "operation_name", "the call"))
-    why = f"{operation}: {code}: {get_error_message(error)}"
-    if code in _UNAUTHENTICATED:
-        return ServiceUnavailableError(
-            "AWS does not accept the credentials", where=where, why=why, remedy="Sign in again: `aws sso login`."
-        )
-    if code in _DENIED:
-        return RefusedError(
-            f"AWS does not permit {operation}",
-            where=where,
-            why=why,
-            remedy="docs/sagemaker.md lists the permissions that the caller needs.",
-        )
-    if code in _QUOTA_USED_UP:
-        return InfrastructureError(
-            "a quota of the account is used up",
-            where=where,
-            why=why,
-            remedy="Request more in the console of Service Quotas, or free some: `onnx-ops status --orphans`.",
-        )
-    if code in _UNAVAILABLE or error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
-        return ServiceUnavailableError(
-            "AWS does not answer as it should", where=where, why=why, remedy="Try again later."
-        )
-    return InfrastructureError(f"AWS refused {operation}", where=where, why=why)
-
-
 def _no_credentials(where: str, why: str = "") -> UserError:
     remedy = "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run where a role is given."
     return UserError("there are no AWS credentials", where=where, why=why, remedy=remedy)
@@ -259,15 +229,3 @@ def _no_credentials(where: str, why: str = "") -> UserError:
 def _no_region(where: str) -> UserError:
     remedy = "Set `region` in the endpoint's settings, or AWS_DEFAULT_REGION."
     return UserError("no AWS region is chosen", where=where, remedy=remedy)
-
-
-def _of_client(error: Any, where: str) -> OnnxOpsError:
-    from botocore import exceptions as of
-
-    if isinstance(error, of.NoCredentialsError | of.PartialCredentialsError):
-        return _no_credentials(where, str(error))
-    if isinstance(error, of.NoRegionError):
-        return _no_region(where)
-    if isinstance(error, of.ProfileNotFound | of.ParamValidationError | of.InvalidRegionError):
-        return UserError("AWS cannot be asked like that", where=where, why=str(error))
-    return ServiceUnavailableError("AWS does not answer", where=where, why=str(error), remedy="Try again later.")

@@ -1,7 +1,7 @@
 """Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
-The cloud and the credentials come from the environment alone, as for every Azure tool: `AZUREML_CURRENT_CLOUD` or
-`ARM_CLOUD_METADATA_URL`, and what `DefaultAzureCredential` of azure-identity looks for.
+Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or `ARM_CLOUD_METADATA_URL`, and what
+`DefaultAzureCredential` of azure-identity looks for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from onnx_ops.plugins import EXTRAS, require
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
 
-
 _MANAGEMENT = {
     "AzureCloud": "https://management.azure.com",
     "AzureChinaCloud": "https://management.chinacloudapi.cn",
@@ -40,10 +39,8 @@ EndpointName = Annotated[str, _ENDPOINT]
 
 API_TIMEOUT_S = 60.0
 """Time that Azure may take to answer one request."""
-_CONNECT_S = 10.0
-_TOKEN_TRIES = 3
-_LONGEST_PAUSE_S = 5.0
-
+_IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
+_IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cache.bin", "AzureRmContext.json")
 LOGIN_REMEDY = (
     "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a federated token), or give "
     "the machine a managed identity."
@@ -69,21 +66,13 @@ class Workspace:
 
 
 def read_workspace(settings: Mapping[str, Json], *, where: str = "") -> Workspace:
-    """Return the workspace that an endpoint's settings name.
-
-    Raises:
-        SettingsError: `subscription`, `resource_group` or `workspace` is missing or no name.
-    """
+    """Return the workspace that an endpoint's settings name."""
     given = {f.name: settings[f.name] for f in fields(Workspace) if f.name in settings}
     return bind_settings(given, Workspace, where=where, remedy="Add them to the endpoint's settings: workspace: NAME.")
 
 
 def read_endpoint_name(endpoint: str, settings: Mapping[str, Json]) -> str:
-    """Return the endpoint's name in Azure: its setting `name`, else its own name.
-
-    Raises:
-        UserError: Azure takes no such name.
-    """
+    """Return the endpoint's name in Azure: its setting `name`, else its own name."""
     name = settings.get("name", endpoint)
     if isinstance(name, str) and re.fullmatch(_ENDPOINT.regex, name):
         return name
@@ -105,29 +94,16 @@ def get_management_url() -> str:
 
 def build_timeouts(api_timeout_s: float) -> dict[str, float]:
     """Return timeouts for clients of the SDK, whose defaults are five minutes."""
-    return {"connection_timeout": min(_CONNECT_S, api_timeout_s), "read_timeout": api_timeout_s}
+    return {"connection_timeout": min(10.0, api_timeout_s), "read_timeout": api_timeout_s}
 
 
 @functools.cache
 def get_credential(api_timeout_s: float = API_TIMEOUT_S) -> TokenCredential:
-    """Return the credential, which caches tokens and requests one three times.
-
-    Args:
-        api_timeout_s: how long the answer to such a request may take.
-
-    Raises:
-        MissingPackageError: the extra `azure` is not installed.
-    """
+    """Return the credential, which caches tokens and requests one three times."""
     require(*EXTRAS["azure"], where="Azure")
     from azure.identity import DefaultAzureCredential
 
-    return DefaultAzureCredential(
-        **build_timeouts(api_timeout_s), retry_total=_TOKEN_TRIES - 1, retry_backoff_max=_LONGEST_PAUSE_S
-    )
-
-
-_IDENTITY_VARIABLES = ("AZURE_CLIENT_ID", "AZURE_USERNAME", "IDENTITY_ENDPOINT", "MSI_ENDPOINT")
-_IDENTITY_FILES = ("azureProfile.json", "msal_token_cache.json", "msal_token_cache.bin", "AzureRmContext.json")
+    return DefaultAzureCredential(**build_timeouts(api_timeout_s), retry_total=2, retry_backoff_max=5.0)
 
 
 def find_missing_credentials(*, where: str = "") -> OnnxOpsError | None:
@@ -150,7 +126,6 @@ def fetch_token() -> str:
     Raises:
         RefusedError: there are no credentials, or they are not accepted.
         InfrastructureError: the credentials could not be checked.
-        MissingPackageError: the extra `azure` is not installed.
     """
     require(*EXTRAS["azure"], where="Azure")
     from azure.core.exceptions import AzureError, ClientAuthenticationError
@@ -165,11 +140,6 @@ def fetch_token() -> str:
 
 def request_resource(path: str, *, document: object = None, method: str = "GET") -> Any:
     """Send a request to Azure Resource Manager; return None if the answer is empty.
-
-    Args:
-        path: of the resource, with the query.
-        document: the body.
-        method: of HTTP.
 
     Raises:
         ServiceUnavailableError: it does not answer, asks to try again later, or does not answer JSON, as proxies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,7 @@ _VERSION_OF_A_FILE = ("ETag", "etag", "size", "LastModified", "last_modified", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSuppliedModels:
-    """Resolves `model:` of pipelines.
-
-    `root` is the project's folder; `registered` opens the registry where a model needs it.
-    """
+    """Resolves `model:` of pipelines below the project's folder; `registered` opens the registry."""
 
     root: Path
     registered: Callable[[], MlflowModels]
@@ -42,7 +39,13 @@ class UserSuppliedModels:
         if place.startswith(REGISTERED):
             return digest_json([place, self.registered().fingerprint(place)])
         if "://" in place:
-            return digest_json([place, _files(place)])
+            system, remote = _open(place)
+            infos = system.find(remote, detail=True) if system.isdir(remote) else {remote: system.info(remote)}
+            versions = {
+                name: {key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None}
+                for name, info in sorted(infos.items())
+            }
+            return digest_json([place, versions])
         path = self._path(place)
         if path.is_dir():
             files = {p.relative_to(path).as_posix(): digest_file(p) for p in path.rglob("*") if p.is_file()}
@@ -50,17 +53,25 @@ class UserSuppliedModels:
         return digest_file(path)
 
     def path(self, place: str, scratch: Path) -> Path:
-        """Return the model as a local path; a remote one is fetched into `scratch`.
-
-        Raises as `digest` does.
-        """
+        """Return the model as a local path; a remote one is fetched into `scratch`. Raises as `digest` does."""
         if place.startswith(REGISTERED):
             scratch.mkdir(parents=True)
             self.registered().fetch(place, scratch)
             return scratch
-        if "://" in place:
-            return _fetch(place, scratch)
-        return self._path(place)
+        if "://" not in place:
+            return self._path(place)
+        system, remote = _open(place)
+        target = scratch / (Path(urlsplit(place).path).name or "model")
+        try:
+            if system.isdir(remote):
+                system.get(remote.rstrip("/") + "/", str(target) + "/", recursive=True)
+            else:
+                scratch.mkdir(parents=True)
+                system.get_file(remote, str(target))
+        except Exception as error:  # every file system raises its own
+            why = f"{type(error).__name__}: {quoted(error)}"
+            raise ServiceUnavailableError("the model could not be fetched", where=_shown(place), why=why) from error
+        return target
 
     def _path(self, place: str) -> Path:
         path = self.root / place
@@ -82,33 +93,6 @@ def _open(url: str) -> tuple[Any, str]:
         why = f"{type(error).__name__}: {quoted(error)}"
         raise ServiceUnavailableError("the place of the model does not answer", where=_shown(url), why=why) from error
     raise NotFoundError("no such model", where=_shown(url), remedy="Look at `model:`, and at who may read that place.")
-
-
-def _files(url: str) -> dict[str, dict[str, str]]:
-    """Of every file of the place, what tells that it changed."""
-    system, path = _open(url)
-    found = system.find(path, detail=True) if system.isdir(path) else {path: system.info(path)}
-    return {name: _version(info) for name, info in sorted(found.items())}
-
-
-def _version(info: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None}
-
-
-def _fetch(url: str, scratch: Path) -> Path:
-    system, path = _open(url)
-    name = Path(urlsplit(url).path).name or "model"
-    target = scratch / name
-    try:
-        if system.isdir(path):
-            system.get(path.rstrip("/") + "/", str(target) + "/", recursive=True)
-        else:
-            scratch.mkdir(parents=True)
-            system.get_file(path, str(target))
-    except Exception as error:  # every file system raises its own
-        why = f"{type(error).__name__}: {quoted(error)}"
-        raise ServiceUnavailableError("the model could not be fetched", where=_shown(url), why=why) from error
-    return target
 
 
 def _shown(url: str) -> str:

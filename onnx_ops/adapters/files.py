@@ -21,9 +21,9 @@ UNFINISHED_S = 3600.0
 """Age at which such a file counts as left by a killed writer."""
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make a rename or link in this folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make the content of a file, or the renames and links in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -31,20 +31,24 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextmanager
+def _temporary_file(folder: Path) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=TEMPORARY)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
     """Give a private temporary file that takes its name when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with _temporary_file(path.parent) as temporary:
         yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
+        fsync_path(temporary)
         temporary.replace(path)
-        fsync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+        fsync_path(path.parent)
 
 
 def create_file(path: Path, data: bytes) -> bool:
@@ -52,21 +56,15 @@ def create_file(path: Path, data: bytes) -> bool:
 
     An exclusive open would leave a torn file if the writer is killed; a link appears whole or not at all.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+    with _temporary_file(path.parent) as temporary:
+        temporary.write_bytes(data)
+        fsync_path(temporary)
         try:
             os.link(temporary, path)
         except FileExistsError:
             return False
-        fsync_folder(path.parent)
+        fsync_path(path.parent)
         return True
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def read_private(path: Path, what: str, *, remedy: str = "") -> str:
@@ -75,7 +73,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     Args:
         path: the file.
         what: what it holds, as in "the webhook secret".
-        remedy: what to do where others may read it; `chmod` by default.
+        remedy: what to do where others may read it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -152,7 +150,7 @@ class FileJournal:
             stream.flush()
             os.fsync(stream.fileno())
         if is_new:
-            fsync_folder(self._path.parent)
+            fsync_path(self._path.parent)
 
     def clear(self) -> None:
         """Delete the file."""

@@ -13,8 +13,6 @@ from onnx_ops.errors import ServiceUnavailableError, UserError
 
 API = "GITHUB_API_URL"
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/(?!\.\.?(?:#|$))[\w.-]+", re.ASCII)
-_PAGES = 10
-"""Pages of a hundred entries that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +23,7 @@ class GitHubRepository:
     token: Callable[[], str]
 
     def request(self, method: str, path: str, document: object = None) -> Any:
-        """Send a request about `path` below the repository.
-
-        Raises:
-            ServiceUnavailableError, RefusedError: as for `request_json`.
-        """
+        """Send a request about `path` below the repository, as `request_json` does."""
         headers = {
             "Authorization": f"Bearer {self.token()}",
             "Accept": "application/vnd.github+json",
@@ -39,13 +33,9 @@ class GitHubRepository:
         return request_json(method, url, document, host=f"{self.host} {self.name}", headers=headers)
 
     def list_entries(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield the first thousand entries of a list, page by page.
-
-        Raises:
-            ServiceUnavailableError: the answer is no list.
-        """
+        """Yield the first thousand entries of a list, page by page."""
         joined = "&" if "?" in path else "?"
-        for page in range(1, _PAGES + 1):
+        for page in range(1, 11):
             entries = self.request("GET", f"{path}{joined}per_page=100&page={page}")
             if not isinstance(entries, list):
                 raise ServiceUnavailableError("did not answer with a list", where=self.name)
@@ -60,11 +50,7 @@ class GitHubRepository:
 
 
 def validate_token(token: str, where: str) -> str:
-    """Return a token that can be one.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Return the token; raise UserError if it cannot be one."""
     if token.isascii() and token.isprintable() and " " not in token:
         return token
     raise UserError("that is no GitHub token", where=where, remedy="It has letters, digits and underscores only.")

@@ -48,8 +48,7 @@ class LocalHost:
 
     def actor(self) -> str:
         """Return the user for the audit trail: ONNX_OPS_ACTOR or user@host."""
-        named = os.environ.get("ONNX_OPS_ACTOR")
-        return named or f"{getpass.getuser()}@{socket.gethostname()}"
+        return os.environ.get("ONNX_OPS_ACTOR") or f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def _started(process: int) -> str:

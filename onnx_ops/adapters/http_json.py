@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4 << 20
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRY_LATER = frozenset({408, 425, 429})
 
 _is_sending = ContextVar("_is_sending", default=False)
@@ -30,19 +29,18 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address that requests may be sent to.
 
     Raises:
-        UserError: it is no https address (http is allowed on this machine). The address is not shown: it may be a
-            secret.
+        UserError: it is no https address (http is allowed on this machine). The address, maybe a secret, is not shown.
     """
     try:
         parts = urlsplit(url)
         host, scheme, _ = parts.hostname or "", parts.scheme, parts.port
     except ValueError:
         host, scheme = "", ""
-    if host and (scheme == "https" or (scheme == "http" and host in _LOOPBACK)) and url.isascii() and url.isprintable():
+    is_safe = scheme == "https" or (scheme == "http" and host in ("localhost", "127.0.0.1", "::1"))
+    if host and is_safe and url.isascii() and url.isprintable():
         return host
-    raise UserError(
-        f"{what} is not an https address", remedy="It begins with https://; plain http is for this machine."
-    )
+    remedy = "It begins with https://; plain http is for this machine."
+    raise UserError(f"{what} is not an https address", remedy=remedy)
 
 
 def request_json(
@@ -56,10 +54,9 @@ def request_json(
     """
     import httpx
 
-    body = None if document is None else json.dumps(document).encode()
-    sent = {"User-Agent": "onnx-ops", "Accept-Encoding": "identity", **(headers or {})}
-    if body is not None:
-        sent = {"Content-Type": "application/json", **sent}
+    body, sent = None, {"User-Agent": "onnx-ops", "Accept-Encoding": "identity", **(headers or {})}
+    if document is not None:
+        body, sent = json.dumps(document).encode(), {"Content-Type": "application/json", **sent}
     deadline = time.monotonic() + TIMEOUT_S
     token = _is_sending.set(True)
     try:

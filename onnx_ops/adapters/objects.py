@@ -10,7 +10,7 @@ import datetime
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,9 @@ class LocalObjects(ObjectStore):
     @override
     @storage_errors()
     def read(self, name: str) -> bytes | None:
-        try:
+        with suppress(FileNotFoundError):
             return (self.root / name).read_bytes()
-        except FileNotFoundError:
-            return None
+        return None
 
     @override
     @storage_errors()
@@ -141,12 +140,11 @@ class LocalObjects(ObjectStore):
     @override
     @storage_errors()
     def download(self, name: str, path: Path) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             with (self.root / name).open("rb") as source, durable_file(path) as temporary, temporary.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def sweep(self, prefix: str) -> None:
         """Delete what killed writers left directly below a prefix more than an hour ago."""
@@ -174,11 +172,9 @@ class FsspecObjects(ObjectStore):
 
     @override
     def read(self, name: str) -> bytes | None:
-        with self._errors():
-            try:
-                return bytes(self._fs.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
+        with self._errors(), suppress(FileNotFoundError):
+            return bytes(self._fs.cat_file(self._path(name)))
+        return None
 
     @override
     def write(self, name: str, data: bytes) -> None:
@@ -190,35 +186,33 @@ class FsspecObjects(ObjectStore):
     def create(self, name: str, data: bytes) -> bool:
         with self._errors():
             self._make_folder(name)
-            try:
+            with suppress(FileExistsError):
                 self._fs.pipe_file(self._path(name), data, mode="create")
-            except FileExistsError:
-                return False
-            return True
+                return True
+        return False
 
     @override
     def list_names(self, prefix: str) -> list[str]:
-        with self._errors():
+        with self._errors(), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            try:
-                paths = self._fs.ls(self._path(prefix), detail=False)
-            except FileNotFoundError:
-                return []
+            paths = self._fs.ls(self._path(prefix), detail=False)
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+        return []
 
     @override
     def list_objects(self, prefix: str) -> list[ListedObject]:
+        objects, below, details = [], len(self._path("x")) - 1, dict[str, Any]()
         with self._errors():
             self._fs.invalidate_cache()
-            try:
-                details: Mapping[str, Any] = self._fs.find(self._path(prefix), detail=True)
-            except FileNotFoundError:
-                return []
-            below = len(self._path("x")) - 1
-            return [
-                ListedObject(name=path[below:], size_bytes=int(info["size"] or 0), at=self._written_at(path, info))
-                for path, info in sorted(details.items())
-            ]
+            with suppress(FileNotFoundError):
+                details = self._fs.find(self._path(prefix), detail=True)
+            for path, info in sorted(details.items()):
+                at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
+                at = self._fs.modified(path) if at is None else at
+                if isinstance(at, datetime.datetime):
+                    at = (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
+                objects.append(ListedObject(name=path[below:], size_bytes=int(info["size"] or 0), at=float(at)))
+        return objects
 
     @override
     def delete(self, name: str) -> None:
@@ -234,19 +228,10 @@ class FsspecObjects(ObjectStore):
 
     @override
     def download(self, name: str, path: Path) -> bool:
-        try:
-            with self._errors(), durable_file(path) as temporary:
-                self._fs.get_file(self._path(name), str(temporary))
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _written_at(self, path: str, info: Mapping[str, Any]) -> float:
-        at = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
-        at = self._fs.modified(path) if at is None else at
-        if isinstance(at, datetime.datetime):
-            return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
-        return float(at)
+        with suppress(FileNotFoundError), self._errors(), durable_file(path) as temporary:
+            self._fs.get_file(self._path(name), str(temporary))
+            return True
+        return False
 
     def _make_folder(self, name: str) -> None:
         self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)

@@ -10,8 +10,6 @@ from onnx_ops.errors import OnnxOpsError
 
 T = TypeVar("T")
 
-_PAUSE_S = 0.02
-
 
 def retry(call: Callable[[], T], is_transient: Callable[[Exception], bool], attempts: int) -> T:
     """Return what a call returns, repeating it after transient errors."""
@@ -30,7 +28,7 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     while not is_done():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_PAUSE_S)
+        time.sleep(0.02)
     return True
 
 

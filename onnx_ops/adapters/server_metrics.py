@@ -6,6 +6,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observations import (
@@ -19,16 +20,9 @@ from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
 
-_SAME = 1e-9
-
 
 class ServerMetrics:
-    """Counts of all servers of an endpoint.
-
-    Args:
-        counts: requests the counts of all servers, by user if requested; raises
-            ServiceUnavailableError if one does not answer.
-    """
+    """Counts of all servers of an endpoint, which `counts` requests from them, by user if requested."""
 
     def __init__(self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]) -> None:
         self._counts = counts
@@ -80,26 +74,25 @@ def _tally(
     counted: Sequence[DeploymentCounts], bounds_s: Sequence[float], limits_s: Mapping[str, float]
 ) -> RequestCounts:
     service = _add([one.service for one in counted])
-
-    def over(latency_s: float) -> int | None:
-        """Return the requests slower than a bound; None for any other latency."""
-        at = next((i for i, bound in enumerate(bounds_s) if math.isclose(bound, latency_s, rel_tol=_SAME)), None)
-        return None if at is None else sum(service[at + 1 :])
-
+    timed, below = sum(service), dict(zip(bounds_s, accumulate(service), strict=False))
     return RequestCounts(
         requests=sum(n for one in counted for n in one.statuses.values()),
         errors=sum(one.statuses.get(status, 0) for one in counted for status in FAILURE_STATUSES),
         refused=sum(one.statuses.get(status, 0) for one in counted for status in REJECTION_STATUSES),
         outcomes=sum(one.outcomes for one in counted),
         successes=sum(one.successes for one in counted),
-        timed=sum(service),
-    ).with_over({name: over(limit_s) for name, limit_s in limits_s.items()})
+        timed=timed,
+    ).with_over({name: count_slower(below, timed, limit_s, 1e-9) for name, limit_s in limits_s.items()})
+
+
+def count_slower(below: Mapping[float, int], timed: int, latency_s: float, tolerance: float) -> int | None:
+    """Return the requests slower than a bound of a cumulative histogram; None for any other latency."""
+    counts = (count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance))
+    return next((timed - count for count in counts), None)
 
 
 def _units(
-    vectors: Mapping[str, Sequence[str]],
-    grades: Mapping[str, Mapping[str, int]],
-    endpoint: str,
+    vectors: Mapping[str, Sequence[str]], grades: Mapping[str, Mapping[str, int]], endpoint: str
 ) -> Mapping[str, UnitSums]:
     """Return the sums over users of each event, of both deployments.
 
@@ -107,9 +100,6 @@ def _units(
         vectors: cells by deployment, of each server. They are added first: a user may be seen by all of them.
         grades: by deployment and place, how many thresholds a request exceeds that is slow there.
         endpoint: for errors.
-
-    Raises:
-        ServiceUnavailableError: the server sent something else.
     """
     if not any(map(any, vectors.values())):
         return {}

@@ -9,23 +9,13 @@ from pathlib import Path
 
 from onnx_ops.plugins import EXTRAS, require
 
-_LOOPBACK = "127.0.0.1"
-
 
 @contextmanager
 def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Serve a model's graph; give its URL and a function that waits for the end.
-
-    Args:
-        path: an ONNX file.
-        port: of the server; 0 takes a free one.
-
-    Raises:
-        MissingPackageError: Netron is not installed.
-    """
+    """Serve a model's graph; give its URL and a function that waits for the end. Port 0 takes a free one."""
     require(*EXTRAS["view"], where="inspect --serve")
     netron = importlib.import_module("netron")
-    host, taken = netron.start(str(path), address=(_LOOPBACK, port or None), browse=False)
+    host, taken = netron.start(str(path), address=("127.0.0.1", port or None), browse=False)
     try:
         yield f"http://{host}:{taken}", netron.wait
     finally:

@@ -8,7 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, _ml_client
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.endpoints.azureml_settings import read_azure_settings
-from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig, EndpointState
-from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.domain.quantities import Json
+from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.clouds.azureml_web import Call
 from tests.support.forks import fork_context
@@ -35,15 +35,8 @@ _CLOUD = "AZUREML_CURRENT_CLOUD"
 
 
 def config_of(cloud: AzureCloud, **settings: str | float) -> EndpointConfig:
-    return EndpointConfig(
-        endpoint="scaling",
-        provider="azureml",
-        model="scale",
-        target="cpu",
-        target_digest=Digest("sha256:" + "0" * 64),
-        pipeline="test",
-        settings={**cloud.settings, **settings},
-    )
+    given: dict[str, Json] = {**cloud.settings, **settings}
+    return make_config("scaling", "azureml", **given)
 
 
 def enter(environment: Mapping[str, str]) -> None:
@@ -54,6 +47,11 @@ def enter(environment: Mapping[str, str]) -> None:
             importlib.import_module(name)
     os.environ.update(environment)
     os.environ.pop(_CLOUD, None)
+    forget_clients()
+
+
+def forget_clients() -> None:
+    """Tokens and clients are cached; those of another cloud are of no use here."""
     azure.get_credential.cache_clear()
     _ml_client.cache_clear()
 
@@ -78,22 +76,16 @@ def key_of(config: EndpointConfig) -> str:
     return f"Bearer key-of-{azure.read_endpoint_name(config.endpoint, config.settings)}"
 
 
-@dataclass
-class World:
-    """A cloud with two models that nothing serves yet."""
+@dataclass(kw_only=True)
+class World(EndpointSite):
+    """A provider on the fake; `folder` is that of a machine."""
 
     cloud: AzureCloud
     folder: Path
-    blue: Deployment
-    green: Deployment
+    provider: AzureEndpoints = field(init=False)
 
-    @property
-    def config(self) -> EndpointConfig:
-        return config_of(self.cloud)
-
-    @property
-    def provider(self) -> AzureEndpoints:
-        return AzureEndpoints(self.folder, policy=POLICY)
+    def __post_init__(self) -> None:
+        self.provider, self.config = AzureEndpoints(self.folder, policy=POLICY), config_of(self.cloud)
 
     def name(self, deployment: Deployment, **settings: str | float) -> str:
         """What the deployment is called in Azure."""
@@ -147,11 +139,11 @@ class World:
         return bool(killed)
 
 
-def make_world(cloud: AzureCloud, folder: Path) -> World:
-    """Return a cloud, with two models in the folder."""
-    blue = scaling_deployment(folder / "models" / "blue", name="blue", version="1", scale=2.0)
-    green = scaling_deployment(folder / "models" / "green", name="green", version="2", scale=3.0)
-    return World(cloud=cloud, folder=folder / "endpoints", blue=blue, green=green)
+@contextmanager
+def open_world(folder: Path) -> Iterator[World]:
+    blue, green = make_models(folder / "models")
+    with AzureCloud(folder / "cloud") as cloud, inside(cloud):
+        yield World(cloud=cloud, folder=folder / "endpoints", blue=blue, green=green)
 
 
 def _apply(

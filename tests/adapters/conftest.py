@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.data.dvc import DvcSource
+from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.testing.models import write_perceptron
+from tests.adapters.azureml_parts import World, open_world
 from tests.adapters.dvc_parts import Repository, make_repository, source
+from tests.adapters.endpoint_site import make_models
+from tests.adapters.sagemaker_cloud import Site
 from tests.support.clouds.sagemaker import FakeSageMaker, fake_sagemaker
+
+QUIET = {"taken_back": "", "stuck": "", "quota": "", "lag": 0, "reads": 2}
 
 
 @pytest.fixture(scope="session")
 def sagemaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
-    """The fake cloud, with whatever the module before has left in it: see `sagemaker_cloud.cloud`."""
     with fake_sagemaker(tmp_path_factory.mktemp("sagemaker")) as fake:
         yield fake
 
@@ -36,3 +42,42 @@ def file(tmp_path: Path) -> Path:
     """A perceptron."""
     write_perceptron(tmp_path / "model.onnx")
     return tmp_path / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def empty_site(sagemaker: FakeSageMaker, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The fake as it was when it had started, for each module, and models that it does not know."""
+    sagemaker.reset()
+    blue, green = make_models(tmp_path_factory.mktemp("models"))
+    return Site(fake=sagemaker, blue=blue, green=green)
+
+
+@pytest.fixture
+def site(empty_site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """The module's site with a new provider, reachable by whatever boto3 client is made, without faults.
+
+    Whatever the test has the provider do is permitted by `infra/aws`.
+    """
+    fake = empty_site.fake
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)  # its pauses between attempts
+    fake.fault()
+    fake.behave(**QUIET)
+    yield replace(empty_site, provider=SageMakerEndpoints())
+    assert fake.denied() == []
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with open_world(tmp_path_factory.mktemp("azure")) as world:
+        yield world
+
+
+@pytest.fixture
+def world(azure: World, tmp_path: Path) -> Iterator[World]:
+    """The module's cloud without resources, and a machine that has sent nothing yet."""
+    azure.cloud.calls.clear()
+    with azure.cloud.kept():
+        yield replace(azure, folder=tmp_path / "endpoints")
+    assert azure.cloud.denied == []

@@ -18,17 +18,10 @@ from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import build_azure_name
 from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.domain.endpoint import EndpointConfig, TrafficSplit
-from onnx_ops.errors import (
-    ConflictError,
-    DigestMismatchError,
-    InfrastructureError,
-    RefusedError,
-    UserError,
-)
-from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
-from tests.support.clouds.azureml import AzureCloud, Trouble
-from tests.support.clouds.azureml_nodes import Nodes
+from onnx_ops.errors import ConflictError, DigestMismatchError, InfrastructureError, RefusedError, UserError
+from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, scaling_deployment, state_of
+from tests.adapters.azureml_parts import POLICY, World, config_of
+from tests.support.clouds.azureml import Trouble
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
@@ -42,33 +35,15 @@ HASTY = replace(POLICY, operation_s=0.2, answer_s=0.2)
 LIMIT = "max_concurrent_requests_per_instance"
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, nodes: Nodes) -> Iterator[AzureCloud]:
-    with AzureCloud(tmp_path / "cloud", nodes=nodes) as cloud, inside(cloud):
-        yield cloud
-
-
-@pytest.fixture
-def world(tmp_path: Path, cloud: AzureCloud) -> World:
-    return make_world(cloud, tmp_path)
-
-
 class TestAzureEndpoints(EndpointProviderSuite):
     @pytest.fixture
-    def provider(self, tmp_path: Path) -> AzureEndpoints:
-        self.made = AzureEndpoints(tmp_path / "endpoints", policy=POLICY)
+    def provider(self, world: World) -> AzureEndpoints:
+        self.made = world.provider
         return self.made
 
     @pytest.fixture
-    def config(self, cloud: AzureCloud) -> EndpointConfig:
-        return config_of(cloud)
+    def config(self, world: World) -> EndpointConfig:
+        return world.config
 
     @contextmanager
     def disturbed(self, fault: Disturbance, at: int = 0) -> Iterator[Sized]:
@@ -97,7 +72,7 @@ def test_a_container_loads_nothing_that_no_trusted_key_has_signed(world: World, 
     create_key(tmp_path / "keys" / "signing.pem")
     provider = AzureEndpoints(world.folder, tmp_path / "keys", policy=POLICY)
     with pytest.raises(InfrastructureError, match="no signed decision names its files"):
-        provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+        provider.apply(world.config, world.state(blue=100), generation=1)
 
 
 @pytest.mark.parametrize(("settings", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)])
@@ -105,12 +80,12 @@ def test_an_instance_gets_as_many_requests_at_a_time_as_it_queues(
     world: World, settings: dict[str, int], limit: int
 ) -> None:
     config = config_of(world.cloud, **settings)
-    world.provider.apply(config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, config, blue=100)
     assert world.cloud.control.concurrency("scaling", world.name(world.blue, **settings)) == limit
 
 
 def test_concurrent_clients_are_not_refused(world: World) -> None:
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, blue=100)
     address = str(world.provider.address(world.config))
 
     def ask(_: int) -> float:
@@ -122,11 +97,10 @@ def test_concurrent_clients_are_not_refused(world: World) -> None:
 
 def test_reads_that_are_behind_are_waited_for(world: World) -> None:
     world.cloud.conditions.lag = 4
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
-    state = state_of(world.blue, world.green, blue=70, green=30)
+    world.apply(1, blue=100)
+    state = world.state(blue=70, green=30)
     world.provider.apply(world.config, state, generation=2)
-    observed = world.provider.observe(world.config)
-    assert observed is not None
+    observed = world.observed()
     assert observed.is_equivalent(state)
     assert observed.generation == 2
     assert all(sum(split.values()) == 100 for split in world.cloud.routes("scaling")[1:])
@@ -134,44 +108,42 @@ def test_reads_that_are_behind_are_waited_for(world: World) -> None:
 
 def test_an_endpoint_that_a_late_read_does_not_show_is_not_made_again(world: World) -> None:
     """Creating it again would take all of its traffic away."""
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, blue=100)
     world.cloud.control.resources["onlineEndpoints/scaling"].lags(5, None)
-    state = state_of(world.blue, world.green, blue=100, green=0)
+    state = world.state(blue=100, green=0)
     world.provider.apply(world.config, state, generation=2)
     assert [sum(split.values()) for split in world.cloud.routes("scaling")] == [0, 100, 100]
 
 
 def test_an_update_under_way_is_waited_for(world: World) -> None:
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, blue=100)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
 
     def over() -> None:
         endpoint.state = "Succeeded"
 
     endpoint.begin("Updating", 7, over)
-    world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=2)
+    world.apply(2, blue=50, green=50)
     assert sum(world.cloud.routes("scaling")[-1].values()) == 100
     assert len(world.cloud.routes("scaling")[-1]) == 2
 
 
 def test_no_quota_is_explained_and_changes_nothing(world: World) -> None:
-    state = state_of(world.blue, blue=100)
+    state = world.state(blue=100)
     world.provider.apply(world.config, state, generation=1)
     world.cloud.conditions.quota = 13
     many = config_of(world.cloud, instances=10)
     with pytest.raises(InfrastructureError, match="10 of its instances need quota for 12"):
-        world.provider.apply(many, state_of(world.blue, world.green, blue=90, green=10), generation=2)
+        world.apply(2, many, blue=90, green=10)
     assert world.scale() == 2.0
-    observed = world.provider.observe(world.config)
-    assert observed is not None
-    assert observed.is_equivalent(state)
+    assert world.observed().is_equivalent(state)
 
 
 def test_a_container_that_crashes_takes_no_traffic_and_is_made_again(world: World) -> None:
     name = world.name(world.green)
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, blue=100)
     world.cloud.conditions.broken.add(name)
-    state = state_of(world.blue, world.green, blue=0, green=100)
+    state = world.state(blue=0, green=100)
     with pytest.raises(InfrastructureError, match="has crashed"):
         world.provider.apply(world.config, state, generation=2)
     assert world.scale() == 2.0
@@ -186,7 +158,7 @@ def test_traffic_that_somebody_zeroed_is_no_state_and_comes_back(world: World) -
     """As re-creating the endpoint does, which others' tools do."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
-    state = state_of(world.blue, blue=100)
+    state = world.state(blue=100)
     world.provider.apply(world.config, state, generation=1)
     ml = world.ml
     found = ml.online_endpoints.get("scaling")
@@ -203,7 +175,7 @@ def test_tags_and_traffic_of_another_tool_lock_nobody_out(world: World) -> None:
     """Another tool creates the endpoint again, with tags of its own and no traffic."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
-    state = state_of(world.blue, blue=100)
+    state = world.state(blue=100)
     world.provider.apply(world.config, state, generation=1)
     ml = world.ml
     theirs = ManagedOnlineEndpoint(name="scaling", auth_mode="key", tags={"team": "platform"})
@@ -229,7 +201,7 @@ def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(
 
     def requests(generation: int, blue: int) -> int:
         first = len(world.cloud.calls)
-        state = state_of(world.blue, world.green, blue=blue, green=100 - blue)
+        state = world.state(blue=blue, green=100 - blue)
         provider.apply(world.config, state, generation=generation)
         return len(world.cloud.calls) - first
 
@@ -250,7 +222,7 @@ def test_a_change_of_traffic_that_was_not_taken_waits_for_no_read_that_shows_it(
 
 
 def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: World) -> None:
-    state = state_of(world.blue, world.green, blue=100, green=0)
+    state = world.state(blue=100, green=0)
     world.provider.apply(world.config, state, generation=1)
     endpoint = world.cloud.control.resources["onlineEndpoints/scaling"]
     by_hand = {world.name(world.green): 50}
@@ -264,51 +236,46 @@ def test_copies_are_refused_and_taken_away_where_a_hand_has_set_them(world: Worl
 
 
 def test_another_state_of_the_same_generation_is_refused(world: World) -> None:
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=3)
+    world.apply(3, blue=100)
     with pytest.raises(ConflictError, match="another state of generation 3"):
-        world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=3)
+        world.apply(3, blue=50, green=50)
 
 
 def test_somebody_elses_endpoint_is_left_alone(world: World) -> None:
-    world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+    world.apply(1, blue=100)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
     with pytest.raises(RefusedError, match="not ours"):
-        world.provider.apply(other, state_of(world.green, green=100), generation=1)
+        world.apply(1, other, green=100)
     with pytest.raises(RefusedError, match="not ours"):
         world.provider.remove(other)
     assert world.scale() == 2.0
 
 
 def test_files_that_were_changed_are_not_uploaded(world: World, tmp_path: Path) -> None:
-    (tmp_path / "models" / "blue" / "model.onnx").write_bytes(b"something else")
+    changed = scaling_deployment(tmp_path / "changed", name="blue", version="1", scale=2.0)
+    (tmp_path / "changed" / "model.onnx").write_bytes(b"something else")
     with pytest.raises(DigestMismatchError):
-        world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+        world.provider.apply(world.config, state_of(changed, blue=100), generation=1)
     assert world.cloud.blobs.data == {}
 
 
-def drift(world: World, config: EndpointConfig) -> list[str]:
-    observed = world.provider.observe(config)
-    assert observed is not None
-    return list(observed.drift)
-
-
 def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(world: World) -> None:
-    state, name = state_of(world.blue, blue=100), world.name(world.blue)
+    state, name = world.state(blue=100), world.name(world.blue)
     world.provider.apply(world.config, state, generation=1)
-    assert drift(world, world.config) == []
+    assert world.drift() == []
     changes: dict[str, str | float] = {
         "image": "registry.example/onnx-ops:2",
         "instance_type": "Standard_F4s_v2",
         "request_timeout": "5 s",
     }
     changed = config_of(world.cloud, **changes)
-    assert drift(world, changed) == [
+    assert world.drift(changed) == [
         f"image of {name}: another one, not registry.example/onnx-ops:2",
         f"instance_type of {name}: Standard_DS3_v2, not Standard_F4s_v2",
         f"request_timeout of {name}: 60.0, not 5.0",
     ]
     world.provider.apply(changed, state, generation=2)
-    assert drift(world, changed) == []
+    assert world.drift(changed) == []
     assert world.cloud.routes("scaling")[-2:] == [{name: 100}, {world.name(world.blue, **changes): 100}]
     assert list(world.cloud.control.nodes) == [("scaling", world.name(world.blue, **changes))]
     assert world.provider.list_orphans(changed, frozenset({world.blue.manifest})) == ()
@@ -316,60 +283,60 @@ def test_changed_settings_make_another_deployment_and_no_request_waits_for_it(wo
 
 
 def test_a_rollback_takes_the_deployment_that_runs_whatever_the_settings_say_now(world: World) -> None:
-    world.provider.apply(world.config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
+    world.apply(1, blue=50, green=50)
     changed = config_of(world.cloud, image="registry.example/broken:1")
     first = len(world.cloud.calls)
-    world.provider.roll_back(changed, state_of(world.blue, world.green, blue=100, green=0), generation=2)
+    world.provider.roll_back(changed, world.state(blue=100, green=0), generation=2)
     assert world.cloud.routes("scaling")[-1] == {world.name(world.blue): 100}
     assert not [path for method, path in world.cloud.calls[first:] if method == "PUT" and "/deployments/" in path]
 
 
 def test_the_number_of_instances_is_changed_in_place(world: World) -> None:
-    state, name = state_of(world.blue, blue=100), world.name(world.blue)
+    state, name = world.state(blue=100), world.name(world.blue)
     world.provider.apply(world.config, state, generation=1)
     more = config_of(world.cloud, instances=3)
-    assert drift(world, more) == [f"instances of {name}: 1, not 3"]
+    assert world.drift(more) == [f"instances of {name}: 1, not 3"]
     world.provider.apply(more, state, generation=2)
-    assert drift(world, more) == []
+    assert world.drift(more) == []
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     assert deployment["sku"]["capacity"] == 3
     assert len(world.cloud.routes("scaling")) == 3  # made, routed, and tagged with the second generation
     deployment["sku"]["capacity"] = 2  # by hand
-    assert drift(world, more) == [f"instances of {name}: 2, not 3"]
+    assert world.drift(more) == [f"instances of {name}: 2, not 3"]
     world.cloud.control.autoscale.settings["somebody's"] = {
         "properties": {"targetResourceUri": deployment["id"].upper(), "profiles": []}
     }
-    assert drift(world, more) == []
+    assert world.drift(more) == []
 
 
 def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
     state, name, settings = (
-        state_of(world.blue, blue=100),
+        world.state(blue=100),
         world.name(world.blue),
         world.cloud.control.autoscale.settings,
     )
     scaled = config_of(world.cloud, min_instances=1, max_instances=4, cpu_percent=60)
     world.provider.apply(scaled, state, generation=1)
-    assert drift(world, scaled) == []
+    assert world.drift(scaled) == []
     (profile,) = settings[f"workspace--scaling--{name}"]["properties"]["profiles"]
     assert profile["capacity"] == {"minimum": "1", "maximum": "4", "default": "1"}
     assert [rule["metricTrigger"]["threshold"] for rule in profile["rules"]] == [60, 30]
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     deployment["sku"]["capacity"] = 3  # as Azure Monitor does
-    assert drift(world, scaled) == []
+    assert world.drift(scaled) == []
     profile["capacity"]["maximum"] = "9"  # by hand
-    assert drift(world, scaled) == [
+    assert world.drift(scaled) == [
         f"autoscaling of {name}: 1 to 9 instances by other rules, not 1 to 4 instances at 60% CPU"
     ]
     world.provider.apply(scaled, state, generation=2)
-    assert drift(world, scaled) == []
+    assert world.drift(scaled) == []
     assert deployment["sku"]["capacity"] == 3
-    assert drift(world, world.config) == [f"autoscaling of {name}: 1 to 4 instances at 60% CPU, not none"]
+    assert world.drift() == [f"autoscaling of {name}: 1 to 4 instances at 60% CPU, not none"]
     world.provider.apply(world.config, state, generation=3)
-    assert drift(world, world.config) == []
+    assert world.drift() == []
     assert settings == {}
-    world.provider.apply(scaled, state_of(world.blue, world.green, blue=50, green=50), generation=4)
-    world.provider.apply(scaled, state_of(world.green, green=100), generation=5)
+    world.apply(4, scaled, blue=50, green=50)
+    world.apply(5, scaled, green=100)
     assert list(settings) == [f"workspace--scaling--{world.name(world.green)}"]
     world.provider.remove(scaled)
     assert settings == {}
@@ -377,8 +344,8 @@ def test_autoscaling_is_sent_compared_and_removed(world: World) -> None:
 
 def test_leftovers_are_listed_and_discarded(world: World) -> None:
     provider, config = world.provider, world.config
-    provider.apply(config, state_of(world.blue, world.green, blue=50, green=50), generation=1)
-    provider.apply(config, state_of(world.green, green=100), generation=2)
+    provider.apply(config, world.state(blue=50, green=50), generation=1)
+    provider.apply(config, world.state(green=100), generation=2)
     assert [one.kind for one in provider.list_orphans(config, frozenset({world.blue.manifest}))] == []
     left = provider.list_orphans(config, frozenset())
     assert [(one.kind, one.name, one.paid) for one in left] == [("model", build_azure_name(world.blue), True)]
@@ -389,14 +356,14 @@ def test_leftovers_are_listed_and_discarded(world: World) -> None:
     with pytest.raises(ConflictError, match="traffic"):
         provider.delete_orphan(config, used)
     assert world.scale() == 3.0
-    provider.apply(config, state_of(world.blue, world.green, blue=100, green=0), generation=3)
+    provider.apply(config, world.state(blue=100, green=0), generation=3)
     assert world.scale() == 2.0
 
 
 def test_what_is_missing_is_said(world: World) -> None:
     world.cloud.conditions.forbidden = True
     with pytest.raises(RefusedError, match="AzureML Data Scientist"):
-        world.provider.apply(world.config, state_of(world.blue, blue=100), generation=1)
+        world.apply(1, blue=100)
 
 
 @pytest.mark.parametrize(

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_diagnosis import ACTIONS, is_allowed
 from onnx_ops.domain.target import Diagnosis
-from tests.adapters.azureml_parts import POLICY, enter, inside
-from tests.support.clouds.azureml import AzureCloud, Trouble
-from tests.support.clouds.azureml_web import Call, Fault
+from tests.adapters.azureml_parts import World, forget_clients
+from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml_web import Fault
 from tests.support.extras import hide, require
 
 require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azure ML is not tested at all")
 
 _ML = "Microsoft.MachineLearningServices/workspaces"
+TOO_SMALL = {
+    "actions": [f"{_ML}/*", "Microsoft.Insights/metrics/read"],
+    "notActions": [f"{_ML}/onlineEndpoints/delete"],
+}
 
 
-@pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[AzureCloud]:
-    with AzureCloud(tmp_path / "cloud") as cloud, inside(cloud):
-        yield cloud
-
-
-def failing_once(at: int, fault: Fault) -> Callable[[int, Call], Trouble | None]:
-    """Trouble with the request of that number."""
-    return lambda number, _: Trouble(fault=fault) if number == at else None
-
-
-def look(cloud: AzureCloud, folder: Path, **settings: str | int) -> Mapping[str, Diagnosis]:
-    found = AzureEndpoints(folder, policy=POLICY).diagnose({"digits": {**cloud.settings, **settings}})
+def look(world: World, **settings: str | int) -> Mapping[str, Diagnosis]:
+    found = world.provider.diagnose({"digits": {**world.cloud.settings, **settings}})
     return {finding.check: finding for finding in found}
 
 
@@ -44,92 +35,83 @@ def broken(findings: Mapping[str, Diagnosis]) -> tuple[str, ...]:
     return tuple(finding.check for finding in bad)
 
 
-def test_all_is_well(cloud: AzureCloud, tmp_path: Path) -> None:
-    findings = look(cloud, tmp_path)
+def test_all_is_well(world: World) -> None:
+    findings = look(world)
     assert broken(findings) == ()
     assert len(findings) == 6
 
 
-def test_the_image_and_who_may_pull_it(cloud: AzureCloud, tmp_path: Path) -> None:
+def test_the_image_and_who_may_pull_it(world: World) -> None:
     image, identities = "mlimages.azurecr.io/onnx-ops:1", "Microsoft.ManagedIdentity/userAssignedIdentities"
-    identity = f"/subscriptions/{cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
-    findings = look(cloud, tmp_path, image=image, identity=identity)
+    identity = (
+        f"/subscriptions/{world.cloud.settings['subscription']}/resourceGroups/group/providers/{identities}/serving"
+    )
+    findings = look(world, image=image, identity=identity)
     assert broken(findings) == ()
     assert findings["azure pull"].found == "serving may pull"
-    assert "own identity" in look(cloud, tmp_path, image=image)["azure pull"].found
-    findings = look(cloud, tmp_path, image=image.replace("mlimages", "elsewhere"))
+    assert "own identity" in look(world, image=image)["azure pull"].found
+    findings = look(world, image=image.replace("mlimages", "elsewhere"))
     assert broken(findings) == ("azure image",)
     assert "az acr create --name elsewhere" in findings["azure image"].remedy
-    cloud.conditions.pullers = []
-    findings = look(cloud, tmp_path, image=image, identity=identity)
+    world.cloud.conditions.pullers = []
+    findings = look(world, image=image, identity=identity)
     assert broken(findings) == ("azure pull",)
     assert "--assignee principal-of-serving --role AcrPull" in findings["azure pull"].remedy
 
 
-def test_no_package(cloud: AzureCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_package(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "azure-identity")
-    findings = look(cloud, tmp_path)
+    findings = look(world)
     assert broken(findings) == ("azure packages",)
     assert "onnx-ops[azure]" in findings["azure packages"].remedy
-    assert cloud.calls == []
+    assert world.cloud.calls == []
 
 
-def test_no_credentials(cloud: AzureCloud, tmp_path: Path) -> None:
-    enter({"IDENTITY_HEADER": "nobody"})
-    findings = look(cloud, tmp_path)
+def test_no_credentials(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IDENTITY_HEADER", "nobody")
+    forget_clients()
+    findings = look(world)
+    forget_clients()
     assert broken(findings) == ("azure credentials",)
     assert "az login" in findings["azure credentials"].remedy
 
 
 @pytest.mark.parametrize("fault", ["page", "page-error"])
-def test_page_of_html_instead_of_an_answer_is_a_finding(cloud: AzureCloud, tmp_path: Path, fault: Fault) -> None:
-    look(cloud, tmp_path)
-    for passing in range(len(cloud.calls)):
-        cloud.trouble = failing_once(len(cloud.calls) + passing, fault)
-        findings = look(cloud, tmp_path)
+def test_page_of_html_instead_of_an_answer_is_a_finding(world: World, fault: Fault) -> None:
+    look(world)
+    for passing in range(len(world.cloud.calls)):
+        world.mischief(passing, Trouble(fault=fault))
+        findings = look(world)
         (check,) = broken(findings)
         assert check.startswith("azure ")
         assert ("does not answer in JSON" in findings[check].found) == (fault == "page")
 
 
-def test_answer_without_what_it_should_hold_is_a_finding(cloud: AzureCloud, tmp_path: Path) -> None:
-    cloud.conditions.roles = ["no role"]  # type: ignore[list-item]
-    findings = look(cloud, tmp_path)
-    assert "not what Azure Resource Manager answers" in findings["azure role on workspace"].found
+@pytest.mark.parametrize(
+    ("conditions", "settings", "check", "told"),
+    [
+        ({}, {"workspace": "elsewhere"}, "workspace elsewhere", "it does not exist"),
+        ({"forbidden": True}, {}, "workspace workspace", "AzureML Data Scientist"),
+        ({"roles": [TOO_SMALL]}, {}, "role on workspace", f"not permitted: {_ML}/onlineEndpoints/delete "),
+        ({"roles": ["no role"]}, {}, "role on workspace", "not what Azure Resource Manager answers"),
+        ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "92 of 92 cores of standardDSv2Family"),
+        ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "needs 96"),
+        ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "no such size"),
+    ],
+)
+def test_what_is_missing_is_a_finding_with_a_remedy(
+    world: World, conditions: dict[str, object], settings: dict[str, str | int], check: str, told: str
+) -> None:
+    for name, value in conditions.items():
+        setattr(world.cloud.conditions, name, value)
+    findings = look(world, **settings)
+    assert broken(findings) == (f"azure {check}",)
+    assert told in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
 
 
-def test_no_workspace(cloud: AzureCloud, tmp_path: Path) -> None:
-    findings = look(cloud, tmp_path, workspace="elsewhere")
-    assert broken(findings) == ("azure workspace elsewhere",)
-
-
-def test_no_role_at_all(cloud: AzureCloud, tmp_path: Path) -> None:
-    cloud.conditions.forbidden = True
-    findings = look(cloud, tmp_path)
-    assert broken(findings) == ("azure workspace workspace",)
-    assert "AzureML Data Scientist" in findings["azure workspace workspace"].remedy
-
-
-def test_too_small_a_role(cloud: AzureCloud, tmp_path: Path) -> None:
-    taken = [f"{_ML}/onlineEndpoints/delete"]
-    cloud.conditions.roles = [{"actions": [f"{_ML}/*", "Microsoft.Insights/metrics/read"], "notActions": taken}]
-    findings = look(cloud, tmp_path)
-    assert broken(findings) == ("azure role on workspace",)
-    assert findings["azure role on workspace"].found == f"not permitted: {_ML}/onlineEndpoints/delete"
-
-
-def test_no_quota_for_two_versions_at_once(cloud: AzureCloud, tmp_path: Path) -> None:
-    cloud.conditions.quota = 23
-    findings = look(cloud, tmp_path, instances=10)
-    assert broken(findings) == ("azure quota for Standard_DS3_v2",)
-    assert "92 of 92 cores" in findings["azure quota for Standard_DS3_v2"].found
-    assert "needs 96" in findings["azure quota for Standard_DS3_v2"].found
-    cloud.conditions.quota = 24
-    assert broken(look(cloud, tmp_path, instances=10)) == ()
-
-
-def test_no_such_size(cloud: AzureCloud, tmp_path: Path) -> None:
-    assert broken(look(cloud, tmp_path, instance_type="Standard_X1")) == ("azure quota for Standard_X1",)
+def test_a_rollout_needs_no_more_quota_than_two_versions_take(world: World) -> None:
+    world.cloud.conditions.quota = 24
+    assert broken(look(world, instances=10)) == ()
 
 
 @given(st.sampled_from(ACTIONS), st.integers(0, 60))

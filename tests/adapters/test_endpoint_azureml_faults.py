@@ -7,23 +7,18 @@ the work, and nothing is left over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from onnx_ops.adapters import azure
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
-from onnx_ops.adapters.endpoints.azureml_client import _ml_client
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, InfrastructureError, ServiceUnavailableError
-from onnx_ops.testing.endpoints import state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
-from tests.support.clouds.azureml import AzureCloud, Trouble
-from tests.support.clouds.azureml_nodes import Nodes
-from tests.support.clouds.azureml_web import Fault
+from tests.adapters.azureml_parts import POLICY, World, config_of, forget_clients
+from tests.support.clouds.azureml import Trouble
+from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
 from tests.support.suite import Sweep
 
@@ -39,24 +34,10 @@ STAGES = [pytest.param(stage, id=name) for stage, name in enumerate(("first", "c
 PASSING: list[Fault] = ["throttle", "error", "drop", "hang"]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder, nodes = tmp_path_factory.mktemp("azure"), Nodes()
-    try:
-        with AzureCloud(folder / "cloud", nodes=nodes) as cloud, inside(cloud):
-            yield make_world(cloud, folder)
-    finally:
-        nodes.close()
-
-
 def stages(world: World) -> tuple[EndpointState, ...]:
     """A first deployment, a canary, its end with the previous version gone, and the way back to that."""
-    return (
-        state_of(world.blue, blue=100),
-        state_of(world.blue, world.green, blue=90, green=10),
-        state_of(world.green, green=100),
-        state_of(world.blue, world.green, blue=100, green=0),
-    )
+    splits = ({"blue": 100}, {"blue": 90, "green": 10}, {"green": 100}, {"blue": 100, "green": 0})
+    return tuple(world.state(**split) for split in splits)
 
 
 def prepared(world: World, stage: int) -> None:
@@ -100,8 +81,7 @@ def holds(world: World, stage: int) -> None:
 def finished(world: World, stage: int) -> None:
     state = stages(world)[stage]
     world.provider.apply(world.config, state, generation=stage + 1)
-    observed = world.provider.observe(world.config)
-    assert observed is not None
+    observed = world.observed()
     assert observed.is_equivalent(state)
     assert observed.generation == stage + 1
     names = {world.name(d) for d in state.deployments}
@@ -120,22 +100,21 @@ def finished(world: World, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
-    with world.cloud.kept():
-        prepared(world, stage)
-        methods = requests_of(world, stage)
-        assert len(methods) > 5
-        points = [(at, trouble) for at, method in enumerate(methods) for trouble in troubles(at, method)]
-        for at, trouble in sweep(points):
-            memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
-            with world.cloud.kept():
-                world.mischief(at, trouble)
-                patience = ANSWER_S if trouble.fault == "hang" else 60
-                config = config_of(world.cloud, api_timeout=f"{patience} s")
-                with suppress(InfrastructureError):
-                    world.provider.apply(config, stages(world)[stage], generation=stage + 1)
-                world.cloud.trouble = lambda *_: None
-                holds(world, stage)
-                finished(world, stage)
+    prepared(world, stage)
+    methods = requests_of(world, stage)
+    assert len(methods) > 5
+    points = [(at, trouble) for at, method in enumerate(methods) for trouble in troubles(at, method)]
+    for at, trouble in sweep(points):
+        memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
+        with world.cloud.kept():
+            world.mischief(at, trouble)
+            patience = ANSWER_S if trouble.fault == "hang" else 60
+            config = config_of(world.cloud, api_timeout=f"{patience} s")
+            with suppress(InfrastructureError):
+                world.provider.apply(config, stages(world)[stage], generation=stage + 1)
+            world.cloud.trouble = lambda *_: None
+            holds(world, stage)
+            finished(world, stage)
 
 
 @pytest.mark.nightly
@@ -143,44 +122,39 @@ def test_any_request_may_fail_in_any_way(world: World, stage: int, sweep: Sweep)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_client_may_be_killed_at_any_write(world: World, stage: int, sweep: Sweep) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
-    with world.cloud.kept():
-        prepared(world, stage)
-        methods = requests_of(world, stage)
-        writes = [at for at, method in enumerate(methods) if method in WRITES]
-        moments = sweep(itertools.product(writes, (False, True)))
-        died = 0
-        for at, after in moments:
-            memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
-            with world.cloud.kept():
-                died += world.dies(at, stages(world)[stage], stage + 1, after=after)
-                holds(world, stage)
-                finished(world, stage)
-        assert died == len(moments) > 0
+    prepared(world, stage)
+    methods = requests_of(world, stage)
+    writes = [at for at, method in enumerate(methods) if method in WRITES]
+    moments = sweep(itertools.product(writes, (False, True)))
+    died = 0
+    for at, after in moments:
+        memory.write_text(str(stage)) if stage else memory.unlink(missing_ok=True)
+        with world.cloud.kept():
+            died += world.dies(at, stages(world)[stage], stage + 1, after=after)
+            holds(world, stage)
+            finished(world, stage)
+    assert died == len(moments) > 0
 
 
 def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Path) -> None:
     """Another machine applies a later generation while this one makes a deployment."""
-    canary, back = stages(world)[1], state_of(world.blue, blue=100)
-    other = World(cloud=world.cloud, folder=tmp_path / "other", blue=world.blue, green=world.green)
-    with world.cloud.kept():
-        prepared(world, 1)
-        first = len(world.cloud.calls)
-        busy: list[int] = []
+    canary, back = stages(world)[1], world.state(blue=100)
+    other = replace(world, folder=tmp_path / "other")
+    prepared(world, 1)
+    busy: list[int] = []
 
-        def overtake(number: int, call: object) -> None:
-            if getattr(call, "method", "") == "PUT" and "/deployments/" in getattr(call, "path", "") and not busy:
-                busy.append(number - first)
-                other.provider.apply(other.config, back, generation=3)
+    def overtake(number: int, call: Call) -> None:
+        if call.method == "PUT" and "/deployments/" in call.path and not busy:
+            busy.append(number)
+            other.provider.apply(other.config, back, generation=3)
 
-        world.cloud.trouble = overtake
-        with pytest.raises(ConflictError, match="generation 3"):
-            world.provider.apply(world.config, canary, generation=2)
-        world.cloud.trouble = lambda *_: None
-        observed = other.provider.observe(other.config)
-        assert observed is not None
-        assert observed.is_equivalent(back)
-        left = other.provider.list_orphans(other.config, frozenset({world.blue.manifest}))
-        assert {one.kind for one in left} == {"deployment"}
+    world.cloud.trouble = overtake
+    with pytest.raises(ConflictError, match="generation 3"):
+        world.provider.apply(world.config, canary, generation=2)
+    world.cloud.trouble = lambda *_: None
+    assert other.observed().is_equivalent(back)
+    left = other.provider.list_orphans(other.config, frozenset({world.blue.manifest}))
+    assert {one.kind for one in left} == {"deployment"}
 
 
 @pytest.mark.sweep
@@ -188,14 +162,12 @@ def test_a_driver_that_was_overtaken_changes_nothing(world: World, tmp_path: Pat
 def test_a_token_is_asked_for_again_and_who_does_not_answer_for_long_is_told(world: World, fault: Fault) -> None:
     """Tokens are kept, so this is a request that hardly any other test makes."""
     config = config_of(world.cloud, api_timeout=f"{ANSWER_S} s")
-    azure.get_credential.cache_clear()
-    _ml_client.cache_clear()
+    forget_clients()
     world.cloud.token_faults = [fault]
     assert world.provider.address(config) is None
     assert world.cloud.token_faults == []
     if fault in ("drop", "hang"):
-        azure.get_credential.cache_clear()
-        _ml_client.cache_clear()
+        forget_clients()
         world.cloud.token_faults = [fault] * 100
         hurried = AzureEndpoints(world.folder, policy=replace(POLICY, answer_s=0))
         with pytest.raises(ServiceUnavailableError, match="tokens"):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from onnx_ops.adapters.endpoints.azureml import AzureEndpoints
 from onnx_ops.adapters.endpoints.azureml_plan import MANIFEST, build_azure_name
-from onnx_ops.domain.endpoint import EndpointConfig, EndpointState
+from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.testing.endpoints import state_of
-from tests.adapters.azureml_parts import POLICY, World, config_of, inside, make_world
-from tests.support.clouds.azureml import AzureCloud, Trouble
-from tests.support.clouds.azureml_nodes import Nodes
+from tests.adapters.azureml_parts import POLICY, World, config_of
+from tests.support.clouds.azureml import Trouble
 from tests.support.clouds.azureml_registry import REGISTRY
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
@@ -26,32 +23,12 @@ require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azur
 pytestmark = pytest.mark.services
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder, nodes = tmp_path_factory.mktemp("azure"), Nodes()
-    try:
-        with AzureCloud(folder / "cloud", nodes=nodes) as cloud, inside(cloud):
-            yield make_world(cloud, folder)
-    finally:
-        nodes.close()
-
-
-@pytest.fixture
-def world(shared: World, tmp_path: Path) -> Iterator[World]:
-    with shared.cloud.kept():
-        yield replace(shared, folder=tmp_path / "endpoints")
-
-
 def config(world: World, **settings: str | float) -> EndpointConfig:
     return config_of(world.cloud, registry=REGISTRY, **settings)
 
 
-def first(world: World) -> EndpointState:
-    return state_of(world.blue, blue=100)
-
-
 def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
-    world.provider.apply(config(world), first(world), generation=1)
+    world.apply(1, config(world), blue=100)
     assert world.scale(config(world)) == 2.0
     name = build_azure_name(world.blue)
     (asset,) = world.cloud.control.registries.models
@@ -59,13 +36,13 @@ def test_a_deployment_names_the_model_in_the_registry(world: World) -> None:
     made = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{world.name(world.blue)}"]
     assert made.body["properties"]["model"] == f"azureml://registries/{REGISTRY}/{asset}"
     posts = [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")]
-    world.provider.apply(config(world), first(world), generation=2)
+    world.apply(2, config(world), blue=100)
     assert [path for method, path in world.cloud.calls if method == "POST" and path.endswith("/import")] == posts
 
 
 def test_another_workspace_needs_no_files(world: World) -> None:
     """What stands in the registry is read there: nothing is uploaded, and the files need not be on this machine."""
-    world.provider.apply(config(world), first(world), generation=1)
+    world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     world.cloud.blobs.data.clear()
     for path in [path for path in world.cloud.control.resources if path.startswith("models/")]:
@@ -77,19 +54,19 @@ def test_another_workspace_needs_no_files(world: World) -> None:
 
 
 def test_another_model_of_that_name_is_not_served(world: World) -> None:
-    world.provider.apply(config(world), first(world), generation=1)
+    world.apply(1, config(world), blue=100)
     world.provider.remove(config(world))
     ((body, _),) = world.cloud.control.registries.models.values()
     told = body["tags"] if MANIFEST in body.get("tags", {}) else body["properties"]["tags"]
     told[MANIFEST] = "sha256:" + "0" * 64
     with pytest.raises(RefusedError, match="another model"):
-        world.provider.apply(config(world), first(world), generation=1)
+        world.apply(1, config(world), blue=100)
 
 
 def test_a_registry_that_is_not_there_is_said(world: World) -> None:
     nowhere = config_of(world.cloud, registry="nowhere")
     with pytest.raises(NotFoundError, match="no such registry") as told:
-        world.provider.apply(nowhere, first(world), generation=1)
+        world.apply(1, nowhere, blue=100)
     assert "AzureML Registry User" in told.value.remedy
     with pytest.raises(UserError, match="registry"):
         world.provider.validate_settings(config_of(world.cloud, registry="no name!").settings)
@@ -107,7 +84,7 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
         memory.unlink(missing_ok=True)
         with world.cloud.kept():
             begun = len(world.cloud.calls)
-            world.provider.apply(config(world), first(world), generation=1)
+            world.apply(1, config(world), blue=100)
             about = [at for at, (_, path) in enumerate(world.cloud.calls[begun:]) if concerns(path)]
     assert len(about) >= 5
     for turn in sweep(range(len(about))):
@@ -122,7 +99,7 @@ def test_every_request_about_the_registry_may_fail(world: World, after: bool, sw
                 return Trouble(fault=faults[turn % 3], after=after) if len(met) == turn + 1 else None
 
             world.cloud.trouble = once
-            world.provider.apply(config(world, api_timeout="700 ms"), first(world), generation=1)
+            world.apply(1, config(world, api_timeout="700 ms"), blue=100)
             assert len(met) > turn
             assert world.scale(config(world)) == 2.0
             assert len(world.cloud.control.registries.models) == 1

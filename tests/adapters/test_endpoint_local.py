@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ import pytest
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.local_server import LocalServer
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
 from onnx_ops.errors import (
     ConflictError,
@@ -33,92 +32,85 @@ from onnx_ops.errors import (
 )
 from onnx_ops.protocol import server_process
 from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
-from onnx_ops.testing.endpoints import EndpointProviderSuite, scaling_deployment, state_of
+from onnx_ops.testing.endpoints import EndpointProviderSuite, state_of
+from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
 from tests.support.ports import free_port
 
-CONFIG = EndpointConfig(
-    endpoint="digits",
-    provider="local",
-    model="scale",
-    target="cpu-1t",
-    target_digest=digest_bytes(b"target"),
-    pipeline="digits",
-)
+CONFIG = make_config("digits")
+
+
+@dataclass(kw_only=True)
+class Site(EndpointSite):
+    """A provider whose endpoint is served by a process of this machine."""
+
+    folder: Path
+    provider: LocalEndpoints = field(init=False)
+    config = CONFIG
+
+    def __post_init__(self) -> None:
+        self.provider = LocalEndpoints(self.folder.parent)
+
+    def record(self) -> ServerRecord:
+        return codec.loads((self.folder / SERVER_FILE).read_bytes(), ServerRecord)
+
+    def workers(self) -> Sequence[int]:
+        return server_process.list_workers(self.folder)
+
+    def scale(self) -> float:
+        return EndpointProviderSuite().scale(str(self.provider.address(CONFIG)))
 
 
 @pytest.fixture
-def provider(tmp_path: Path) -> Iterator[LocalEndpoints]:
-    provider = LocalEndpoints(tmp_path / "endpoints")
-    yield provider
-    provider.stop(CONFIG)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "endpoints" / "digits"
-
-
-@pytest.fixture
-def blue(tmp_path: Path) -> Deployment:
-    return scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0)
-
-
-def record_of(folder: Path) -> ServerRecord:
-    return codec.loads((folder / SERVER_FILE).read_bytes(), ServerRecord)
+def site(tmp_path: Path) -> Iterator[Site]:
+    blue, green = make_models(tmp_path / "models")
+    site = Site(folder=tmp_path / "endpoints" / "digits", blue=blue, green=green)
+    yield site
+    site.provider.stop(CONFIG)
 
 
 class TestLocalEndpoints(EndpointProviderSuite):
     @pytest.fixture
-    def provider(self, provider: LocalEndpoints) -> LocalEndpoints:
-        return provider
+    def provider(self, site: Site) -> LocalEndpoints:
+        return site.provider
 
     @pytest.fixture
     def config(self) -> EndpointConfig:
         return CONFIG
 
+    @pytest.fixture
+    def deployments(self, site: Site) -> tuple[Deployment, Deployment]:
+        return site.blue, site.green
+
 
 @pytest.mark.parametrize("how", ["killed", "supervisor hung", "all hung"])
-def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(
-    provider: LocalEndpoints, folder: Path, tmp_path: Path, blue: Deployment, how: str
-) -> None:
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
-    provider.apply(CONFIG, state_of(green, green=100), generation=1)
-    server, workers = record_of(folder).pid, server_process.list_workers(folder)
+def test_a_rollback_of_a_server_that_does_not_answer_serves_nothing_else(site: Site, how: str) -> None:
+    site.apply(1, green=100)
+    server, workers = site.record().pid, site.workers()
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
     for pid in (server, *(() if how == "supervisor hung" else workers)):
         os.kill(pid, number)
-    provider.roll_back(CONFIG, state_of(blue, green, blue=100, green=0), generation=2)
-    observed = provider.observe(CONFIG)
-    assert observed is not None
-    assert observed.is_equivalent(state_of(blue, blue=100))
-    assert not set(server_process.list_workers(folder)) & set(workers)
-    address = provider.address(CONFIG)
-    assert address is not None
-    assert TestLocalEndpoints().scale(address) == 2.0
+    site.provider.roll_back(CONFIG, site.state(blue=100, green=0), generation=2)
+    assert site.observed().is_equivalent(site.state(blue=100))
+    assert not set(site.workers()) & set(workers)
+    assert site.scale() == 2.0
 
 
-def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(
-    provider: LocalEndpoints, folder: Path, blue: Deployment
-) -> None:
-    state = state_of(blue, blue=100)
-    provider.apply(CONFIG, state, generation=3)
-    address, first = provider.address(CONFIG), record_of(folder)
+def test_a_killed_server_comes_back_with_the_last_table_on_the_same_port(site: Site) -> None:
+    state = site.state(blue=100)
+    site.provider.apply(CONFIG, state, generation=3)
+    address, first = site.provider.address(CONFIG), site.record()
     os.kill(first.pid, signal.SIGKILL)
-    while provider.observe(CONFIG) is not None:
+    while site.provider.observe(CONFIG) is not None:
         pass
-    assert provider.observe(CONFIG) is None
     with pytest.raises(ConflictError):  # it starts again, and remembers generation 3
-        provider.apply(CONFIG, state, generation=2)
-    observed = provider.observe(CONFIG)
-    assert observed == replace(state, generation=3)
-    assert provider.address(CONFIG) == address
-    assert record_of(folder).pid != first.pid
-    assert EndpointProviderSuite().scale(str(address)) == 2.0
+        site.provider.apply(CONFIG, state, generation=2)
+    assert site.observed() == replace(state, generation=3)
+    assert site.provider.address(CONFIG) == address
+    assert site.record().pid != first.pid
+    assert site.scale() == 2.0
 
 
-def test_the_server_outlives_the_process_that_started_it(
-    provider: LocalEndpoints, tmp_path: Path, blue: Deployment
-) -> None:
+def test_the_server_outlives_the_process_that_started_it(site: Site, tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from onnx_ops import codec;"
         "from onnx_ops.adapters.endpoints.local import LocalEndpoints;"
@@ -127,33 +119,29 @@ def test_the_server_outlives_the_process_that_started_it(
         "codec.loads(sys.argv[3].encode(), EndpointState), generation=1);"
         "assert 'onnxruntime' not in sys.modules and 'httpx' not in sys.modules and 'numpy' not in sys.modules"
     )
-    state = state_of(blue, blue=100)
+    state = site.state(blue=100)
     arguments = [str(tmp_path / "endpoints"), codec.dumps(CONFIG).decode(), codec.dumps(state).decode()]
     subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=60)
-    observed = provider.observe(CONFIG)
-    assert observed is not None
-    assert observed.is_equivalent(state)
+    assert site.observed().is_equivalent(state)
 
 
-def test_the_folder_and_the_token_are_private(provider: LocalEndpoints, folder: Path, blue: Deployment) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
-    token = (folder / TOKEN_FILE).read_text()
-    command_line = Path(f"/proc/{record_of(folder).pid}/cmdline").read_bytes()
+def test_the_folder_and_the_token_are_private(site: Site) -> None:
+    site.apply(1, blue=100)
+    assert site.folder.stat().st_mode & 0o777 == 0o700
+    assert (site.folder / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
+    token = (site.folder / TOKEN_FILE).read_text()
+    command_line = Path(f"/proc/{site.record().pid}/cmdline").read_bytes()
     assert token.encode() not in command_line
-    assert token not in (folder / "server.log").read_text()
+    assert token not in (site.folder / "server.log").read_text()
 
 
-def test_the_server_gets_no_secrets_of_its_starter(
-    provider: LocalEndpoints, folder: Path, blue: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_gets_no_secrets_of_its_starter(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-leak")
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    assert b"do-not-leak" not in Path(f"/proc/{record_of(folder).pid}/environ").read_bytes()
+    site.apply(1, blue=100)
+    assert b"do-not-leak" not in Path(f"/proc/{site.record().pid}/environ").read_bytes()
 
 
-def test_a_stale_record_is_never_shown_the_token(folder: Path, provider: LocalEndpoints) -> None:
+def test_a_stale_record_is_never_shown_the_token(site: Site) -> None:
     """The process that now has the recorded id and port is somebody else's."""
     calls: list[str] = []
 
@@ -166,124 +154,108 @@ def test_a_stale_record_is_never_shown_the_token(folder: Path, provider: LocalEn
     with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as stranger:
         thread = threading.Thread(target=stranger.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        folder.mkdir(parents=True)
+        site.folder.mkdir(parents=True)
         port = stranger.server_address[1]
         record = ServerRecord(pid=os.getpid(), port=port, admin_port=port, started=0.0)
-        (folder / SERVER_FILE).write_bytes(codec.dumps(record))
-        (folder / LOCK_FILE).write_text(str(os.getpid()))
-        (folder / TOKEN_FILE).write_text("secret")
-        assert provider.observe(CONFIG) is None
+        (site.folder / SERVER_FILE).write_bytes(codec.dumps(record))
+        (site.folder / LOCK_FILE).write_text(str(os.getpid()))
+        (site.folder / TOKEN_FILE).write_text("secret")
+        assert site.provider.observe(CONFIG) is None
         stranger.shutdown()
         thread.join()
     assert calls == []
 
 
-def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(folder: Path) -> None:
-    server = LocalServer(folder, sys.executable)
-    folder.mkdir(parents=True)
-    with (folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
+def test_the_record_of_a_dead_server_is_not_that_of_the_one_that_starts(site: Site) -> None:
+    server = LocalServer(site.folder, sys.executable)
+    site.folder.mkdir(parents=True)
+    with (site.folder / LOCK_FILE).open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(str(os.getpid()))
         lock.flush()
         dead, living = (ServerRecord(pid=pid, port=1, admin_port=2, started=0.0) for pid in (1, os.getpid()))
         for record, trusted in ((dead, None), (living, living)):
-            (folder / SERVER_FILE).write_bytes(codec.dumps(record))
+            (site.folder / SERVER_FILE).write_bytes(codec.dumps(record))
             assert server.record() == trusted
 
 
-def test_a_server_that_dies_during_a_publication_is_started_again(
-    provider: LocalEndpoints, folder: Path, blue: Deployment
-) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    first = record_of(folder)
+def test_a_server_that_dies_during_a_publication_is_started_again(site: Site) -> None:
+    site.apply(1, blue=100)
+    first = site.record()
     os.kill(first.pid, signal.SIGSTOP)  # it takes the request, and answers it no more
     death = threading.Timer(0.2, os.kill, (first.pid, signal.SIGKILL))
     death.start()
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=2)
+    site.apply(2, blue=100)
     death.join()
-    assert record_of(folder).pid != first.pid
-    observed = provider.observe(CONFIG)
-    assert observed is not None
-    assert observed.generation == 2
+    assert site.record().pid != first.pid
+    assert site.observed().generation == 2
 
 
-def test_a_taken_port_is_named_with_a_remedy(provider: LocalEndpoints, blue: Deployment) -> None:
+def test_a_taken_port_is_named_with_a_remedy(site: Site) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         config = replace(CONFIG, settings={"port": port})
         with pytest.raises(ServiceUnavailableError, match=f"port {port} is taken") as caught:
-            provider.apply(config, state_of(blue, blue=100), generation=1)
+            site.apply(1, config, blue=100)
     assert "settings" in caught.value.remedy
-    provider.apply(config, state_of(blue, blue=100), generation=1)
-    assert provider.address(config) == f"http://127.0.0.1:{port}"
+    site.apply(1, config, blue=100)
+    assert site.provider.address(config) == f"http://127.0.0.1:{port}"
 
 
-def test_a_new_port_in_the_settings_moves_the_server(provider: LocalEndpoints, blue: Deployment) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    first, port = str(provider.address(CONFIG)), free_port()
+def test_a_new_port_in_the_settings_moves_the_server(site: Site) -> None:
+    site.apply(1, blue=100)
+    first, port = str(site.provider.address(CONFIG)), free_port()
     moved = replace(CONFIG, settings={"port": port, "workers": 1, "queue": 7})
-    observed = provider.observe(moved)
-    assert observed is not None
-    assert observed.drift == (f"port: {first.rpartition(':')[2]}, not {port}", "queue: 128, not 7")
-    provider.apply(moved, state_of(blue, blue=100), generation=1)
-    observed = provider.observe(moved)
-    assert observed is not None
-    assert observed.drift == ()
+    assert site.drift(moved) == [f"port: {first.rpartition(':')[2]}, not {port}", "queue: 128, not 7"]
+    site.apply(1, moved, blue=100)
+    assert site.drift(moved) == []
     assert EndpointProviderSuite().scale(f"http://127.0.0.1:{port}") == 2.0
 
 
-def test_files_that_are_not_those_of_the_manifest_are_refused(
-    provider: LocalEndpoints, blue: Deployment, tmp_path: Path
-) -> None:
-    good = state_of(blue, blue=100)
-    provider.apply(CONFIG, good, generation=1)
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
-    (tmp_path / "green" / "extra.bin").write_bytes(b"x")
+def test_files_that_are_not_those_of_the_manifest_are_refused(site: Site, tmp_path: Path) -> None:
+    good = site.state(blue=100)
+    site.provider.apply(CONFIG, good, generation=1)
+    (Path(site.green.location) / "extra.bin").write_bytes(b"x")
     with pytest.raises(DigestMismatchError, match="digest mismatch"):
-        provider.apply(CONFIG, state_of(blue, green, blue=50, green=50), generation=2)
-    lost = replace(green, location=str(tmp_path / "nowhere"))
+        site.apply(2, blue=50, green=50)
+    lost = replace(site.green, location=str(tmp_path / "nowhere"))
     with pytest.raises(NotFoundError):
-        provider.apply(CONFIG, state_of(blue, lost, blue=50, green=50), generation=2)
-    assert provider.observe(CONFIG) == replace(good, generation=1)
+        site.provider.apply(CONFIG, state_of(site.blue, lost, blue=50, green=50), generation=2)
+    assert site.provider.observe(CONFIG) == replace(good, generation=1)
 
 
-def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_back(
-    provider: LocalEndpoints, blue: Deployment, tmp_path: Path
-) -> None:
-    state = state_of(blue, blue=100)
-    provider.apply(CONFIG, state, generation=1)
-    provider.stop(CONFIG)
-    Path(blue.location).rename(tmp_path / "away")
+def test_a_deployment_lost_while_the_server_was_down_is_not_observed_and_comes_back(site: Site, tmp_path: Path) -> None:
+    state = site.state(blue=100)
+    site.provider.apply(CONFIG, state, generation=1)
+    site.provider.stop(CONFIG)
+    Path(site.blue.location).rename(tmp_path / "away")
     with pytest.raises(NotFoundError):
-        provider.apply(CONFIG, state, generation=1)
-    assert provider.observe(CONFIG) is None
-    (tmp_path / "away").rename(blue.location)
-    provider.apply(CONFIG, state, generation=1)
-    assert provider.observe(CONFIG) == replace(state, generation=1)
+        site.provider.apply(CONFIG, state, generation=1)
+    assert site.provider.observe(CONFIG) is None
+    (tmp_path / "away").rename(site.blue.location)
+    site.provider.apply(CONFIG, state, generation=1)
+    assert site.provider.observe(CONFIG) == replace(state, generation=1)
 
 
-def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path, blue: Deployment) -> None:
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(site: Site, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho something is broken here\nexit 7\n")
     broken.chmod(0o700)
-    provider = LocalEndpoints(tmp_path / "endpoints", python=str(broken))
+    site.provider = LocalEndpoints(site.folder.parent, python=str(broken))
     with pytest.raises(ServiceUnavailableError, match="exit code 7") as caught:
-        provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
+        site.apply(1, blue=100)
     assert "something is broken here" in caught.value.why
 
 
-def test_two_appliers_at_once_end_with_the_later_generation(
-    provider: LocalEndpoints, blue: Deployment, tmp_path: Path, folder: Path
-) -> None:
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
-    states = {number: state_of(blue, green, blue=100 - number, green=number) for number in range(1, 5)}
+def test_two_appliers_at_once_end_with_the_later_generation(site: Site) -> None:
+    states = {number: site.state(blue=100 - number, green=number) for number in range(1, 5)}
     outcomes: dict[int, OnnxOpsError | None] = {}
 
     def apply(generation: int) -> None:
         try:
-            LocalEndpoints(tmp_path / "endpoints").apply(CONFIG, states[generation], generation=generation)
+            LocalEndpoints(site.folder.parent).apply(CONFIG, states[generation], generation=generation)
             outcomes[generation] = None
         except ConflictError as error:
             outcomes[generation] = error
@@ -295,98 +267,89 @@ def test_two_appliers_at_once_end_with_the_later_generation(
         thread.join()
     assert set(outcomes) == set(states)
     assert outcomes[4] is None
-    assert provider.observe(CONFIG) == replace(states[4], generation=4)
-    assert record_of(folder).port > 0
+    assert site.provider.observe(CONFIG) == replace(states[4], generation=4)
+    assert site.record().port > 0
 
 
 @pytest.mark.parametrize("name", ["", "../escape", "a/b", "-x", ".", "x" * 64])
-def test_hostile_endpoint_names_are_refused(provider: LocalEndpoints, blue: Deployment, name: str) -> None:
+def test_hostile_endpoint_names_are_refused(site: Site, name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
-        provider.apply(replace(CONFIG, endpoint=name), state_of(blue, blue=100), generation=1)
+        site.apply(1, replace(CONFIG, endpoint=name), blue=100)
 
 
 @pytest.mark.parametrize("port", [0, 65536, "8080", True])
-def test_a_port_must_be_one(provider: LocalEndpoints, blue: Deployment, port: int | str | bool) -> None:
+def test_a_port_must_be_one(site: Site, port: int | str | bool) -> None:
     with pytest.raises(UserError, match="port: "):
-        provider.apply(replace(CONFIG, settings={"port": port}), state_of(blue, blue=100), generation=1)
+        site.apply(1, replace(CONFIG, settings={"port": port}), blue=100)
 
 
-def test_settings_of_the_server_reach_it_and_others_are_refused(
-    provider: LocalEndpoints, folder: Path, blue: Deployment
-) -> None:
-    provider.validate_settings({"port": 8080, "workers": 2})
+def test_settings_of_the_server_reach_it_and_others_are_refused(site: Site) -> None:
+    site.provider.validate_settings({"port": 8080, "workers": 2})
     for settings, message in (
         ({"worker": 2}, "unknown key .worker."),
         ({"workers": 0}, "at least 1"),
         ({"port": 0}, "port: "),
     ):
         with pytest.raises(UserError, match=message):
-            provider.validate_settings(settings)
-    state = state_of(blue, blue=100)
-    provider.apply(CONFIG, state, generation=1)
-    first = record_of(folder)
-    provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=2)
-    assert (first.options.workers, record_of(folder).options.workers) == (1, 2)
-    assert record_of(folder).port == first.port
-    assert len(server_process.list_workers(folder)) == 2
-    second = record_of(folder)
-    provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
-    assert record_of(folder) == second
+            site.provider.validate_settings(settings)
+    state = site.state(blue=100)
+    site.provider.apply(CONFIG, state, generation=1)
+    first = site.record()
+    site.provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=2)
+    assert (first.options.workers, site.record().options.workers) == (1, 2)
+    assert site.record().port == first.port
+    assert len(site.workers()) == 2
+    second = site.record()
+    site.provider.apply(replace(CONFIG, settings={"workers": 2}), state, generation=3)
+    assert site.record() == second
 
 
-def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_over(
-    provider: LocalEndpoints, folder: Path, blue: Deployment, tmp_path: Path
-) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    address, orphans = str(provider.address(CONFIG)), server_process.list_workers(folder)
-    os.kill(record_of(folder).pid, signal.SIGKILL)
-    assert not provider.is_unsupervised(replace(CONFIG, endpoint="other"))
+def test_workers_whose_supervisor_was_killed_answer_until_a_new_one_has_taken_over(site: Site) -> None:
+    site.apply(1, blue=100)
+    address, orphans = str(site.provider.address(CONFIG)), site.workers()
+    os.kill(site.record().pid, signal.SIGKILL)
+    assert not site.provider.is_unsupervised(replace(CONFIG, endpoint="other"))
     for _ in range(400):  # the system takes a moment to end a process, and to give back what it held
-        if provider.observe(CONFIG) is None and provider.is_unsupervised(CONFIG):
+        if site.provider.observe(CONFIG) is None and site.provider.is_unsupervised(CONFIG):
             break
         time.sleep(0.05)
-    assert provider.is_unsupervised(CONFIG)
-    assert EndpointProviderSuite().scale(address) == 2.0
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0)
-    provider.apply(CONFIG, state_of(green, green=100), generation=2)
-    assert provider.address(CONFIG) == address
-    assert EndpointProviderSuite().scale(address) == 3.0
-    assert set(orphans).isdisjoint(server_process.list_workers(folder))
-    assert not provider.is_unsupervised(CONFIG)
+    assert site.provider.is_unsupervised(CONFIG)
+    assert site.scale() == 2.0
+    site.apply(2, green=100)
+    assert site.provider.address(CONFIG) == address
+    assert site.scale() == 3.0
+    assert set(orphans).isdisjoint(site.workers())
+    assert not site.provider.is_unsupervised(CONFIG)
 
 
-def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(
-    provider: LocalEndpoints, folder: Path, blue: Deployment
-) -> None:
-    assert not provider.is_unsupervised(CONFIG)
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    assert not provider.is_unsupervised(CONFIG)
-    workers = server_process.list_workers(folder)
-    for pid in (record_of(folder).pid, *workers):  # workers cannot come back without their supervisor
+def test_who_is_dead_or_does_not_serve_is_not_called_unsupervised(site: Site) -> None:
+    assert not site.provider.is_unsupervised(CONFIG)
+    site.apply(1, blue=100)
+    assert not site.provider.is_unsupervised(CONFIG)
+    workers = site.workers()
+    for pid in (site.record().pid, *workers):  # workers cannot come back without their supervisor
         os.kill(pid, signal.SIGKILL)
-    while server_process.list_workers(folder):
+    while site.workers():
         pass
-    assert not provider.is_unsupervised(CONFIG)
-    assert provider.observe(CONFIG) is None
+    assert not site.provider.is_unsupervised(CONFIG)
+    assert site.provider.observe(CONFIG) is None
 
 
-def test_stopping_ends_workers_whose_supervisor_was_killed(
-    provider: LocalEndpoints, folder: Path, blue: Deployment
-) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    os.kill(record_of(folder).pid, signal.SIGKILL)
-    provider.stop(CONFIG)
-    assert server_process.list_workers(folder) == ()
+def test_stopping_ends_workers_whose_supervisor_was_killed(site: Site) -> None:
+    site.apply(1, blue=100)
+    os.kill(site.record().pid, signal.SIGKILL)
+    site.provider.stop(CONFIG)
+    assert site.workers() == ()
 
 
-def test_stopping_what_does_not_run_is_no_error(provider: LocalEndpoints) -> None:
-    provider.stop(CONFIG)
-    assert provider.observe(CONFIG) is None
+def test_stopping_what_does_not_run_is_no_error(site: Site) -> None:
+    site.provider.stop(CONFIG)
+    assert site.provider.observe(CONFIG) is None
 
 
-def test_the_record_on_disk_is_plain_json(provider: LocalEndpoints, folder: Path, blue: Deployment) -> None:
-    provider.apply(CONFIG, state_of(blue, blue=100), generation=1)
-    document = json.loads((folder / SERVER_FILE).read_text())
+def test_the_record_on_disk_is_plain_json(site: Site) -> None:
+    site.apply(1, blue=100)
+    document = json.loads((site.folder / SERVER_FILE).read_text())
     assert set(document) == {"pid", "port", "admin_port", "started", "options"}
-    provider.stop(CONFIG)
-    assert not (folder / SERVER_FILE).exists()
+    site.provider.stop(CONFIG)
+    assert not (site.folder / SERVER_FILE).exists()

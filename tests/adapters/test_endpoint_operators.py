@@ -25,7 +25,7 @@ from onnx_ops.adapters.endpoints.sagemaker_resources import pack_archive
 from onnx_ops.attestation import TrustedKeys, sign_record
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import OverrideRecord
-from onnx_ops.domain.endpoint import Deployment, EndpointConfig
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import CustomOps
 from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundError, RefusedError
 from onnx_ops.onnx_graph.compatibility import copy_libraries
@@ -33,19 +33,12 @@ from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.serving.inference.integrity import TrustPolicy, verify_files
 from onnx_ops.testing.endpoints import state_of
 from onnx_ops.testing.fakes import FakeSigner
+from tests.adapters.endpoint_site import make_config
 from tests.support.external import write_external
 from tests.support.operators import build_library, released, write_softsign
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "custom_ops" / "softsign.c"
-CONFIG = EndpointConfig(
-    endpoint="softsign",
-    provider="local",
-    model="softsign",
-    target="cpu",
-    target_digest=digest_bytes(b"target"),
-    pipeline="softsign",
-    settings={"workers": 2, "prepack": "1 B"},  # the cache of packed models loads libraries too
-)
+CONFIG = make_config("softsign", workers=2, prepack="1 B")  # the cache of packed models loads libraries too
 BODY = json.dumps({"inputs": {"x": [[-1.0, 0.0, 3.0]]}}).encode()
 
 

@@ -11,26 +11,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
-from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import ServiceUnavailableError
-from onnx_ops.testing.endpoints import state_of
-from tests.adapters.sagemaker_cloud import (
-    Load,
-    all_that_stands,
-    apply_when_told,
-    cloud,
-    config_of,
-    fake,
-    invoke,
-    pair,
-    process_context,
-)
-from tests.support.clouds.sagemaker import FakeSageMaker
+from tests.adapters.sagemaker_cloud import Load, Site, config_of
+from tests.support.clouds.sagemaker import BUCKET, FakeSageMaker
 from tests.support.clouds.sagemaker_faults import can_conflict
 from tests.support.suite import Sweep
 
-__all__ = ["cloud", "fake", "pair"]
 pytestmark = pytest.mark.services
 
 KINDS = ("throttle", "error", "drop", "hang", "conflict")
@@ -41,14 +27,8 @@ READS = ("GET ", "HEAD ", "SageMaker.Describe", "SageMaker.List")
 
 
 @pytest.fixture
-def provider(fake: FakeSageMaker, monkeypatch: pytest.MonkeyPatch) -> SageMakerEndpoints:
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)  # its pauses between attempts
-    return SageMakerEndpoints()
-
-
-@pytest.fixture
-def load(fake: FakeSageMaker) -> Iterator[Load]:
-    with Load(fake) as load:
+def load(site: Site) -> Iterator[Load]:
+    with Load(site) as load:
         yield load
     assert load.failed == []
     assert load.answered > 0
@@ -58,51 +38,49 @@ def load(fake: FakeSageMaker) -> Iterator[Load]:
 class Endpoint:
     """One endpoint, whose change is tried again and again: each try begins where `check` has left it."""
 
-    provider: SageMakerEndpoints
-    fake: FakeSageMaker
-    pair: tuple[Deployment, Deployment]
+    site: Site
     name: str
     generation: int = 0
     answer_s: float = 60
 
-    @property
-    def before(self) -> EndpointState:
-        return state_of(self.pair[0], blue=100)
-
-    @property
-    def after(self) -> EndpointState:
-        return state_of(*self.pair, blue=90, green=10)
-
-    def apply(self, state: EndpointState) -> None:
+    def apply(self, **weights: int) -> None:
         self.generation += 1
-        self.provider.apply(config_of(self.name, api_timeout=f"{self.answer_s} s"), state, generation=self.generation)
+        self.site.apply(self.generation, config_of(self.name, api_timeout=f"{self.answer_s} s"), **weights)
 
     def requests(self) -> list[str]:
         """Names of the requests that the change takes when all is well."""
-        self.apply(self.before)
-        self.fake.fault()
-        self.apply(self.after)
-        requests = self.fake.calls()
+        self.apply(blue=100)
+        self.site.fake.fault()
+        self.apply(blue=90, green=10)
+        requests = self.site.fake.calls()
         self.check()
         return requests
 
     def check(self) -> None:
         """It answers, goes on, goes back, and nothing stands there that is not told."""
-        config, blue = config_of(self.name), self.pair[0]
-        observed = self.provider.observe(config)
-        assert observed is not None
-        assert sum(observed.split.weights.values()) == 100
-        self.apply(self.after)
-        assert invoke(self.fake, self.name, "green") == ("green", 3.0)
-        self.apply(self.before)
-        assert invoke(self.fake, self.name) == ("blue", 2.0)
-        left = self.provider.list_orphans(config, frozenset({blue.manifest}))
+        site, config, needed = self.site, config_of(self.name), frozenset({self.site.blue.manifest})
+        assert sum(site.observed(config).split.weights.values()) == 100
+        self.apply(blue=90, green=10)
+        assert site.invoke(self.name, "green") == ("green", 3.0)
+        self.apply(blue=100)
+        assert site.invoke(self.name) == ("blue", 2.0)
+        left = site.provider.list_orphans(config, needed)
         for one in left:
-            self.provider.delete_orphan(config, one)
-        assert self.provider.list_orphans(config, frozenset({blue.manifest})) == ()
-        stands = all_that_stands(self.fake, self.name)
-        assert sorted(kind for kind, _ in stands) == ["archive", "endpoint-config", "model"], (left, stands)
-        assert invoke(self.fake, self.name) == ("blue", 2.0)
+            site.provider.delete_orphan(config, one)
+        assert site.provider.list_orphans(config, needed) == ()
+        assert self.stands() == ["archive", "endpoint-config", "model"], left
+        assert site.invoke(self.name) == ("blue", 2.0)
+
+    def stands(self) -> list[str]:
+        """Kinds of all models, configs and archives of the endpoint, by another look at the cloud."""
+        sagemaker, s3 = self.site.client("sagemaker"), self.site.client("s3")
+        models = sagemaker.get_paginator("list_models").paginate().build_full_result()["Models"]
+        configs = sagemaker.get_paginator("list_endpoint_configs").paginate().build_full_result()["EndpointConfigs"]
+        archives = s3.list_objects_v2(Bucket=BUCKET, Prefix=f"onnx-ops/{self.name}/archives/").get("Contents", ())
+        named = [("model", m["ModelName"]) for m in models]
+        named += [("endpoint-config", c["EndpointConfigName"]) for c in configs]
+        kinds = [kind for kind, name in named if name.startswith(f"{self.name}-")]
+        return sorted([*kinds, *("archive" for _ in archives)])
 
 
 def moments(kind: str, requests: list[str]) -> list[int]:
@@ -134,17 +112,9 @@ def order(fake: FakeSageMaker, kind: str, requests: list[str], moment: int, *, l
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["passing", "lasting"])
-def test_faults_at_every_request(
-    provider: SageMakerEndpoints,
-    fake: FakeSageMaker,
-    pair: tuple[Deployment, Deployment],
-    load: Load,
-    kind: str,
-    lasting: bool,
-    sweep: Sweep,
-) -> None:
+def test_faults_at_every_request(site: Site, load: Load, kind: str, lasting: bool, sweep: Sweep) -> None:
     """A fault that passes is survived; one that lasts is told, and nothing is lost by it."""
-    endpoint = Endpoint(provider, fake, pair, f"s-{kind}-{int(lasting)}")
+    endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()
     endpoint.answer_s = ANSWER_S if kind == "hang" else endpoint.answer_s
     load.endpoint = endpoint.name
@@ -152,34 +122,28 @@ def test_faults_at_every_request(
     assert len(due) >= 5
     # One that lasts is met at a part of them: a client that waits gives up after six answers that do not come.
     for moment in sweep(due[:: (4 if kind == "hang" else 2) if lasting else 1]):
-        order(fake, kind, requests, moment, lasting=lasting)
+        order(site.fake, kind, requests, moment, lasting=lasting)
         try:
-            endpoint.apply(endpoint.after)
+            endpoint.apply(blue=90, green=10)
         except ServiceUnavailableError:
             assert lasting, (kind, requests[moment // 2])
-        fake.fault()
+        site.fake.fault()
         endpoint.check()
 
 
 @pytest.mark.nightly
-def test_a_client_that_is_killed_at_every_request(
-    provider: SageMakerEndpoints, fake: FakeSageMaker, pair: tuple[Deployment, Deployment], load: Load, sweep: Sweep
-) -> None:
-    endpoint = Endpoint(provider, fake, pair, "k")
+def test_a_client_that_is_killed_at_every_request(site: Site, load: Load, sweep: Sweep) -> None:
+    endpoint = Endpoint(site, "k")
     requests = endpoint.requests()
     load.endpoint = endpoint.name
-    context = process_context()
     for moment in sweep((0, *range(1, 2 * len(requests), 2))):  # after one request is before the next
         endpoint.generation += 1
-        ours, theirs = context.Pipe()
-        state = replace(endpoint.after, generation=endpoint.generation)
-        config = config_of(endpoint.name)
-        process = context.Process(target=apply_when_told, args=(dict(fake.environment), config, state, theirs))
-        process.start()
-        fake.fault(at=moment, kind="kill", pid=process.pid)
-        ours.send("go")
+        state = replace(site.state(blue=90, green=10), generation=endpoint.generation)
+        process, order = site.start_client(config_of(endpoint.name), state)
+        site.fake.fault(at=moment, kind="kill", pid=process.pid)
+        order.send("go")
         process.join(60)
         if process.exitcode != -signal.SIGKILL:  # it had to wait less long, and was through with fewer requests
-            assert (process.exitcode, moment >= 2 * len(fake.calls())) == (0, True)
-        fake.fault()
+            assert (process.exitcode, moment >= 2 * len(site.fake.calls())) == (0, True)
+        site.fake.fault()
         endpoint.check()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from onnx_ops.adapters.aws import build_variant_name, is_valid_name
+from onnx_ops.adapters.aws import AwsAccess, build_variant_name, find_missing_credentials, is_valid_name
 from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.adapters.endpoints.sagemaker_layout import (
     build_layout,
@@ -26,16 +26,22 @@ from onnx_ops.adapters.signers.ecdsa import create_key
 from onnx_ops.attestation import TrustedKeys
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.attestation import Envelope, EnvelopeSignature
-from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import UserError
 from onnx_ops.protocol.server_process import TRUSTED_KEYS_VARIABLE
-from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.endpoints import scaling_deployment, state_of
 from tests.support.clouds.sagemaker import SETTINGS
 from tests.support.clouds.sagemaker_parts import check_config
 from tests.support.clouds.sagemaker_wire import Wire
 
-NAMES = some.from_regex(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", fullmatch=True)
+IDENTITIES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+NAMES = some.from_regex(r"(?=.{1,63}\Z)[a-zA-Z0-9](-*[a-zA-Z0-9])*", fullmatch=True)
 
 
 def deployment(name: str) -> Deployment:
@@ -79,16 +85,29 @@ def test_wrong_settings_are_refused_at_check(wrong: dict[str, Json], said: str) 
 
 
 def test_right_settings_pass() -> None:
-    provider = SageMakerEndpoints()
-    provider.validate_settings(SETTINGS)
-    provider.validate_settings({**SETTINGS, "min_instances": 1, "max_instances": 3, "invocations_per_instance": 500})
-    provider.validate_settings({**SETTINGS, "strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20})
+    scaled: dict[str, Json] = {"min_instances": 1, "max_instances": 3, "invocations_per_instance": 500}
+    serverless: dict[str, Json] = {"strategy": "guarded", "memory": "3 GiB", "max_concurrency": 20}
+    for settings in ({}, scaled, serverless):
+        SageMakerEndpoints().validate_settings({**SETTINGS, **settings})
 
 
 def test_capabilities_follow_the_strategy() -> None:
     provider = SageMakerEndpoints()
     assert provider.capabilities() == {"split", "quantiles"}
     assert provider.capabilities({"strategy": "guarded"}) == {"guarded", "quantiles"}
+
+
+@pytest.mark.parametrize("variable", IDENTITIES)
+def test_credentials_that_the_environment_names_are_not_missing(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnx_ops.adapters.aws.machine_vendor", lambda: "")
+    for name in (*IDENTITIES, "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    access = AwsAccess(region="us-east-1")
+    assert find_missing_credentials(access) is not None
+    monkeypatch.setenv(variable, "something")
+    assert find_missing_credentials(access) is None
 
 
 @given(some.text(min_size=1, max_size=80))
@@ -106,11 +125,11 @@ def wire() -> Wire:
 def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cut: int, guarded: bool) -> None:
     blue, green = deployment("v1"), deployment("v2")
     share = 100 if guarded else cut
-    split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
+    state = state_of(blue, green, v1=share, v2=100 - share)
     settings = read_sagemaker_settings(
         {**SETTINGS, "strategy": "guarded" if guarded else "ab", "alarms": ["x"] if guarded else []}
     )
-    layout = build_layout(endpoint, EndpointState(deployments=(blue, green), split=split), settings)
+    layout = build_layout(endpoint, state, settings)
     for request in layout.models.values():
         wire.read("SageMaker.CreateModel", json.dumps(request).encode())
         found = read_deployment(request)
@@ -127,14 +146,11 @@ def test_layouts_are_what_the_service_model_allows(wire: Wire, endpoint: str, cu
 def test_weights_change_no_layout_and_another_image_does(first: int, second: int) -> None:
     settings = read_sagemaker_settings(SETTINGS)
 
-    def state(share: int) -> EndpointState:
-        split = TrafficSplit(weights={"v1": share, "v2": 100 - share})
-        return EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
-
-    one, other = build_layout("e", state(first), settings), build_layout("e", state(second), settings)
+    states = [state_of(deployment("v1"), deployment("v2"), v1=share, v2=100 - share) for share in (first, second)]
+    one, other = (build_layout("e", state, settings) for state in states)
     assert one.has_config(other.config_name)
     assert (one.config_name == other.config_name) == (first == second)
-    assert not one.has_config(build_layout("e", state(first), replace(settings, image="another:2")).config_name)
+    assert not one.has_config(build_layout("e", states[0], replace(settings, image="another:2")).config_name)
 
 
 def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Path) -> None:
@@ -145,20 +161,12 @@ def test_deployment_with_signed_decision_fits_container_environment(tmp_path: Pa
     assert max(map(len, variables.values())) <= 1024
     assert read_deployment({"PrimaryContainer": {"Environment": variables}}) == replace(signed, location="")
     for missing in variables:
-        assert (
-            read_deployment(
-                {
-                    "PrimaryContainer": {
-                        "Environment": {name: text for name, text in variables.items() if name != missing}
-                    }
-                }
-            )
-            is None
-        )
+        torn = {name: text for name, text in variables.items() if name != missing}
+        assert read_deployment({"PrimaryContainer": {"Environment": torn}}) is None
 
 
 def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_refused(tmp_path: Path) -> None:
-    state = EndpointState(deployments=(deployment("v1"),), split=TrafficSplit(weights={"v1": 100}))
+    state = state_of(deployment("v1"), v1=100)
     for number in range(8):
         create_key(tmp_path / f"{number}.pem")
     keys = TrustedKeys(tmp_path).encoded()
@@ -170,8 +178,7 @@ def test_eight_trusted_keys_fit_the_environment_of_a_container_and_a_ninth_is_re
 
 
 def test_rotated_keys_reach_all_containers_with_the_next_change(tmp_path: Path) -> None:
-    split = TrafficSplit(weights={"v1": 90, "v2": 10})
-    state = EndpointState(deployments=(deployment("v1"), deployment("v2")), split=split)
+    state = state_of(deployment("v1"), deployment("v2"), v1=90, v2=10)
     settings = read_sagemaker_settings(SETTINGS)
     create_key(tmp_path / "old.pem")
     before = build_layout("e", state, settings, trusted_keys=TrustedKeys(tmp_path).encoded())
@@ -195,14 +202,10 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     assert packed[0].getvalue() == packed[1].getvalue()
 
 
-def test_a_name_that_sagemaker_does_not_take_is_refused() -> None:
-    split = TrafficSplit(weights={"v1": 100})
+@pytest.mark.parametrize("name", ["my_endpoint", f"a{'-' * 62}b"])
+def test_a_name_that_sagemaker_does_not_take_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
-        build_layout(
-            "my_endpoint",
-            EndpointState(deployments=(deployment("v1"),), split=split),
-            read_sagemaker_settings(SETTINGS),
-        )
+        build_layout(name, state_of(deployment("v1"), v1=100), read_sagemaker_settings(SETTINGS))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from onnx_ops.adapters.metrics.azuremonitor import AzureMonitorMetrics
 from onnx_ops.domain.rollout_observations import LatencyQuantiles
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.testing.endpoints import scaling_deployment
+from onnx_ops.testing.fakes import FakeClock
 from tests.adapters.azureml_parts import config_of, inside
 from tests.support.clouds.azureml import AzureCloud, Trouble
 from tests.support.extras import require
@@ -23,38 +24,29 @@ require("azure.ai.ml", reason="LOUD: the extra `azure` is not installed, so Azur
 NOON = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC).timestamp()
 
 
-class Wound:
-    """A clock that a test winds."""
-
-    def __init__(self, now: float) -> None:
-        self.at = now
-
-    def now(self) -> float:
-        return self.at
-
-    def monotonic(self) -> float:
-        return self.at
+def wind(clock: FakeClock, at: float) -> None:
+    clock.advance(at - clock.now())
 
 
 @pytest.fixture
-def clock() -> Wound:
-    return Wound(NOON)
+def clock() -> FakeClock:
+    return FakeClock(NOON)
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, clock: Wound) -> Iterator[AzureCloud]:
+def cloud(tmp_path: Path, clock: FakeClock) -> Iterator[AzureCloud]:
     with AzureCloud(tmp_path / "cloud", clock=clock) as cloud, inside(cloud):
         yield cloud
 
 
-def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
+def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: FakeClock, tmp_path: Path) -> None:
     name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     for minute, status in ((0, 200), (0, 200), (1, 500), (1, 429), (2, 404), (2, 200), (30, 200)):
-        clock.at = NOON + 60 * minute
+        wind(clock, NOON + 60 * minute)
         cloud.monitor.count("scaling", name, status, 0.010 if status == 200 else 0.050)
     cloud.monitor.count("scaling", "v12-" + name[3:], 200, 1.0)
-    clock.at = NOON + 6 * 60 + 17
+    wind(clock, NOON + 6 * 60 + 17)
     reading = source.read(config, {"v1": None, "v2": None})
     assert reading.at == NOON + 3 * 60
     assert reading.origin == "2026-11-20T00:00:00Z"
@@ -63,7 +55,7 @@ def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, 
     assert (tally.over_p50, tally.over_p99) == (None, None)
     assert reading.tallies["v2"].requests == 0
     assert reading.quantiles == {"v1": LatencyQuantiles(p50_s=0.010, p99_s=0.050)}
-    clock.at = NOON + 40 * 60
+    wind(clock, NOON + 40 * 60)
     later = source.read(config, {"v1": None})
     assert later.origin == reading.origin
     assert later.tallies["v1"].requests == 7
@@ -72,20 +64,20 @@ def test_counts_latencies_and_when_they_are_of(cloud: AzureCloud, clock: Wound, 
     assert since.requests == 1
 
 
-def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: Wound, tmp_path: Path) -> None:
+def test_counts_begin_anew_with_the_day(cloud: AzureCloud, clock: FakeClock, tmp_path: Path) -> None:
     name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
     midnight = NOON + 12 * 3600
-    clock.at = midnight - 60
+    wind(clock, midnight - 60)
     cloud.monitor.count("scaling", name, 200, 0.01)
     source = AzureMonitorMetrics({}, clock)
-    clock.at = midnight + 179
+    wind(clock, midnight + 179)
     assert source.read(config_of(cloud), {"v1": None}).origin == "2026-11-20T00:00:00Z"
-    clock.at = midnight + 180
+    wind(clock, midnight + 180)
     fresh = source.read(config_of(cloud), {"v1": None})
     assert (fresh.origin, fresh.at, fresh.tallies["v1"].requests) == ("2026-11-21T00:00:00Z", midnight, 0)
 
 
-def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: Wound) -> None:
+def test_what_cannot_be_read_is_said(cloud: AzureCloud, clock: FakeClock) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None

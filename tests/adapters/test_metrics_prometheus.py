@@ -9,8 +9,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from onnx_ops.adapters.metrics.prometheus import PrometheusMetrics
-from onnx_ops.domain.artifact import digest_bytes
-from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
@@ -18,10 +16,9 @@ from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import BOUNDS_S, STEPS, MetricsPage, SharedMetrics, count_request
 from onnx_ops.statistics.rollout import fix_thresholds
 from onnx_ops.testing.webhook_sink import ReceivedRequest, Reply, WebhookSink
+from tests.adapters.endpoint_site import make_config
 
-CONFIG = EndpointConfig(
-    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
-)
+CONFIG = make_config("digits")
 SHOWN = BOUNDS_S[:: STEPS // 2]
 FAST, SLOW = SHOWN[10], SHOWN[20]
 THRESHOLDS = LatencyThresholds(p50_s=SHOWN[12], p99_s=SHOWN[18], requests=1000)

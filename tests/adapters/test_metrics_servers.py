@@ -13,7 +13,6 @@ import pytest
 
 from onnx_ops.adapters.metrics.servers import VARIABLE, SeveralServers
 from onnx_ops.adapters.server_metrics import ServerMetrics
-from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.rollout_observations import LatencyThresholds, RequestCounts, ShadowCounts, UnitSums, diff_readings
 from onnx_ops.domain.rollout_policy import LATENCY_PLACES, LATENCY_QUANTILES
@@ -25,11 +24,10 @@ from onnx_ops.serving.metrics import BOUNDS_S, SharedMetrics, count_request
 from onnx_ops.serving.rollout_counts import UserCounts, collect_counts
 from onnx_ops.statistics.rollout import fix_thresholds
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.adapters.endpoint_site import make_config
 from tests.support.server import ServerFamily
 
-CONFIG = EndpointConfig(
-    endpoint="digits", provider="local", model="m", target="cpu", target_digest=digest_bytes(b"t"), pipeline="p"
-)
+CONFIG = make_config("digits")
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
 WATCHED = {"blue": None, "green": None}
 

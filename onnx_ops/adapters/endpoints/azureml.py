@@ -12,13 +12,12 @@ from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name
 from onnx_ops.adapters.endpoints.azureml_client import AzureClient, RetryPolicy, has_succeeded
 from onnx_ops.adapters.endpoints.azureml_deployments import SCORING_ROUTE
 from onnx_ops.adapters.endpoints.azureml_diagnosis import diagnose
-from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
+    MANIFEST,
     OWNER,
     build_azure_name,
     plan_traffic,
     read_deployment_names,
-    read_manifest,
     read_record,
     read_state,
 )
@@ -41,12 +40,7 @@ from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 class AzureEndpoints(CloudEndpoints):
     """Endpoints of an Azure ML workspace.
 
-    `folder/<endpoint>/` holds a lock and the last generation sent.
-
-    Args:
-        folder: for the state of this machine.
-        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
-        policy: how long to wait for Azure.
+    `folder/<endpoint>/` holds a lock and the last generation that this machine sent.
     """
 
     tools = plugins.EXTRAS["azure"]
@@ -105,10 +99,8 @@ class AzureEndpoints(CloudEndpoints):
             ConflictError: a later generation, or another state of this one, was applied already.
             DigestMismatchError: a deployment's files are not those of its manifest.
             NotFoundError: a deployment's files are not there.
-            UserError: Azure does not take the name, settings or state.
             RefusedError: Azure does not permit it, or a resource of that name is not ours.
             InfrastructureError: a deployment does not start, or there is no quota for it.
-            ServiceUnavailableError: Azure does not answer.
         """
         endpoint = self._connect(config)
         name = endpoint.deployments.name
@@ -137,11 +129,7 @@ class AzureEndpoints(CloudEndpoints):
         self._connect(config).remove()
 
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> tuple[OrphanedResource, ...]:
-        """List unused deployments without traffic, and unused models.
-
-        Raises:
-            ServiceUnavailableError: Azure does not answer.
-        """
+        """List unused deployments without traffic, and unused models."""
         endpoint = self._connect(config)
         _, names = self._observe(config)
         resource = endpoint.read()
@@ -155,10 +143,10 @@ class AzureEndpoints(CloudEndpoints):
         orphans = [
             OrphanedResource(kind="deployment", name=name, why="it has no traffic, and no state needs it", paid=True)
             for name, tags in sorted(owned.items())
-            if name not in used and read_manifest(tags) not in needed
+            if name not in used and tags.get(MANIFEST) not in needed
         ]
         served = {build_azure_name(record) for record in map(read_record, owned.values()) if record is not None}
-        for name, manifest in self._models(config).stored().items():
+        for name, manifest in endpoint.models.stored().items():
             if manifest not in needed and name not in served:
                 why = "no deployment serves it" if manifest else "its upload was cut off"
                 orphans.append(OrphanedResource(kind="model", name=name, why=why, paid=True))
@@ -166,10 +154,8 @@ class AzureEndpoints(CloudEndpoints):
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Delete an orphan; raise ConflictError for a deployment that has traffic by now."""
-        if orphan.kind == "deployment":
-            self._connect(config).deployments.delete(orphan.name)
-        else:
-            self._models(config).delete(orphan.name)
+        endpoint = self._connect(config)
+        (endpoint.deployments if orphan.kind == "deployment" else endpoint.models).delete(orphan.name)
 
     def _observe(self, config: EndpointConfig) -> tuple[EndpointState | None, Mapping[str, str]]:
         """Return what the endpoint does, and the names in Azure of its deployments by theirs in onnx-ops."""
@@ -191,16 +177,10 @@ class AzureEndpoints(CloudEndpoints):
         return replace(state, drift=tuple(itertools.chain(*drift))), names
 
     def _connect(self, config: EndpointConfig) -> AzureEndpoint:
-        client = self._client(config)
-        client.connect()
-        return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))
-
-    def _models(self, config: EndpointConfig) -> AzureModels:
-        return AzureModels(self._client(config))
-
-    def _client(self, config: EndpointConfig) -> AzureClient:
         settings = read_azure_settings(config.settings, where=config.endpoint)
         if keys := self._trusted_keys():
             settings = replace(settings, trusted_keys=keys)
         name = read_endpoint_name(config.endpoint, config.settings)
-        return AzureClient(settings, name, config.endpoint, self._policy)
+        client = AzureClient(settings, name, config.endpoint, self._policy)
+        client.connect()
+        return AzureEndpoint(client, SentGeneration(self._folder / config.endpoint))

@@ -1,7 +1,6 @@
-"""Azure ML through the SDK's MLClient: reads are retried, writes are sent once.
+"""Azure ML through the SDK's MLClient, without the SDK's own retries: reads are retried, writes are sent once.
 
-The SDK's own retries are off, and its requests time out. It would send a write again after a newer one of another
-client; here a write is repeated only after a read shows that it is still needed.
+The SDK would send a write again after a newer one of another client; here a read must show that it is still needed.
 """
 
 from __future__ import annotations
@@ -78,14 +77,7 @@ class RetryPolicy:
 
 
 class AzureClient:
-    """Requests about one endpoint and its deployments.
-
-    Args:
-        settings: of the endpoint.
-        name: the endpoint's name in Azure.
-        owner: its name in onnx-ops, which tags hold and errors show.
-        policy: how long to wait.
-    """
+    """Requests about one endpoint and its deployments; `owner` is its name in onnx-ops, which tags and errors show."""
 
     def __init__(self, settings: AzureSettings, name: str, owner: str, policy: RetryPolicy) -> None:
         self.settings = settings
@@ -104,12 +96,7 @@ class AzureClient:
         return _ml_client(None, self.settings.api_timeout, registry=name)
 
     def connect(self) -> None:
-        """Make the SDK's client.
-
-        Raises:
-            MissingPackageError: the extra `azure` is not installed.
-            ServiceUnavailableError: the metadata of the cloud cannot be read.
-        """
+        """Make the SDK's client, which reads the metadata of the cloud."""
         require(*EXTRAS["azure"], where=self.owner)
         with translate_errors(self.owner):
             _ = self.ml
@@ -121,8 +108,7 @@ class AzureClient:
 
     def endpoint(self) -> ManagedOnlineEndpoint | None:
         """Read the endpoint; the answer may be a moment old."""
-        endpoint: Any = self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
-        return endpoint
+        return self.read(self.where, lambda: self.ml.online_endpoints.get(self.name))
 
     def deployments(self) -> dict[str, ManagedOnlineDeployment]:
         """Read the deployments by name; empty if there is no such endpoint."""
@@ -130,11 +116,7 @@ class AzureClient:
         return {deployment.name: deployment for deployment in listed or ()}
 
     def settled_endpoint(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint once Azure no longer changes it.
-
-        Raises:
-            ServiceUnavailableError: Azure changes it for too long.
-        """
+        """Return the endpoint once Azure no longer changes it."""
         return self._wait_until_settled(self.where, self.endpoint)
 
     def settled_deployment(self, name: str) -> ManagedOnlineDeployment | None:
@@ -167,23 +149,14 @@ class AzureClient:
                 poller.result()
 
     def read(self, where: str, get: Callable[[], T]) -> T | None:
-        """Return what a read finds; None if the resource does not exist.
-
-        Raises:
-            ServiceUnavailableError: Azure does not answer for `policy.answer_s` seconds.
-        """
+        """Return what a read finds; None if the resource does not exist."""
         try:
             return self.retry(where, get)
         except GoneError:
             return None
 
     def retry(self, where: str, request: Callable[[], T]) -> T:
-        """Send an idempotent request until it is answered.
-
-        Raises:
-            GoneError: the resource does not exist.
-            ServiceUnavailableError: Azure does not answer for `policy.answer_s` seconds.
-        """
+        """Send an idempotent request until it is answered, for `policy.answer_s` seconds."""
 
         def send() -> tuple[T]:
             with translate_errors(where):
@@ -193,16 +166,12 @@ class AzureClient:
         return converge(send, tries, lambda: make_unanswered_error(where), retried=(ServiceUnavailableError,))[0]
 
     def converge(self, step: Callable[[], T | None], where: str = "", *, retry_reads: bool = False) -> T:
-        """Repeat a step until it returns something, while Azure is busy.
+        """Repeat a step until it returns something, while Azure is busy, for `policy.operation_s` seconds.
 
         Args:
             step: as for `retry.converge`.
             where: for errors; the endpoint by default.
             retry_reads: repeat the step, too, when a read was not answered for `policy.answer_s` seconds.
-
-        Raises:
-            BusyError: Azure is changing the resource for `policy.operation_s` seconds.
-            ServiceUnavailableError: the time is over.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -223,12 +192,7 @@ def has_succeeded(resource: ManagedOnlineDeployment | ManagedOnlineEndpoint) -> 
 
 @contextlib.contextmanager
 def translate_errors(where: str, *, instances: int = 1) -> Iterator[None]:
-    """Raise the SDK's errors as errors of onnx-ops.
-
-    Args:
-        where: the resource.
-        instances: how many were requested, for the error of a missing quota.
-    """
+    """Raise the SDK's errors as errors of onnx-ops; `instances` are how many were requested."""
     from azure.ai.ml.exceptions import MlException
     from azure.core.exceptions import AzureError
 
@@ -288,6 +252,7 @@ def _state(resource: Any) -> str:
 def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = "") -> MLClient:
     """Return a client of a workspace or of a registry."""
     from azure.ai.ml import MLClient
+    from azure.ai.ml._utils import _azureml_polling, _endpoint_utils
 
     scope = {"registry_name": registry}
     if workspace is not None:
@@ -307,19 +272,11 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
         )
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
-    _silence_sdk()
-    return client
-
-
-def _silence_sdk() -> None:
-    """Keep the SDK's progress dots and remarks out of the terminal and of JSON output.
-
-    For one such remark, about a model in a registry, it makes a client of its own, which waits minutes for an answer.
-    """
-    from azure.ai.ml._utils import _azureml_polling, _endpoint_utils
-
+    # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For one such remark,
+    # about a model in a registry, it makes a client of its own, which waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in ("azure", "msrest", "msal"):
             logging.getLogger(name).setLevel(logging.ERROR)
+    return client

@@ -1,8 +1,7 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-What a deployment was made with is a part of its name and never changed; only the number of its instances is. So other
-settings make another deployment, and traffic moves there once it runs. A deployment that is scaled automatically has
-an autoscale setting of Azure Monitor, and a tag that says so.
+What a deployment was made with is a part of its name and never changed, so other settings make another deployment.
+Only instance counts change; one that is scaled has an autoscale setting of Azure Monitor, and a tag that says so.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment
 
 SCORING_ROUTE = "/invocations"
-_PORT = 8080
 _API = "api-version=2024-04-01"
 _MONITOR_API = "api-version=2022-10-01"
-_METRIC = "CpuUtilizationPercentage"
 _MONITOR_REMEDY = "Give the identity the role Monitoring Contributor on the resource group; see docs/azureml.md."
 
 
@@ -95,13 +92,7 @@ class AzureDeployments:
                 return self._autoscaling.apply(resource) or None
             if resource is not None:
                 self.delete(name)
-            asset = self._models.ensure(build_azure_name(deployment), deployment)
-            environment = self._ensure_environment()
-            self._client.write(
-                where,
-                lambda: self._begin_create(name, deployment, asset, environment),
-                instances=self._settings.instances,
-            )
+            self._create(name, deployment)
             for _ in self._client.policy.attempts(self._client.policy.lag_s):
                 if self._client.settled_deployment(name) is not None:
                     break
@@ -110,11 +101,7 @@ class AzureDeployments:
         self._client.converge(step, where, retry_reads=True)
 
     def delete(self, name: str) -> None:
-        """Delete a deployment that has no traffic. No error if it does not exist.
-
-        Raises:
-            ConflictError: it has traffic.
-        """
+        """Delete a deployment, if it exists; raise ConflictError if it has traffic."""
         where = f"deployment {name}"
 
         def step() -> bool | None:
@@ -126,9 +113,8 @@ class AzureDeployments:
                 raise ConflictError("it has traffic", where=where, remedy="Move the traffic first.")
             try:
                 self._autoscaling.remove(resource)
-                self._client.write(
-                    where, lambda: self._client.ml.online_deployments.begin_delete(name, self._client.name)
-                )
+                deployments = self._client.ml.online_deployments
+                self._client.write(where, lambda: deployments.begin_delete(name, self._client.name))
             except GoneError:
                 return True
             return None
@@ -141,42 +127,39 @@ class AzureDeployments:
             if (resource.tags or {}).get(OWNER) == self._client.owner:
                 self._autoscaling.remove(resource)
 
-    def _begin_create(self, name: str, deployment: Deployment, asset: str, environment: str) -> Any:
-        from azure.ai.ml.entities import ManagedOnlineDeployment, OnlineRequestSettings
+    def _create(self, name: str, deployment: Deployment) -> None:
+        """Create a deployment, its model, and the environment that holds our image and its routes, once for all."""
+        from azure.ai.ml.entities import Environment, ManagedOnlineDeployment, OnlineRequestSettings
 
-        return self._client.ml.online_deployments.begin_create_or_update(
-            ManagedOnlineDeployment(
-                name=name,
-                endpoint_name=self._client.name,
-                model=asset,
-                environment=environment,
-                environment_variables=self._settings.variables(),
-                instance_type=self._settings.instance_type,
-                instance_count=self._settings.instances,
-                request_settings=OnlineRequestSettings(
-                    max_concurrent_requests_per_instance=self._settings.concurrency,
-                    request_timeout_ms=round(self._settings.request_timeout * 1e3),
-                ),
-                tags={OWNER: self._client.owner, **build_record_tags(deployment), SCALING: self._autoscaling.tag},
-            )
+        client, settings = self._client, self._settings
+        asset = self._models.ensure(build_azure_name(deployment), deployment)
+        image, environments = self._environment_name(), client.ml.environments
+        where = f"environment {image}"
+        if client.read(where, lambda: environments.get(image, "1")) is None:
+            live, scoring = {"port": 8080, "path": "/ping"}, {"port": 8080, "path": SCORING_ROUTE}
+            routes = {"liveness_route": live, "readiness_route": live, "scoring_route": scoring}
+            environment = Environment(name=image, version="1", image=settings.image, inference_config=routes)
+            client.retry(where, lambda: environments.create_or_update(environment))
+        desired = ManagedOnlineDeployment(
+            name=name,
+            endpoint_name=client.name,
+            model=asset,
+            environment=f"{client.workspace.path}/environments/{image}/versions/1",
+            environment_variables=settings.variables(),
+            instance_type=settings.instance_type,
+            instance_count=settings.instances,
+            request_settings=OnlineRequestSettings(
+                max_concurrent_requests_per_instance=settings.concurrency,
+                request_timeout_ms=round(settings.request_timeout * 1e3),
+            ),
+            tags={OWNER: client.owner, **build_record_tags(deployment), SCALING: self._autoscaling.tag},
         )
-
-    def _ensure_environment(self) -> str:
-        """Return the resource id of the environment that holds our image and its routes."""
-        from azure.ai.ml.entities import Environment
-
-        name, environments = self._environment_name(), self._client.ml.environments
-        where = f"environment {name}"
-        if self._client.read(where, lambda: environments.get(name, "1")) is None:
-            live, scoring = {"port": _PORT, "path": "/ping"}, {"port": _PORT, "path": SCORING_ROUTE}
-            environment = Environment(
-                name=name,
-                version="1",
-                image=self._settings.image,
-                inference_config={"liveness_route": live, "readiness_route": live, "scoring_route": scoring},
-            )
-            self._client.retry(where, lambda: environments.create_or_update(environment))
-        return f"{self._client.workspace.path}/environments/{name}/versions/1"
+        deployments = client.ml.online_deployments
+        client.write(
+            f"deployment {name}",
+            lambda: deployments.begin_create_or_update(desired),
+            instances=settings.instances,
+        )
 
     def _environment_name(self) -> str:
         return f"onnx-ops-{short_digest(digest_bytes(self._settings.image.encode()))}"
@@ -284,13 +267,7 @@ class Autoscaling:
         return f"{self._client.workspace.path}/onlineEndpoints/{self._client.name}/deployments/{name}"
 
     def _request(self, path: str, *, method: str = "GET", document: object = None) -> Any:
-        """Return what Azure Resource Manager answers; None if the resource does not exist.
-
-        Raises:
-            BusyError: something else changes it.
-            RefusedError: it is not permitted.
-            ServiceUnavailableError: there is no answer.
-        """
+        """Return what Azure Resource Manager answers; None if the resource does not exist."""
 
         def send() -> tuple[Any]:
             try:
@@ -322,7 +299,7 @@ def _limits(profile: Mapping[str, Any]) -> tuple[object, ...]:
 def _rule(target: str, operator: str, threshold: float, direction: str) -> dict[str, Any]:
     return {
         "metricTrigger": {
-            "metricName": _METRIC,
+            "metricName": "CpuUtilizationPercentage",
             "metricResourceUri": target,
             "timeGrain": "PT1M",
             "statistic": "Average",

@@ -41,11 +41,7 @@ _VERSIONS_IN_ROLLOUT = 2
 
 
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
-    """Yield the findings of all checks; a check whose prerequisite failed is left out.
-
-    Args:
-        endpoints: the settings of every endpoint that is, or is to be, in Azure.
-    """
+    """Yield the findings for the settings of endpoints; a check whose prerequisite failed is left out."""
     packages = EXTRAS["azure"]
     missing = absent(packages)
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
@@ -77,15 +73,13 @@ def _check_workspace(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
     yield Diagnosis(check=check, ok=True, found=f"in {location}")
     yield from run_check(f"azure role on {workspace.workspace}", lambda: _check_role(settings), cloud=_CLOUD)
     yield from run_check("azure image", lambda: _check_image(settings, resource), cloud=_CLOUD)
-    yield from run_check(
-        f"azure quota for {settings.instance_type}", lambda: _check_quota(settings, location), cloud=_CLOUD
-    )
+    quota = f"azure quota for {settings.instance_type}"
+    yield from run_check(quota, lambda: _check_quota(settings, location), cloud=_CLOUD)
 
 
 def _check_role(settings: AzureSettings) -> Iterator[Diagnosis]:
-    granted = request_resource(
-        f"{settings.place.path}/providers/Microsoft.Authorization/permissions?api-version=2022-04-01"
-    )
+    path = f"{settings.place.path}/providers/Microsoft.Authorization/permissions"
+    granted = request_resource(f"{path}?api-version=2022-04-01")
     needed = ACTIONS + _SCALING_ACTIONS * settings.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     found = f"not permitted: {', '.join(missing)}" if missing else f"all {len(needed)} permissions that are needed"
@@ -106,12 +100,7 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_image(settings: AzureSettings, workspace: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """Check the image's registry and the right to pull. Azure Resource Manager does not know the tags.
-
-    Args:
-        settings: of the endpoint.
-        workspace: as Azure Resource Manager describes it.
-    """
+    """Check the image's registry and the right to pull. Azure Resource Manager does not know the tags."""
     host, check = settings.image.partition("/")[0], "azure image"
     if not host.endswith(_REGISTRY_SUFFIX):
         found = f"{host} is no Azure container registry: whether the endpoint may pull from it cannot be checked here"

@@ -1,15 +1,14 @@
-"""Models where Azure's containers read them: datastore, workspace, registry.
+"""Models where Azure's containers read them: datastore, workspace, registry, which workspaces of all regions read.
 
-A folder is named by its content and holds `deployment.json` and `model/`. `deployment.json` is written last: a folder
-without it belongs to an upload that was cut off, and is written again. Workspaces of all regions read a registry; the
-first workspace that needs a model copies it there.
+A folder is named by its content and holds `model/` and, written last, `deployment.json`: without that the upload was
+cut off, and is made again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 _VERSION = "1"
 """Of every model: what has a name never changes."""
-_API = "api-version=2024-04-01"
 _BLOCK_BYTES = 8 << 20
 
 
@@ -41,14 +39,7 @@ class AzureModels:
         self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
-        """Return the model's resource id or path in the registry; upload it if missing.
-
-        Raises:
-            NotFoundError: its files are not on this machine, or there is no such registry.
-            DigestMismatchError: the files are not those of its manifest.
-            ServiceUnavailableError: Azure does not take them.
-            RefusedError: the registry has another model of that name.
-        """
+        """Return the model's resource id or path in the registry; upload it if missing."""
         if not self._settings.registry:
             return f"{self._client.workspace.path}/models/{self._ensure_asset(name, deployment)}/versions/{_VERSION}"
         registry = _RegistryModel(self._client, self._settings.registry, name)
@@ -58,21 +49,52 @@ class AzureModels:
 
     def stored(self) -> dict[str, str]:
         """Return manifest digests of the datastore's folders by name; empty if cut off."""
-        return dict(self._client.read("the datastore", lambda: list(self._folders())) or ())
+        from azure.core.exceptions import ResourceNotFoundError
+
+        def list_folders() -> dict[str, str]:
+            container, prefix = self._container, f"{self._path()}/"
+            manifests: dict[str, str] = {}
+            for folder in container.walk_blobs(name_starts_with=prefix, delimiter="/"):
+                name = folder.name.removeprefix(prefix).rstrip("/")
+                try:
+                    text: bytes = container.download_blob(self._path(name, DEPLOYMENT_FILE)).readall()
+                    manifests[name] = codec.loads(text, Deployment).manifest
+                except (ResourceNotFoundError, OnnxOpsError):
+                    manifests[name] = ""
+            return manifests
+
+        return self._client.read("the datastore", list_folders) or {}
 
     def delete(self, name: str) -> None:
         """Delete a folder; no error if it does not exist.
 
         The asset stays: Azure keeps assets for ever, and it is valid again once the same files are uploaded.
         """
-        self._client.retry(f"model {name}", lambda: self._delete_files(name))
+        from azure.core.exceptions import ResourceNotFoundError
+
+        def delete_files() -> None:
+            container = self._container
+            blobs = [blob.name for blob in container.list_blobs(name_starts_with=f"{self._path(name)}/")]
+            # deployment.json first, so that a folder that is half deleted never counts as a whole model.
+            for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
+                with contextlib.suppress(ResourceNotFoundError):
+                    container.delete_blob(blob)
+
+        self._client.retry(f"model {name}", delete_files)
 
     def _ensure_asset(self, name: str, deployment: Deployment) -> str:
         """Return the name of the workspace's model."""
         from azure.ai.ml.constants import AssetTypes
         from azure.ai.ml.entities import Model
 
-        self._upload(name, deployment)
+        model_where = f"model {name}"
+        if self._client.read(model_where, lambda: self._blob_md5(name, DEPLOYMENT_FILE)) is None:
+            for relative, path in verify_files(deployment).items():
+                blob = f"{name}/{MODEL_FOLDER}/{relative}"
+                self._client.retry(model_where, functools.partial(self._upload, blob, path))
+            record = codec.dumps(replace(deployment, location=""))
+            md5 = hashlib.md5(record, usedforsecurity=False).digest()
+            self._client.retry(model_where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, md5))
         asset = f"{self._endpoint}--{name}"
         where, models = f"model {asset}", self._client.ml.models
         if self._client.read(where, lambda: models.get(asset, _VERSION)) is None:
@@ -87,25 +109,12 @@ class AzureModels:
             self._client.retry(where, lambda: models.create_or_update(model))
         return asset
 
-    def _upload(self, name: str, deployment: Deployment) -> None:
-        where = f"model {name}"
-        if self._client.read(where, lambda: self._blob_md5(name, DEPLOYMENT_FILE)) is not None:
-            return
-        for relative, path in verify_files(deployment).items():
-            self._client.retry(where, self._uploader(f"{name}/{MODEL_FOLDER}/{relative}", path))
-        record = codec.dumps(replace(deployment, location=""))
-        md5 = hashlib.md5(record, usedforsecurity=False).digest()
-        self._client.retry(where, lambda: self._send(f"{name}/{DEPLOYMENT_FILE}", record, md5))
-
-    def _uploader(self, blob: str, path: Path) -> Callable[[], None]:
-        def upload() -> None:
-            with path.open("rb") as stream:
-                md5 = hashlib.file_digest(stream, "md5").digest()
-                if self._blob_md5(blob) != md5:
-                    stream.seek(0)
-                    self._send(blob, stream, md5)
-
-        return upload
+    def _upload(self, blob: str, path: Path) -> None:
+        with path.open("rb") as stream:
+            md5 = hashlib.file_digest(stream, "md5").digest()
+            if self._blob_md5(blob) != md5:
+                stream.seek(0)
+                self._send(blob, stream, md5)
 
     def _send(self, blob: str, data: Any, md5: bytes) -> None:
         from azure.storage.blob import ContentSettings
@@ -128,39 +137,15 @@ class AzureModels:
             return None
         return bytes(properties.content_settings.content_md5 or b"")
 
-    def _folders(self) -> Iterator[tuple[str, str]]:
-        from azure.core.exceptions import ResourceNotFoundError
-
-        container, prefix = self._container, f"{self._path()}/"
-        for folder in container.walk_blobs(name_starts_with=prefix, delimiter="/"):
-            name = folder.name.removeprefix(prefix).rstrip("/")
-            try:
-                text: bytes = container.download_blob(self._path(name, DEPLOYMENT_FILE)).readall()
-                yield name, codec.loads(text, Deployment).manifest
-            except (ResourceNotFoundError, OnnxOpsError):
-                yield name, ""
-
-    def _delete_files(self, name: str) -> None:
-        from azure.core.exceptions import ResourceNotFoundError
-
-        container, prefix = self._container, f"{self._path(name)}/"
-        blobs = [blob.name for blob in container.list_blobs(name_starts_with=prefix)]
-        # deployment.json first, so that a folder that is half deleted never counts as a whole model.
-        for blob in sorted(blobs, key=lambda blob: not blob.endswith(f"/{DEPLOYMENT_FILE}")):
-            try:
-                container.delete_blob(blob)
-            except ResourceNotFoundError:
-                continue
-
     def _path(self, *parts: str) -> str:
-        return "/".join((self._settings.folder, self._endpoint, *parts))
+        return "/".join((self._settings.models_path[1], self._endpoint, *parts))
 
     @functools.cached_property
     def _container(self) -> ContainerClient:
         """The datastore's container; the identity needs the role Storage Blob Data Contributor."""
         from azure.storage.blob import ContainerClient
 
-        store: Any = self._client.ml.datastores.get(self._settings.datastore)
+        store: Any = self._client.ml.datastores.get(self._settings.models_path[0])
         url = self._settings.blob_url or f"{store.protocol}://{store.account_name}.blob.{store.endpoint}"
         answer_s = self._settings.api_timeout
         return ContainerClient(
@@ -212,7 +197,7 @@ class _RegistryModel:
         from azure.ai.ml.entities import WorkspaceModelReference
 
         path = self._client.workspace.path
-        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?{_API}"))
+        workspace: Any = self._client.read("the workspace", lambda: request_resource(f"{path}?api-version=2024-04-01"))
         source = (
             f"azureml://locations/{workspace['location']}/workspaces/{workspace['properties']['workspaceId']}"
             f"/models/{asset}/versions/{_VERSION}"
@@ -222,9 +207,8 @@ class _RegistryModel:
         for _ in self._client.policy.attempts(self._client.policy.lag_s):
             if self._read() is not None:
                 return
-        raise ServiceUnavailableError(
-            "the model was copied and does not appear", where=self._where, remedy="Try again."
-        )
+        what = "the model was copied and does not appear"
+        raise ServiceUnavailableError(what, where=self._where, remedy="Try again.")
 
     def _read(self) -> Any:
         return self._client.read(self._where, lambda: self._models.get(self._name, _VERSION))

@@ -1,7 +1,6 @@
 """A state in Azure's terms: names, tags and traffic of an endpoint.
 
-The endpoint's tags say which state was applied, the deployments' tags what they serve. Tags and traffic are sent in
-the same request, so one is never newer than the other.
+Tags say which state was applied and what deployments serve. They are sent with the traffic, so neither is newer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from onnx_ops import codec
 from onnx_ops.adapters.endpoints.cloud import join_text, split_text
-from onnx_ops.domain.artifact import Digest, digest_json, short_digest
+from onnx_ops.domain.artifact import digest_json, short_digest
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.domain.execution import Execution
 from onnx_ops.domain.quantities import Json
@@ -46,16 +45,9 @@ class TrafficPlan:
 def plan_traffic(
     state: EndpointState, *, generation: int, name: Callable[[Deployment], str] | None = None, where: str = ""
 ) -> TrafficPlan:
-    """Return what an endpoint is to be for a state.
+    """Return what an endpoint is to be for a state; raise UserError if that asks for copies of requests.
 
-    Args:
-        state: deployments and their weights.
-        generation: of the state.
-        name: returns what a deployment is called in Azure; `build_azure_name` by default.
-        where: for errors.
-
-    Raises:
-        UserError: the state asks for copies of requests.
+    `name` returns what a deployment is called in Azure, `build_azure_name` by default.
     """
     if any(state.split.shadow.values()):
         raise UserError("Azure mirrors requests, but nobody would compare the answers", where=where)
@@ -100,20 +92,10 @@ def read_record(tags: Mapping[str, str]) -> Deployment | None:
         return None
 
 
-def read_manifest(tags: Mapping[str, str]) -> Digest | None:
-    """Return the manifest's digest in a deployment's tags."""
-    return Digest(tags[MANIFEST]) if MANIFEST in tags else None
-
-
 def read_generation(tags: Mapping[str, str]) -> int:
     """Return the generation in an endpoint's tags; 0 if none was applied yet."""
     text = tags.get(GENERATION, "")
     return int(text) if text.isdecimal() else 0
-
-
-def select_foreign_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags that others have set."""
-    return {key: value for key, value in tags.items() if not key.startswith("onnx-ops-")}
 
 
 def read_state(
@@ -139,10 +121,6 @@ def read_state(
 
 
 def read_deployment_names(tags: Mapping[str, str]) -> list[str]:
-    """Return the names in Azure of the deployments that an endpoint's tags list.
-
-    Raises:
-        ValueError: they list none.
-    """
+    """Return the names in Azure of the deployments that an endpoint's tags list; raise ValueError if there are none."""
     names: list[str] = json.loads(join_text(_NAMES, tags))
     return names

@@ -69,19 +69,10 @@ class AzureSettings(ContainerOptions):
         return Workspace(subscription=self.subscription, resource_group=self.resource_group, workspace=self.workspace)
 
     @property
-    def datastore(self) -> str:
-        """Name of the datastore of the models."""
-        return self._models_path["datastore"]
-
-    @property
-    def folder(self) -> str:
-        """Path inside the datastore."""
-        return self._models_path["folder"]
-
-    @property
-    def _models_path(self) -> Mapping[str, str]:
+    def models_path(self) -> tuple[str, str]:
+        """Name of the datastore of the models, and their path in it."""
         match = re.fullmatch(_DATASTORE, self.models)
-        return match.groupdict() if match else {}
+        return (match["datastore"], match["folder"]) if match else ("", "")
 
     @property
     def concurrency(self) -> int:
@@ -111,11 +102,7 @@ class AzureSettings(ContainerOptions):
 
 
 def read_azure_settings(given: Mapping[str, Json], *, where: str = "") -> AzureSettings:
-    """Return the settings of an endpoint.
-
-    Raises:
-        SettingsError: A setting is unknown, missing or wrong, or contradicts another one.
-    """
+    """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
     remedy = "" if {"image", "instance_type"} <= set(given) else "See docs/azureml.md for an example."
 
     def find_contradictions(settings: AzureSettings) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
-"""Changes of an endpoint in Azure, which survive a kill between any requests.
+"""Changes of an endpoint in Azure, which survive a kill between any requests and keep traffic at 100 %.
 
-The order keeps traffic at 100 % throughout: deployments first, then tags and traffic in one request, and only then are
-deployments without traffic deleted. There is no ETag, so every write follows a read that shows no later generation,
-under a lock of this machine, and is read back.
+Deployments come first, then tags and traffic in one request, and deletions last. There is no ETag: every write follows
+a read that shows no later generation, under a lock of this machine, and is read back.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnx_ops.adapters.endpoints.azureml_client import (
     AzureClient,
@@ -22,7 +21,7 @@ from onnx_ops.adapters.endpoints.azureml_client import (
 )
 from onnx_ops.adapters.endpoints.azureml_deployments import AzureDeployments
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
-from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, read_generation, select_foreign_tags
+from onnx_ops.adapters.endpoints.azureml_plan import OWNER, STATE, TrafficPlan, read_generation
 from onnx_ops.adapters.files import durable_file, exclusive_lock
 from onnx_ops.adapters.retry import converge
 from onnx_ops.errors import ConflictError, OnnxOpsError, RefusedError
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
 
 _log = logging.getLogger(__name__)
-_LOCK_S = 120.0
 
 
 class SentGeneration:
@@ -45,12 +43,8 @@ class SentGeneration:
         self._path = folder / "azureml.generation"
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep other processes of this machine from changing the endpoint's traffic.
-
-        Raises:
-            ConflictError: another process holds the lock for too long.
-        """
-        return exclusive_lock(self._folder / "azureml.lock", _LOCK_S, where=self._folder.name)
+        """Keep other processes of this machine from changing the endpoint's traffic."""
+        return exclusive_lock(self._folder / "azureml.lock", 120.0, where=self._folder.name)
 
     @property
     def value(self) -> int | None:
@@ -79,12 +73,7 @@ class SentGeneration:
 
 
 class AzureEndpoint:
-    """One endpoint in Azure: reads that are not stale, and fenced changes.
-
-    Args:
-        client: for the endpoint.
-        sent: what this machine sent last.
-    """
+    """One endpoint in Azure: reads that are not stale, and fenced changes."""
 
     def __init__(self, client: AzureClient, sent: SentGeneration) -> None:
         self.client = client
@@ -94,11 +83,7 @@ class AzureEndpoint:
         self._owner = client.owner
 
     def read(self) -> ManagedOnlineEndpoint | None:
-        """Return the endpoint, no older than what this machine sent.
-
-        Raises:
-            RefusedError: an endpoint of that name is not ours.
-        """
+        """Return the endpoint, no older than what this machine sent; raise RefusedError if it is not ours."""
         policy, sent = self.client.policy, self._sent.value
         endpoint = None
         for count in policy.attempts(policy.pause_s * policy.confirmations if sent is None else policy.lag_s):
@@ -111,21 +96,22 @@ class AzureEndpoint:
                 break
         else:
             self._sent.store(None if endpoint is None else read_generation(endpoint.tags or {}))
-        if endpoint is not None and not self._is_ours(endpoint):
-            raise RefusedError(
-                f"an endpoint {self.client.name} exists in the workspace that is not ours",
-                where=self._owner,
-                why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
-                remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, set its tag.",
-            )
-        return endpoint
+        if endpoint is None:
+            return None
+        owners = {(endpoint.tags or {}).get(OWNER)}
+        if owners == {None}:  # another tool wrote its tags; then those of its deployments count
+            owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()}
+        if self._owner in owners and owners <= {self._owner, None}:
+            return endpoint
+        raise RefusedError(
+            f"an endpoint {self.client.name} exists in the workspace that is not ours",
+            where=self._owner,
+            why=f"neither its tag {OWNER} nor that of a deployment in it says {self._owner}",
+            remedy="Choose another `name` in its settings, or delete that endpoint; if it is ours, set its tag.",
+        )
 
     def apply(self, plan: TrafficPlan) -> None:
-        """Make deployments, route traffic, and delete unneeded deployments.
-
-        Raises:
-            ConflictError: a later generation was applied, or another state of this one.
-        """
+        """Make deployments, route traffic, and delete unneeded deployments."""
 
         def step() -> dict[str, ManagedOnlineDeployment] | None:
             self._ensure_exists(plan)
@@ -138,9 +124,18 @@ class AzureEndpoint:
                 return None
             return before
 
-        policy = self.client.policy
-        tries = policy.attempts(policy.operation_s)
-        self._delete_unneeded(plan, converge(step, tries, lambda: make_timeout_error(self._owner)))
+        tries = self.client.policy.attempts(self.client.policy.operation_s)
+        # Only deployments from before the change: a client with a later generation may be making others now.
+        for name, resource in converge(step, tries, lambda: make_timeout_error(self._owner)).items():
+            if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
+                continue
+            try:
+                endpoint = self.read()
+                if endpoint is None or not _matches(endpoint, plan):
+                    return
+                self.deployments.delete(name)
+            except OnnxOpsError as error:  # `list_orphans` lists what stays
+                _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
         """Send tags and traffic to running deployments in one request; read them back.
@@ -184,16 +179,9 @@ class AzureEndpoint:
         for name in self.models.stored():
             self.models.delete(name)
 
-    def _is_ours(self, endpoint: ManagedOnlineEndpoint) -> bool:
-        """Return whether its tag says so or, where another tool wrote the tags, those of its deployments do."""
-        tags = endpoint.tags or {}
-        if OWNER in tags:
-            return str(tags[OWNER]) == self._owner
-        owners = {(resource.tags or {}).get(OWNER) for resource in self.client.deployments().values()}
-        return self._owner in owners and owners <= {self._owner, None}
-
     def _ensure_exists(self, plan: TrafficPlan) -> None:
         """Create the endpoint, without traffic, if it does not exist."""
+        from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
 
         def step() -> bool | None:
             endpoint = self.read()
@@ -202,26 +190,19 @@ class AzureEndpoint:
                 settled = self.client.settled_endpoint()
                 if settled is not None and (has_succeeded(settled) or settled.traffic):
                     return True
+            name, settings = self.client.name, self.client.settings
+            identity = IdentityConfiguration(type="system_assigned")
+            if settings.identity:
+                assigned = [ManagedIdentityConfiguration(resource_id=settings.identity)]
+                identity = IdentityConfiguration(type="user_assigned", user_assigned_identities=assigned)
+            tags, endpoints = {OWNER: self._owner}, self.client.ml.online_endpoints
+            desired = ManagedOnlineEndpoint(name=name, auth_mode=settings.auth, identity=identity, tags=tags)
             with self._sent.lock():
                 self._sent.raise_to(0)
-                self.client.write(self.client.where, self._begin_create)
+                self.client.write(self.client.where, lambda: endpoints.begin_create_or_update(desired))
             return None
 
         self.client.converge(step)
-
-    def _begin_create(self) -> Any:
-        from azure.ai.ml.entities import IdentityConfiguration, ManagedIdentityConfiguration, ManagedOnlineEndpoint
-
-        user_assigned, auth = self.client.settings.identity, self.client.settings.auth
-        identity = IdentityConfiguration(
-            type="user_assigned" if user_assigned else "system_assigned",
-            user_assigned_identities=[ManagedIdentityConfiguration(resource_id=user_assigned)]
-            if user_assigned
-            else None,
-        )
-        return self.client.ml.online_endpoints.begin_create_or_update(
-            ManagedOnlineEndpoint(name=self.client.name, auth_mode=auth, identity=identity, tags={OWNER: self._owner})
-        )
 
     def _has_arrived(self, plan: TrafficPlan) -> bool:
         endpoint = self._require()
@@ -236,7 +217,8 @@ class AzureEndpoint:
             raise GoneError(f"{', '.join(lost)} does not run", where=self._owner)
         endpoint = self._require()
         self._fence(endpoint, plan)
-        endpoint.tags = {**select_foreign_tags(endpoint.tags or {}), OWNER: self._owner, **plan.tags}
+        foreign = {key: value for key, value in (endpoint.tags or {}).items() if not key.startswith("onnx-ops-")}
+        endpoint.tags = {**foreign, OWNER: self._owner, **plan.tags}
         endpoint.traffic = dict(plan.traffic)
         endpoint.mirror_traffic = {}  # which only a person can have set
         before = self._sent.value
@@ -247,22 +229,6 @@ class AzureEndpoint:
         except BusyError:  # it was not taken, so no read can show it
             self._sent.store(before)
             raise
-
-    def _delete_unneeded(self, plan: TrafficPlan, before: dict[str, ManagedOnlineDeployment]) -> None:
-        """Delete what this state does not need; a failure is logged, and `list_orphans` lists what stays.
-
-        Only deployments from before the change: a client with a later generation may be making others now.
-        """
-        for name, resource in before.items():
-            if name in plan.deployments or (resource.tags or {}).get(OWNER) != self._owner:
-                continue
-            try:
-                endpoint = self.read()
-                if endpoint is None or not _matches(endpoint, plan):
-                    return
-                self.deployments.delete(name)
-            except OnnxOpsError as error:
-                _log.warning("deployment %s was not deleted: %s", name, error)
 
     def _require(self) -> ManagedOnlineEndpoint:
         endpoint = self.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -13,8 +14,7 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
 from onnx_ops.ports import MetricsSource
-from onnx_ops.protocol import server_process
-from onnx_ops.protocol.server_process import explain_unservable
+from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
 
 
 class CloudEndpoints:
@@ -36,19 +36,14 @@ class CloudEndpoints:
 
     def explain_unservable(self, target: Target) -> str:
         """Return why the image cannot run models of the target; empty if it can."""
-        return explain_unservable(target, server_process.CONTAINER_PROVIDERS)
+        return explain_unservable(target, CONTAINER_PROVIDERS)
 
     def _trusted_keys(self) -> str:
         return "" if self._keys is None else self._keys.encoded()
 
 
 def verify_files(deployment: Deployment) -> dict[str, Path]:
-    """Return the model files of a deployment by their relative POSIX names, sorted.
-
-    Raises:
-        NotFoundError: the files are not on this machine.
-        DigestMismatchError: they are not those of the deployment's manifest.
-    """
+    """Return the model files of a deployment by their relative POSIX names, sorted."""
     folder = Path(deployment.location)
     paths = sorted(path for path in folder.rglob("*") if path.is_file()) if deployment.location else []
     if not paths:
@@ -77,10 +72,7 @@ def split_text(name: str, text: str, characters: int) -> dict[str, str]:
 
 def join_text(name: str, pieces: Mapping[str, str]) -> str:
     """Return the text that `split_text` cut; empty if there are no pieces."""
-    parts: list[str] = []
-    while (part := pieces.get(f"{name}{len(parts)}")) is not None:
-        parts.append(part)
-    return "".join(parts)
+    return "".join(itertools.takewhile(bool, (pieces.get(f"{name}{number}", "") for number in itertools.count())))
 
 
 def run_check(check: str, find: Callable[[], Iterable[Diagnosis]], *, cloud: str) -> Iterator[Diagnosis]:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -102,17 +102,12 @@ class LocalEndpoints:
         return ServerMetrics(lambda config, request: [self.counts(config, request)])
 
     def counts(self, config: EndpointConfig, request: UserCountsRequest | None = None) -> Counts:
-        """Return what the running server has counted; by user, too, what is requested.
-
-        Raises:
-            ServiceUnavailableError: none runs, or it does not answer.
-        """
+        """Return what the running server has counted; by user, too, what is requested."""
         server = self._server(config)
         record = server.record()
         if record is None:
             raise ServiceUnavailableError("the endpoint's server does not run", where=config.endpoint)
-        body = None if request is None else codec.dumps(request)
-        method = "GET" if body is None else "POST"
+        method, body = ("GET", None) if request is None else ("POST", codec.dumps(request))
         status, answer = server.request(record, method, body, path=COUNTS_PATH, timeout_s=_OBSERVE_S)
         if status != 200:
             raise error_from_bytes(answer)
@@ -157,7 +152,14 @@ class LocalEndpoints:
             return None
         if answer.failed or answer.state is None:
             return None
-        return replace(answer.state, drift=tuple(self._drift(config, record)))
+        port, options = _read_settings(config.settings, config.endpoint).port, _server_options(config)
+        values = [("port", record.port, record.port if port is None else port)] + [
+            (name, getattr(record.options, name), getattr(options, name))
+            for name in file_fields(ServerOptions)
+            if name != "trusted_keys"
+        ]
+        drift = [f"{name}: {value}, not {desired}" for name, value, desired in values if value != desired]
+        return replace(answer.state, drift=tuple(drift))
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
         """Return whether workers answer whose supervisor died."""
@@ -170,9 +172,7 @@ class LocalEndpoints:
 
         Raises:
             ConflictError: a later generation, or another state of this generation, was applied already.
-            DigestMismatchError: a deployment's files are not those of its manifest.
-            NotFoundError: a deployment's files are not there.
-            UserError: the endpoint's name, its port or the state is invalid.
+            DigestMismatchError, NotFoundError: a deployment's files are not those of its manifest, or not there.
             ServiceUnavailableError: the port is taken, or the server cannot be started or does not answer.
             InfrastructureError: a model cannot be loaded.
         """
@@ -193,12 +193,6 @@ class LocalEndpoints:
         """Publish the rollback; restart a server that does not answer, with it alone.
 
         Its workers answer until the new ones are ready.
-
-        Raises:
-            ConflictError: a later generation was applied already, or another process is changing the endpoint.
-            NotFoundError, DigestMismatchError: the deployment is not loaded, and its files are lost or damaged.
-            ServiceUnavailableError: the port is taken, or the server cannot be started or does not answer.
-            OSError: the endpoint's folder cannot be written.
         """
         server = self._server(config)
         state = replace(state, generation=generation)
@@ -265,21 +259,15 @@ class LocalEndpoints:
             raise error_from_bytes(answer)
         return True
 
-    def _drift(self, config: EndpointConfig, record: ServerRecord) -> Iterator[str]:
-        """Yield how the running server differs from the settings, trusted keys apart."""
-        port = _read_settings(config.settings, config.endpoint).port
-        if port is not None and port != record.port:
-            yield f"port: {record.port}, not {port}"
-        desired = _server_options(config)
-        for name in file_fields(ServerOptions):
-            if name != "trusted_keys" and (value := getattr(record.options, name)) != (
-                wanted := getattr(desired, name)
-            ):
-                yield f"{name}: {value}, not {wanted}"
-
     def _ensure_running(self, server: LocalServer, config: EndpointConfig) -> ServerRecord:
         """Start the server, or start it again with other options, unless it runs with these."""
-        port = self._known_port(server, config) or self._choose_port(server)
+        port = self._known_port(server, config)
+        if not port:
+            first = zlib.crc32(str(server.folder.resolve()).encode())
+            candidates = (_FIRST_PORT + (first + offset) % _PORTS for offset in range(_PORTS))
+            port = next(filter(_is_free, candidates), None)
+            if port is None:
+                raise ServiceUnavailableError("no port is free", where=server.folder.name)
         options = replace(_server_options(config), trusted_keys=self._trusted)
         record = server.record()
         if record is not None and (record.port, record.options) == (port, options):
@@ -309,15 +297,6 @@ class LocalEndpoints:
         path = server.folder / _PORT_FILE
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         return int(text) if text.isdecimal() else None
-
-    @staticmethod
-    def _choose_port(server: LocalServer) -> int:
-        first = zlib.crc32(str(server.folder.resolve()).encode()) % _PORTS
-        for offset in range(_PORTS):
-            port = _FIRST_PORT + (first + offset) % _PORTS
-            if _is_free(port):
-                return port
-        raise ServiceUnavailableError("no port is free", where=server.folder.name)
 
 
 def _port_taken(port: int, config: EndpointConfig, server: LocalServer) -> ServiceUnavailableError:

@@ -32,12 +32,9 @@ LOG_FILE = "server.log"
 APPLY_LOCK = "apply.lock"
 LOOPBACK = "127.0.0.1"
 
-_READY_PATH = "/v2/health/ready"
 _START_S = 60.0
 _STOP_S = 30.0
 _KILLED_S = 2.0
-_PAUSE_S = 0.02
-_LOG_LINES = 5
 _VARIABLES = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _PREFIXES = ("LC_", "PYTHON", "CUDA_", "OMP_", "ORT_")
 """The server's environment: what it needs, and none of the secrets of the process that starts it."""
@@ -48,10 +45,6 @@ class LocalServer:
 
     It runs while its lock is held, which the system releases when it dies: neither a stale record nor a reused process
     id is ever trusted, or sent the token.
-
-    Args:
-        folder: of the endpoint.
-        python: interpreter that runs the server.
     """
 
     def __init__(self, folder: Path, python: str) -> None:
@@ -59,11 +52,7 @@ class LocalServer:
         self._python = python
 
     def lock(self, timeout_s: float = 120.0) -> AbstractContextManager[None]:
-        """Keep other processes from starting, stopping or changing this server.
-
-        Raises:
-            ConflictError: another process holds the lock for longer than `timeout_s`.
-        """
+        """Keep other processes from starting, stopping or changing this server."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         return exclusive_lock(self.folder / APPLY_LOCK, timeout_s, where=self.folder.name)
@@ -87,7 +76,7 @@ class LocalServer:
         """Return whether the server on a port is ready; None if it does not answer."""
         connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
         try:
-            connection.request("GET", _READY_PATH)
+            connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return None
@@ -95,12 +84,13 @@ class LocalServer:
             connection.close()
 
     def start(self, port: int, options: ServerOptions) -> ServerRecord:
-        """Start the server and wait until it is ready.
-
-        Raises:
-            ServiceUnavailableError: it exited, or was not ready in time; the error holds the end of its log.
-        """
-        self._make_token()
+        """Start the server and wait until it is ready; an error holds the end of its log."""
+        token = self.folder / TOKEN_FILE
+        if not token.exists():
+            with durable_file(token) as temporary:  # made with mode 0600
+                temporary.write_text(secrets.token_urlsafe(32), encoding="utf-8")
+        if token.stat().st_mode & 0o077:
+            raise RefusedError("others may read the admin token", where=str(token), remedy=f"Run: chmod 600 {token}")
         command = [self._python, "-P", "-m", "onnx_ops.serving.main", "--state-dir", str(self.folder.resolve())]
         with (self.folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
@@ -121,7 +111,7 @@ class LocalServer:
                 return record
             if process.poll() is not None:
                 raise self._failure(f"the endpoint server ended at once (exit code {process.returncode})")
-            time.sleep(_PAUSE_S)
+            time.sleep(0.02)
         process.kill()
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
@@ -150,11 +140,7 @@ class LocalServer:
     def request(
         self, record: ServerRecord, method: str, body: bytes | None = None, *, path: str = STATE_PATH, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer to an admin request.
-
-        Raises:
-            ServiceUnavailableError: there is no answer.
-        """
+        """Return status and body of the answer to an admin request."""
         connection = http.client.HTTPConnection(LOOPBACK, record.admin_port, timeout=timeout_s)
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
@@ -188,17 +174,9 @@ class LocalServer:
             signal_worker(worker, self.folder, number)
         wait_until(lambda: not list_workers(self.folder), timeout_s)
 
-    def _make_token(self) -> None:
-        path = self.folder / TOKEN_FILE
-        if not path.exists():
-            with durable_file(path) as temporary:  # made with mode 0600
-                temporary.write_text(secrets.token_urlsafe(32), encoding="utf-8")
-        if path.stat().st_mode & 0o077:
-            raise RefusedError("others may read the admin token", where=str(path), remedy=f"Run: chmod 600 {path}")
-
     def _failure(self, what: str) -> ServiceUnavailableError:
         log = self.folder / LOG_FILE
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
         return ServiceUnavailableError(
             what, where=self.folder.name, why="its log ends: " + " | ".join(lines), remedy=f"The whole log is {log}."
         )

@@ -1,8 +1,7 @@
 """Endpoints on Amazon SageMaker, through boto3.
 
-Strategy `ab`: a variant for each deployment, traffic by their weights; a rollback is one change of weights. Strategy
-`guarded`: one variant, which SageMaker replaces itself, watching CloudWatch's alarms; a rollback is an update to the
-config before.
+Strategy `ab`: a variant for each deployment, and a rollback changes weights. Strategy `guarded`: one variant, which
+SageMaker replaces under CloudWatch's alarms, and a rollback is an update to the config before.
 """
 
 from __future__ import annotations
@@ -54,13 +53,7 @@ _ANSWERING = frozenset({"InService", "Updating", "SystemUpdating", "RollingBack"
 
 
 class SageMakerEndpoints(CloudEndpoints):
-    """Endpoints of an AWS account, with `SageMakerSettings`.
-
-    Args:
-        folder: of endpoints on this machine; unused.
-        trusted: folder of the public keys that containers verify signatures with; without it they load any model.
-        part_bytes: larger archives are sent in parts of this size.
-    """
+    """Endpoints of an AWS account, with `SageMakerSettings`; nothing is kept in `folder`."""
 
     tools = plugins.EXTRAS["aws"]
     metrics_plugin = "cloudwatch"
@@ -98,18 +91,15 @@ class SageMakerEndpoints(CloudEndpoints):
         return find_missing_credentials(read_access(config.settings), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
-        """Return what the endpoint does; during an update, what it did before.
-
-        Raises:
-            UserError: there are no credentials, or the settings are wrong.
-            RefusedError: AWS does not permit to read it.
-        """
+        """Return what the endpoint does; during an update, what it did before."""
         client = self._connect(config)
         try:
             description = client.describe()
-            if description is None or description["EndpointStatus"] not in _ANSWERING:
-                return None
-            if not client.is_ours(description):
+            if (
+                description is None
+                or description["EndpointStatus"] not in _ANSWERING
+                or not client.is_ours(description)
+            ):
                 return None
             claimed = GenerationFence(client).latest()
             if description["EndpointStatus"] != "InService":
@@ -133,9 +123,6 @@ class SageMakerEndpoints(CloudEndpoints):
             ConflictError: a later generation, or another state of this generation, was begun already.
             DigestMismatchError: a deployment's files are not those of its manifest.
             NotFoundError: a deployment's files are needed and not there, or an alarm does not exist.
-            UserError: SageMaker does not take the settings or the state.
-            RefusedError: AWS does not permit it, or the endpoint is not ours.
-            ServiceUnavailableError: AWS does not answer, or the update did not end in time.
             AlarmRollbackError: an alarm rolled it back, now or in an earlier attempt.
             InfrastructureError: SageMaker could not do it, or rolled it back; says why.
         """
@@ -174,9 +161,7 @@ class SageMakerEndpoints(CloudEndpoints):
         client = self._connect(config)
         try:
             description = client.describe()
-            if description is None or description["EndpointStatus"] == "Deleting":
-                return None
-            if not client.is_ours(description):
+            if description is None or description["EndpointStatus"] == "Deleting" or not client.is_ours(description):
                 return None
         except InfrastructureError:
             return None

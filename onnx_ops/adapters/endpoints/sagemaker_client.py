@@ -1,9 +1,7 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
-SageMaker has no conditional update, and its reads are behind; S3's are not. So a generation is claimed there, by an
-object that is created only if absent and holds the whole state, before anything is changed; and before every change
-the claims are read again. A change that slips through between such a read and the request is seen by the next
-`observe`.
+SageMaker has no conditional update, and its reads are behind; S3 has, and its are not. So a generation is claimed there
+by an object with the whole state before anything is changed, and the claims are read again before every change.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onnx_ops import codec
-from onnx_ops.adapters.aws import Clients, create_once, get_error_code, has_error_text, translate_errors
+from onnx_ops.adapters.aws import Clients, create_once, get_error_code, get_error_message, translate_errors
 from onnx_ops.adapters.endpoints.sagemaker_layout import ENDPOINT_TAG
 from onnx_ops.adapters.endpoints.sagemaker_settings import SageMakerSettings
 from onnx_ops.adapters.retry import attempts, converge
@@ -25,19 +23,13 @@ T = TypeVar("T")
 MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 """Codes of S3 where there is no such object."""
 NOT_FOUND = ("could not find",)
-"""SageMaker's message where there is no such resource."""
+"""SageMaker's message, in small letters, where there is no such resource."""
 IN_PROGRESS = ("in-progress", "in progress")
 """SageMaker's messages where a resource is being changed."""
 
 
 class SageMakerClient:
-    """Requests about one endpoint.
-
-    Args:
-        clients: boto3's clients by service.
-        endpoint: its name.
-        settings: of the endpoint.
-    """
+    """Requests about one endpoint."""
 
     def __init__(self, clients: Clients, endpoint: str, settings: SageMakerSettings) -> None:
         self.clients = clients
@@ -63,7 +55,8 @@ class SageMakerClient:
             try:
                 return getattr(self.clients(service), operation)(**request)
             except ClientError as error:
-                if get_error_code(error) in ignored_codes or has_error_text(error, *ignored_messages):
+                message = get_error_message(error).lower()
+                if get_error_code(error) in ignored_codes or any(text in message for text in ignored_messages):
                     return None
                 raise
 
@@ -88,13 +81,11 @@ class SageMakerClient:
 
     def describe_config(self, name: str) -> Mapping[str, Any]:
         """Return an endpoint config."""
-        config: Mapping[str, Any] = self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name)
-        return config
+        return dict(self.call("sagemaker", "describe_endpoint_config", EndpointConfigName=name))
 
     def describe_model(self, name: str) -> Mapping[str, Any]:
         """Return a model."""
-        model: Mapping[str, Any] = self.call("sagemaker", "describe_model", ModelName=name)
-        return model
+        return dict(self.call("sagemaker", "describe_model", ModelName=name))
 
     def is_ours(self, description: Mapping[str, Any]) -> bool:
         """Return whether the described endpoint carries our tag."""
@@ -106,11 +97,7 @@ class SageMakerClient:
         return tags.get(ENDPOINT_TAG)
 
     def converge(self, step: Callable[[], T | None], what: str) -> T:
-        """Repeat a step, as often as the settings say, until it returns something.
-
-        Raises:
-            ServiceUnavailableError: the time is over; `what` says what did not happen.
-        """
+        """Repeat a step until it returns something; `what` says what did not happen if the time is over."""
 
         def timeout() -> ServiceUnavailableError:
             remedy = "The change continues at AWS; run the command again, or raise `timeout`."
@@ -153,7 +140,7 @@ class GenerationFence:
             raise self._conflict(state.generation)
 
     def check(self, generation: int) -> None:
-        """Raise ConflictError if a later generation is claimed."""
+        """Raise ConflictError if a later generation is claimed; the next `observe` sees what slips through."""
         keys = self._client.keys(self._claims)
         if keys and keys[-1] > self._key(generation):
             raise self._conflict(generation)
@@ -164,9 +151,8 @@ class GenerationFence:
 
     def record_reached(self, config_name: str) -> None:
         """Record that a guarded endpoint has reached a config."""
-        self._client.call(
-            "s3", "put_object", Bucket=self._client.settings.bucket, Key=self._reached, Body=config_name.encode()
-        )
+        bucket, body = self._client.settings.bucket, config_name.encode()
+        self._client.call("s3", "put_object", Bucket=bucket, Key=self._reached, Body=body)
         self.end_update(config_name)
 
     def has_reached(self, config_name: str) -> bool:

@@ -22,6 +22,8 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<repository>[a-z0-9._/-]+)"
     r"(@(?P<digest>sha256:[0-9a-f]{64})|:(?P<tag>[\w.-]+))?"
 )
+_Finding = tuple[bool, str, str]
+"""Whether it is as it should be, what was found, and the remedy."""
 _PULL_ACTIONS = ("ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability")
 
 
@@ -42,7 +44,12 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
     except OnnxOpsError as error:
         yield Diagnosis(check="credentials", ok=False, found=f"{error.what} {error.why}".strip(), remedy=error.remedy)
         return
-    (credentials,) = _run("credentials", lambda: _check_credentials(connect))
+
+    def check_credentials() -> _Finding:
+        caller = connect("sts").get_caller_identity()
+        return True, f"{caller['Arn']} in {connect('sagemaker').meta.region_name}", ""
+
+    (credentials,) = _run("credentials", check_credentials)
     yield credentials
     if not credentials.ok or settings is None:
         return
@@ -56,21 +63,16 @@ def diagnose(given: Mapping[str, Json]) -> Iterator[Diagnosis]:
         yield from _run("quota", lambda: _check_quota(connect("service-quotas"), settings))
 
 
-def _run(check: str, find: Callable[[], Diagnosis]) -> Iterator[Diagnosis]:
-    def translated_finding() -> list[Diagnosis]:
+def _run(check: str, find: Callable[[], _Finding]) -> Iterator[Diagnosis]:
+    def find_diagnosis() -> list[Diagnosis]:
         with translate_errors(""):
-            return [find()]
+            ok, found, remedy = find()
+        return [Diagnosis(check=check, ok=ok, found=found, remedy=remedy)]
 
-    return run_check(check, translated_finding, cloud="AWS")
-
-
-def _check_credentials(connect: Clients) -> Diagnosis:
-    caller = connect("sts").get_caller_identity()
-    region = connect("sagemaker").meta.region_name
-    return Diagnosis(check="credentials", ok=True, found=f"{caller['Arn']} in {region}")
+    return run_check(check, find_diagnosis, cloud="AWS")
 
 
-def _check_role(iam: Any, arn: str) -> Diagnosis:
+def _check_role(iam: Any, arn: str) -> _Finding:
     from botocore.exceptions import ClientError
 
     name = arn.rpartition("/")[2]
@@ -79,69 +81,59 @@ def _check_role(iam: Any, arn: str) -> Diagnosis:
     except ClientError as error:
         if get_error_code(error) != "NoSuchEntity":
             raise
-        return Diagnosis(check="role", ok=False, found=f"{arn} does not exist", remedy=f"{_DOCS} shows how to make it.")
+        return False, f"{arn} does not exist", f"{_DOCS} shows how to make it."
     if role["Arn"] != arn:
-        return Diagnosis(check="role", ok=False, found=f"{name} is {role['Arn']}", remedy="Correct `role`.")
+        return False, f"{name} is {role['Arn']}", "Correct `role`."
     trusts = _PRINCIPAL in json.dumps(role["AssumeRolePolicyDocument"])
-    return Diagnosis(
-        check="role",
-        ok=trusts,
-        found=f"{arn} {'trusts' if trusts else 'does not trust'} SageMaker",
-        remedy=f"Add {_PRINCIPAL} to the role's trust policy.",
-    )
+    found = f"{arn} {'trusts' if trusts else 'does not trust'} SageMaker"
+    return trusts, found, f"Add {_PRINCIPAL} to the role's trust policy."
 
 
-def _check_bucket(s3: Any, bucket: str) -> Diagnosis:
+def _check_bucket(s3: Any, bucket: str) -> _Finding:
     from botocore.exceptions import ClientError
 
     try:
         s3.head_bucket(Bucket=bucket)
     except ClientError as error:
         if get_error_code(error) in ("404", "NoSuchBucket"):
-            remedy = f"aws s3 mb s3://{bucket}"
-            return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} does not exist", remedy=remedy)
+            return False, f"s3://{bucket} does not exist", f"aws s3 mb s3://{bucket}"
         if get_error_code(error) != "403":
             raise
-        remedy = "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
-        return Diagnosis(check="bucket", ok=False, found=f"s3://{bucket} is not permitted", remedy=remedy)
-    return Diagnosis(check="bucket", ok=True, found=f"s3://{bucket}")
+        return False, f"s3://{bucket} is not permitted", "Permit s3:ListBucket, s3:GetObject and s3:PutObject on it."
+    return True, f"s3://{bucket}", ""
 
 
-def _check_image(connect: Clients, image: str) -> Diagnosis:
+def _check_image(connect: Clients, image: str) -> _Finding:
     """Check that the image is in ECR, in the endpoint's region."""
     from botocore.exceptions import ClientError
 
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = "Push it to ECR, which SageMaker requires: `aws ecr create-repository --repository-name onnx-ops`."
-        return Diagnosis(check="image", ok=False, found=f"{image} is not in ECR", remedy=remedy)
+        return False, f"{image} is not in ECR", remedy
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
     if match["region"] != region:
         remedy = f"Push it to {region} too (ECR can replicate), and name that one in `image`."
-        return Diagnosis(check="image", ok=False, found=f"it is in {match['region']}, not in {region}", remedy=remedy)
-    tag = match["tag"] or "latest"
-    image_id = {"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}
-    repository = match["repository"]
+        return False, f"it is in {match['region']}, not in {region}", remedy
+    tag, repository = match["tag"] or "latest", match["repository"]
+    ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
     try:
-        details = ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=[image_id])[
-            "imageDetails"
-        ]
+        answer = ecr.describe_images(registryId=match["account"], repositoryName=repository, imageIds=ids)
     except ClientError as error:
         if get_error_code(error) == "RepositoryNotFoundException":
             remedy = f"aws ecr create-repository --repository-name {repository}, then docker push {image}"
-            return Diagnosis(check="image", ok=False, found=f"there is no {repository}", remedy=remedy)
+            return False, f"there is no {repository}", remedy
         if get_error_code(error) != "ImageNotFoundException":
             raise
-        found = f"{repository} has no {match['digest'] or tag}"
-        return Diagnosis(check="image", ok=False, found=found, remedy=f"docker push {image}")
-    return Diagnosis(check="image", ok=bool(details), found=image if details else f"{image} is not described")
+        return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
+    return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 
 
-def _check_pull(iam: Any, role: str, image: str) -> Diagnosis:
+def _check_pull(iam: Any, role: str, image: str) -> _Finding:
     """Check that the role's policies let it pull. A repository of another account has a policy besides."""
     match = _ECR.fullmatch(image)
     if match is None:
-        return Diagnosis(check="pull", ok=True, found="not checked for an image that is not in ECR")
+        return True, "not checked for an image that is not in ECR", ""
     _, partition, _, _, account, *_ = role.split(":")
     arn = f"arn:{partition}:ecr:{match['region']}:{match['account']}:repository/{match['repository']}"
     denied = [
@@ -153,24 +145,22 @@ def _check_pull(iam: Any, role: str, image: str) -> Diagnosis:
         if result["EvalDecision"] != "allowed"
     ]
     if denied:
-        found = f"the role may not {', '.join(denied)}"
-        return Diagnosis(check="pull", ok=False, found=found, remedy=f"Permit that to the role, on {arn} and *.")
-    found = "the role may pull it"
+        return False, f"the role may not {', '.join(denied)}", f"Permit that to the role, on {arn} and *."
     if account != match["account"]:
         found = f"the role may; whether account {match['account']} lets account {account} cannot be checked here"
-    return Diagnosis(check="pull", ok=True, found=found)
+        return True, found, ""
+    return True, "the role may pull it", ""
 
 
-def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> Diagnosis:
+def _check_alarms(cloudwatch: Any, names: tuple[str, ...]) -> _Finding:
     answer = cloudwatch.describe_alarms(AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"])
     kinds = ("MetricAlarms", "CompositeAlarms")
     states = {alarm["AlarmName"]: alarm["StateValue"] for kind in kinds for alarm in answer.get(kind, ())}
     found = ", ".join(f"{name}: {states.get(name, 'does not exist')}" for name in names)
-    remedy = "Make them in CloudWatch, or correct `alarms`."
-    return Diagnosis(check="alarms", ok=set(names) <= set(states), found=found, remedy=remedy)
+    return set(names) <= set(states), found, "Make them in CloudWatch, or correct `alarms`."
 
 
-def _check_quota(quotas: Any, settings: SageMakerSettings) -> Diagnosis:
+def _check_quota(quotas: Any, settings: SageMakerSettings) -> _Finding:
     """Check the quota: an update runs old and new instances side by side; with `ab` two variants of them."""
     name = f"{settings.instance_type} for endpoint usage"
     pages = quotas.get_paginator("list_service_quotas").paginate(ServiceCode="sagemaker")
@@ -178,6 +168,9 @@ def _check_quota(quotas: Any, settings: SageMakerSettings) -> Diagnosis:
     needed = (settings.max_instances or settings.instance_count) * (2 if settings.guarded else 3)
     remedy = f"Request {needed} of '{name}' in the console of Service Quotas; an update needs room for both fleets."
     if not limits:
-        return Diagnosis(check="quota", ok=False, found=f"no quota is called '{name}'", remedy=remedy)
-    found = f"{limits[0]:g} {settings.instance_type}, of which an update takes up to {needed}"
-    return Diagnosis(check="quota", ok=limits[0] >= needed, found=found, remedy=remedy)
+        return False, f"no quota is called '{name}'", remedy
+    return (
+        limits[0] >= needed,
+        f"{limits[0]:g} {settings.instance_type}, of which an update takes up to {needed}",
+        remedy,
+    )

@@ -1,8 +1,7 @@
 """A state of an endpoint as requests to SageMaker, and back.
 
-Models and endpoint configs cannot be changed, so they are named by the digest of their content. A config's name has
-two parts: the models and variants of the endpoint, and the weights that it begins with. Weights alone may change later.
-Which keys a container trusts stays as it was when its model was made, as machines may hold different keys.
+Models and configs cannot be changed, so they are named by the digest of their content; a config's weights are a part
+of the name on their own. The keys that a container trusts stay as they were: machines may hold different ones.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ _VALUE_CHARACTERS = 1000
 _STEM_CHARACTERS = 30
 _LAYOUT_DIGITS, _WEIGHTS_DIGITS, _MODEL_DIGITS = 16, 10, 20
 _OWN_SUFFIX = re.compile(rf"-[0-9a-f]{{{_MODEL_DIGITS}}}|-[0-9a-f]{{{_LAYOUT_DIGITS}}}-[0-9a-f]{{{_WEIGHTS_DIGITS}}}")
-_MOST_VARIANTS = 10
-_WEIGHT_TOLERANCE = 1e-3
 _COMPARED_IN_VARIANT = (
     "InstanceType",
     "ServerlessConfig",
@@ -82,11 +79,7 @@ def build_archive_key(prefix: str, endpoint: str, deployment: Deployment) -> str
 
 
 def build_name_stem(endpoint: str) -> str:
-    """Return the unique stem of the names of an endpoint's models and configs.
-
-    Raises:
-        UserError: SageMaker takes no endpoint of that name.
-    """
+    """Return the unique stem of the names of an endpoint's models and configs."""
     if not is_valid_name(endpoint):
         remedy = "Use letters, digits and single hyphens between them, at most 63."
         raise UserError(f"{endpoint!r} cannot be the name of a SageMaker endpoint", remedy=remedy)
@@ -104,16 +97,9 @@ def is_own_name(name: str, endpoint: str) -> bool:
 def build_layout(
     endpoint: str, state: EndpointState, settings: SageMakerSettings, *, trusted_keys: str = ""
 ) -> EndpointLayout:
-    """Return the requests for a state.
+    """Return the requests for a state; raise UserError if SageMaker cannot do that.
 
-    Args:
-        endpoint: its name.
-        state: the desired one.
-        settings: of the endpoint.
-        trusted_keys: option of the containers' servers; empty: they load any model. Other keys make other models.
-
-    Raises:
-        UserError: SageMaker cannot do that: see the strategies.
+    Without `trusted_keys` the containers' servers load any model. Other keys make other models.
     """
     stem = build_name_stem(endpoint)
     _require_possible(endpoint, state, settings)
@@ -152,7 +138,7 @@ def _require_possible(endpoint: str, state: EndpointState, settings: SageMakerSe
         problem = "strategy guarded has one deployment with all traffic; SageMaker itself shifts it"
     elif any(state.split.shadow.values()):
         problem = "it copies requests, but nobody would compare the answers"
-    elif len(state.deployments) > _MOST_VARIANTS:
+    elif len(state.deployments) > 10:
         problem = "an endpoint has at most ten variants"
     elif len(set(variants)) != len(variants):
         problem = f"two deployments would have the same variant: {', '.join(sorted(variants))}"
@@ -237,29 +223,21 @@ def read_state(
 
 def has_weights(description: Mapping[str, Any], desired: Mapping[str, float]) -> bool:
     """Return whether traffic is split like that, and is not being changed."""
-    return all(_has_shares(description, key, desired) for key in ("CurrentWeight", "DesiredWeight"))
-
-
-def _has_shares(description: Mapping[str, Any], key: str, desired: Mapping[str, float]) -> bool:
-    weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}
-    total, desired_total = sum(weights.values()), sum(desired.values())
-    if set(weights) != set(desired) or not total:
-        return False
-    return all(
-        abs(weights[name] / total - weight / desired_total) < _WEIGHT_TOLERANCE for name, weight in desired.items()
-    )
+    desired_total = sum(desired.values())
+    for key in ("CurrentWeight", "DesiredWeight"):
+        weights = {v["VariantName"]: float(v.get(key, 0.0)) for v in description.get("ProductionVariants", ())}
+        total = sum(weights.values())
+        if set(weights) != set(desired) or not total:
+            return False
+        if any(abs(weights[name] / total - weight / desired_total) >= 1e-3 for name, weight in desired.items()):
+            return False
+    return True
 
 
 def find_config_drift(
     config: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], layout: EndpointLayout
 ) -> Iterator[str]:
-    """Yield how an endpoint's config differs from a layout of its deployments.
-
-    Args:
-        config: that the endpoint has.
-        models: of the config, by name.
-        layout: the desired one.
-    """
+    """Yield how an endpoint's config, with its models by name, differs from a layout of its deployments."""
     yield from _differences("", _pick(config, _COMPARED_IN_CONFIG), _pick(layout.config, _COMPARED_IN_CONFIG))
     actual, desired = ({v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config))
     if set(actual) != set(desired):  # the strategy is another

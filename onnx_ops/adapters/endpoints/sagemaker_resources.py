@@ -1,8 +1,6 @@
-"""Archives, models and endpoint configs of an endpoint, and their deletion.
+"""Archives, models and endpoint configs of an endpoint, named by their content, and their deletion on request.
 
-All three are named by their content, so the same version makes the same bytes under the same key. An archive is sent
-with its digest and never overwritten. `apply` deletes none of them; what nothing needs is listed, and deleted on
-request.
+The same version makes the same bytes under the same key; an archive is sent with its digest and never overwritten.
 """
 
 from __future__ import annotations
@@ -59,12 +57,7 @@ def _entry(name: str, size: int) -> tarfile.TarInfo:
 
 
 class EndpointResources:
-    """The archives, models and configs of one endpoint.
-
-    Args:
-        client: for the endpoint.
-        part_bytes: larger archives are sent in parts of this size.
-    """
+    """The archives, models and configs of one endpoint; archives above `part_bytes` are sent in such parts."""
 
     def __init__(self, client: SageMakerClient, *, part_bytes: int = PART_BYTES) -> None:
         self._client = client
@@ -84,10 +77,13 @@ class EndpointResources:
             size = packed.tell()
             packed.seek(0)
             with translate_errors(where):
-                if size <= self._part_bytes:
-                    self._send(named, packed.read())
-                else:
+                if size > self._part_bytes:
                     self._send_parts(named, packed)
+                    return
+                s3, data = self._client.clients("s3"), packed.read()
+                once = {"IfNoneMatch": "*", "ChecksumSHA256": _sha256(data), **self._upload_options}
+                # Another archive under the same key has the same content.
+                create_once(lambda: s3.put_object(**named, Body=data, **once))
 
     def ensure_definitions(self, layout: EndpointLayout) -> None:
         """Create the models and the config of a layout unless they exist."""
@@ -98,16 +94,18 @@ class EndpointResources:
     def orphans(self, needed: frozenset[Digest]) -> Iterator[OrphanedResource]:
         """Yield what neither the live endpoint nor a `needed` version uses."""
         live = self._live_configs()
-        models = {name: self._manifest(name) for name in self._list_own("list_models", "Models", "ModelName")}
+        models: dict[str, Digest | None] = {}
+        for name in self._list_own("list_models", "Models", "ModelName"):
+            deployment = read_deployment(self._client.describe_model(name))
+            models[name] = None if deployment is None else deployment.manifest
         names = self._list_own("list_endpoint_configs", "EndpointConfigs", "EndpointConfigName")
         configs = {name: self._models_of(name) for name in names}
         used = {model for name in live for model in configs.get(name, ())}
         keep = used | {model for model, manifest in models.items() if manifest in needed}
         for name, config_models in configs.items():
             if name not in live and not set(config_models) <= keep:
-                yield OrphanedResource(
-                    kind="endpoint-config", name=name, why="none of its versions is needed", paid=False
-                )
+                why = "none of its versions is needed"
+                yield OrphanedResource(kind="endpoint-config", name=name, why=why, paid=False)
         unused = "its version is not deployed, and not needed"
         for model in models:
             if model not in keep:
@@ -117,10 +115,8 @@ class EndpointResources:
         for key in self._client.keys(self._archives):
             if key.removeprefix(self._archives).partition("/")[0] not in manifests:
                 yield OrphanedResource(kind="archive", name=key, why=unused, paid=True)
-        uploads = self._client.list_all(
-            "s3", "list_multipart_uploads", "Uploads", Bucket=self._bucket, Prefix=self._archives
-        )
-        for upload in uploads:
+        within = {"Bucket": self._bucket, "Prefix": self._archives}
+        for upload in self._client.list_all("s3", "list_multipart_uploads", "Uploads", **within):
             name = f"{upload['Key']}{_UPLOAD}{upload['UploadId']}"
             yield OrphanedResource(kind="upload", name=name, why="it was not completed", paid=True)
 
@@ -131,7 +127,11 @@ class EndpointResources:
             ConflictError: the live endpoint uses it by now. SageMaker itself would delete it all the same.
         """
         kind, name = orphan.kind, orphan.name
-        if (kind, name) in self._in_use():
+        configs = self._live_configs()
+        models = {model for config in configs for model in self._models_of(config)}
+        urls = [str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"]) for model in models]
+        archives = [url.removeprefix(f"s3://{self._bucket}/") for url in urls]
+        if name in {"endpoint-config": configs, "model": models, "archive": archives}.get(kind, ()):
             raise ConflictError(f"{kind} {name} is in use by now", where=self._client.endpoint)
         if kind == "endpoint-config":
             self._delete("endpoint_config", "EndpointConfigName", "EndpointConfigArn", name)
@@ -152,11 +152,6 @@ class EndpointResources:
         if key := self._client.settings.kms_key:
             options |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
         return options
-
-    def _send(self, named: Mapping[str, str], data: bytes) -> None:
-        s3, options = self._client.clients("s3"), self._upload_options
-        # Another archive under the same key has the same content.
-        create_once(lambda: s3.put_object(**named, Body=data, IfNoneMatch="*", ChecksumSHA256=_sha256(data), **options))
 
     def _send_parts(self, named: Mapping[str, str], packed: IO[bytes]) -> None:
         s3 = self._client.clients("s3")
@@ -187,17 +182,6 @@ class EndpointResources:
                 remedy="It was made by hand; delete it.",
             )
 
-    def _in_use(self) -> set[tuple[str, str]]:
-        """Return kind and name of all that the live endpoint uses."""
-        configs = self._live_configs()
-        models = {model for config in configs for model in self._models_of(config)}
-        urls = [str(self._client.describe_model(model)["PrimaryContainer"]["ModelDataUrl"]) for model in models]
-        return {
-            *(("endpoint-config", name) for name in configs),
-            *(("model", name) for name in models),
-            *(("archive", url.removeprefix(f"s3://{self._bucket}/")) for url in urls),
-        }
-
     def _live_configs(self) -> set[str]:
         description = self._client.describe() or {}
         pending = description.get("PendingDeploymentSummary", {}).get("EndpointConfigName", "")
@@ -209,10 +193,6 @@ class EndpointResources:
 
     def _models_of(self, config: str) -> list[str]:
         return [variant["ModelName"] for variant in list_variants(self._client.describe_config(config))]
-
-    def _manifest(self, model: str) -> Digest | None:
-        deployment = read_deployment(self._client.describe_model(model))
-        return None if deployment is None else deployment.manifest
 
     def _delete(self, noun: str, parameter: str, arn_key: str, name: str) -> None:
         named: dict[str, Any] = {parameter: name}

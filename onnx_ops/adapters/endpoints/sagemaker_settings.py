@@ -88,11 +88,7 @@ class SageMakerSettings(AwsAccess, ContainerOptions):
 
 
 def read_sagemaker_settings(given: Mapping[str, Json], *, where: str = "") -> SageMakerSettings:
-    """Return the settings of an endpoint.
-
-    Raises:
-        SettingsError: A setting is unknown, missing or wrong, or contradicts another one.
-    """
+    """Return the settings of an endpoint; raise SettingsError if they are wrong or contradict each other."""
     remedy = "" if {"role", "image", "bucket"} <= set(given) else "See docs/sagemaker.md for how to make them."
     return bind_settings(given, SageMakerSettings, where=where, remedy=remedy, rules=_find_contradictions)
 

@@ -1,14 +1,13 @@
 """Updates of an endpoint: observe, make the change that is due, observe again.
 
-SageMaker's own waiter takes an update that was rolled back for a success, as the endpoint is in service again. This one
-requires the desired config and the desired weights, and reads why they were not reached.
+SageMaker's own waiter takes an update that was rolled back for a success; this one requires the desired config and
+weights, and reads why they were not reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from onnx_ops.adapters.endpoints.sagemaker_client import IN_PROGRESS, NOT_FOUND, GenerationFence, SageMakerClient
 from onnx_ops.adapters.endpoints.sagemaker_layout import EndpointLayout, has_weights
@@ -25,32 +24,13 @@ _STALE_READS = 12
 """Reads that may show an endpoint as it was before an accepted request."""
 _CONFIRMATIONS = 3
 """Reads in a row that must show a failure, as a single one may be stale."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What was done so far; `unchanged` counts reads without a sign of the request."""
-
-    request: str = ""
-    has_begun: bool = False
-    unchanged: int = 0
-    failures: int = 0
-    modified: Any = None
-    is_deleted: bool = False
-
-    def was_ignored(self) -> bool:
-        self.unchanged += 1
-        return self.unchanged >= _STALE_READS
+_TAKEN_BACK = "All traffic is where it was. See the alarms and the log of the version that failed."
 
 
 class EndpointUpdate:
-    """One `apply` of one endpoint.
+    """One `apply` of one endpoint, and what was done so far.
 
-    Args:
-        client: for the endpoint.
-        fence: of its generations.
-        generation: of the state that is applied.
-        is_rollback: no alarm guards it: that would only keep traffic where it must not stay.
+    No alarm guards a rollback: that would only keep traffic where it must not stay.
     """
 
     def __init__(
@@ -64,23 +44,32 @@ class EndpointUpdate:
         self._is_rollback = is_rollback
         self._alarms = () if is_rollback else self._settings.alarms
         self._sets_counts = not (self._settings.scaled or self._settings.serverless)
+        self._requested: Literal["", "create", "update", "delete"] = ""
+        self._has_begun = False
+        self._unchanged_reads = 0  # without a sign of the request
+        self._failures = 0
+        self._modified: Any = None
+        self._is_deleted = False
 
     def move(self, layout: EndpointLayout) -> None:
         """Return once the endpoint is in service with this layout and these weights."""
-        progress, description = _Progress(), self._client.describe()
+        description = self._client.describe()
         if description is not None and self._sets_counts:
             self._scaling.remove_outdated(description)
             self._sets_counts = not self._scaling.is_foreign(description)
 
         def step() -> bool | None:
             description = self._client.describe()
-            if self._has_arrived(description, layout):
-                return True
+            if description is not None and description["EndpointStatus"] == "InService":
+                has_counts = not (self._sets_counts and any(find_instance_drift(description, self._settings)))
+                has_config = layout.has_config(description.get("EndpointConfigName", ""))
+                if has_counts and has_config and has_weights(description, layout.weights):
+                    return True
             if description is None or description["EndpointStatus"] not in _BUSY:
                 self._fence.check(self._generation)
-                self._advance(description, layout, progress)
-            elif progress.request:
-                progress.has_begun, progress.failures = True, 0
+                self._advance(description, layout)
+            elif self._requested:
+                self._has_begun, self._failures = True, 0
             return None
 
         self._client.converge(step, "the endpoint did not reach its new state in time")
@@ -114,31 +103,19 @@ class EndpointUpdate:
 
     def _request(self, operation: str, *ignored: str, **request: Any) -> bool:
         """Make a request about the endpoint; return whether it was accepted."""
-        answer = self._client.call(
-            "sagemaker",
-            operation,
-            ignored_messages=ignored or IN_PROGRESS,
-            EndpointName=self._client.endpoint,
-            **request,
-        )
+        request["EndpointName"] = self._client.endpoint
+        answer = self._client.call("sagemaker", operation, ignored_messages=ignored or IN_PROGRESS, **request)
         return answer is not None
 
-    def _has_arrived(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> bool:
-        if description is None or description["EndpointStatus"] != "InService":
-            return False
-        if self._sets_counts and any(find_instance_drift(description, self._settings)):
-            return False
-        return layout.has_config(description.get("EndpointConfigName", "")) and has_weights(description, layout.weights)
-
-    def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout, progress: _Progress) -> None:
+    def _advance(self, description: Mapping[str, Any] | None, layout: EndpointLayout) -> None:
         """Make the one change that is due to an endpoint that is not busy."""
-        if not progress.request:
+        if not self._requested:
             self._refuse_alarmed(layout, description)
         if description is None:
-            if not progress.request or progress.is_deleted or progress.was_ignored():
+            if not self._requested or self._is_deleted or self._was_ignored():
                 config = {"EndpointConfigName": layout.config_name, "Tags": list(layout.config["Tags"])}
                 self._request("create_endpoint", "already existing", **config)
-                progress.request, progress.is_deleted, progress.unchanged = "create", False, 0
+                self._requested, self._is_deleted, self._unchanged_reads = "create", False, 0
             return
         if not self._client.is_ours(description):
             raise RefusedError(
@@ -147,49 +124,36 @@ class EndpointUpdate:
                 remedy="Choose another name in the pipeline file, or delete that endpoint yourself.",
             )
         if description["EndpointStatus"] == "Failed":
-            self._delete_failed(description, progress)
+            if self._requested and not self._is_deleted:
+                what, why = "SageMaker could not start the endpoint", _failure_reason(description)
+                remedy = "See its log group /aws/sagemaker/Endpoints in CloudWatch; the next attempt creates it anew."
+                raise InfrastructureError(what, where=self._client.endpoint, why=why, remedy=remedy)
+            # Nothing else is possible with a failed endpoint, and it answers no requests.
+            self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
+            self._requested, self._is_deleted = "delete", True
             return
-        if progress.request:
-            self._judge(description, layout, progress)
-            if progress.request:
-                return
-        self._update(description, layout, progress)
+        if self._requested and not self._is_due_again(description, layout):
+            return
+        self._update(description, layout)
 
-    def _delete_failed(self, description: Mapping[str, Any], progress: _Progress) -> None:
-        """Delete a failed endpoint: nothing else is possible with it, and it answers no requests."""
-        if progress.request and not progress.is_deleted:
-            raise InfrastructureError(
-                "SageMaker could not start the endpoint",
-                where=self._client.endpoint,
-                why=_failure_reason(description),
-                remedy="See its log group /aws/sagemaker/Endpoints in CloudWatch; the next attempt creates it anew.",
-            )
-        self._request("delete_endpoint", *NOT_FOUND, *IN_PROGRESS)
-        progress.request, progress.is_deleted = "delete", True
-
-    def _update(self, description: Mapping[str, Any], layout: EndpointLayout, progress: _Progress) -> None:
-        progress.modified = description.get("LastModifiedTime")
+    def _update(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
+        settings = self._settings
+        self._modified = description.get("LastModifiedTime")
         if layout.has_config(description["EndpointConfigName"]) and description["EndpointStatus"] == "InService":
-            count = {"DesiredInstanceCount": self._settings.instance_count} if self._sets_counts else {}
+            count = {"DesiredInstanceCount": settings.instance_count} if self._sets_counts else {}
             accepted = self._set_weights(layout.weights, count)
         else:
             self._scaling.pause(description, layout)
-            accepted = self._request("update_endpoint", **self._update_request(description, layout))
+            request: dict[str, Any] = {"RetainAllVariantProperties": not settings.serverless}
+            if not settings.serverless:
+                excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
+                request["ExcludeRetainedVariantProperties"] = excluded
+            variants = {variant["VariantName"] for variant in description.get("ProductionVariants", ())}
+            if settings.guarded and variants == set(layout.weights):  # no update that brings others is guarded
+                request["DeploymentConfig"] = self._guard(layout)
+            accepted = self._request("update_endpoint", EndpointConfigName=layout.config_name, **request)
         if accepted:
-            progress.request, progress.has_begun, progress.unchanged, progress.failures = "update", False, 0, 0
-
-    def _update_request(self, description: Mapping[str, Any], layout: EndpointLayout) -> dict[str, Any]:
-        request: dict[str, Any] = {
-            "EndpointConfigName": layout.config_name,
-            "RetainAllVariantProperties": not self._settings.serverless,
-        }
-        if not self._settings.serverless:
-            excluded = _NOT_RETAINED + [_COUNT_NOT_RETAINED] * self._sets_counts
-            request["ExcludeRetainedVariantProperties"] = excluded
-        same = {variant["VariantName"] for variant in description.get("ProductionVariants", ())} == set(layout.weights)
-        if self._settings.guarded and same:  # SageMaker guards no update that brings other variants
-            request["DeploymentConfig"] = self._guard(layout)
-        return request
+            self._requested, self._has_begun, self._unchanged_reads, self._failures = "update", False, 0, 0
 
     def _guard(self, layout: EndpointLayout) -> dict[str, Any]:
         """Return how the traffic is shifted, and under which alarms, none of which may be firing."""
@@ -224,7 +188,7 @@ class EndpointUpdate:
                 f"SageMaker took the update back: alarm {', '.join(changed)} fired",
                 where=self._client.endpoint,
                 why=_failure_reason(description or {}),
-                remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
+                remedy=_TAKEN_BACK,
             )
 
     def _alarm_states(self) -> dict[str, str]:
@@ -250,15 +214,15 @@ class EndpointUpdate:
             states[name] = f"{alarms[name]['StateValue']} {since}"
         return states
 
-    def _judge(self, description: Mapping[str, Any], layout: EndpointLayout, progress: _Progress) -> None:
-        """Decide why an endpoint is idle, and not where it should be, after a request."""
-        if progress.request == "create":  # another client had created it
-            progress.request = ""
-            return
-        has_moved = progress.has_begun or description.get("LastModifiedTime") != progress.modified
+    def _is_due_again(self, description: Mapping[str, Any], layout: EndpointLayout) -> bool:
+        """Return whether to request again what left an endpoint idle, and not where it should be."""
+        if self._requested == "create":  # another client had created it
+            self._requested = ""
+            return True
+        has_moved = self._has_begun or description.get("LastModifiedTime") != self._modified
         is_stuck = description["EndpointStatus"] == "UpdateRollbackFailed"
-        progress.failures += is_stuck or has_moved
-        if has_moved and progress.failures >= _CONFIRMATIONS:
+        self._failures += is_stuck or has_moved
+        if has_moved and self._failures >= _CONFIRMATIONS:
             self._refuse_alarmed(layout, description)
             endpoint, why = self._client.endpoint, _failure_reason(description)
             if is_stuck:
@@ -271,14 +235,14 @@ class EndpointUpdate:
                 )
             if self._alarms:
                 self._fence.end_update(layout.config_name)
-            raise InfrastructureError(
-                "SageMaker took the update back",
-                where=endpoint,
-                why=why,
-                remedy="All traffic is where it was. See the alarms and the log of the version that failed.",
-            )
-        if progress.was_ignored():
-            progress.request = ""
+            raise InfrastructureError("SageMaker took the update back", where=endpoint, why=why, remedy=_TAKEN_BACK)
+        if self._was_ignored():
+            self._requested = ""
+        return not self._requested
+
+    def _was_ignored(self) -> bool:
+        self._unchanged_reads += 1
+        return self._unchanged_reads >= _STALE_READS
 
 
 def build_deployment_config(settings: SageMakerSettings, alarms: list[str], *, at_once: bool) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""Metrics of a managed online endpoint in Azure Monitor.
+"""Metrics of a managed online endpoint in Azure Monitor, which keeps averages of a minute.
 
-It keeps averages of a minute. That of `RequestsPerMinute` is the minute's number of requests, so sums of whole minutes
-are counts. It has percentiles of latencies, but no exceedances: the weaker rule of docs/rollout-analysis.md judges
-those.
+That of `RequestsPerMinute` is a number of requests, so sums of whole minutes are counts. Latencies have percentiles
+and no exceedances, so the weaker rule of docs/rollout-analysis.md judges them.
 """
 
 from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote, urlencode
 
 from onnx_ops.adapters.azure import find_missing_credentials, read_endpoint_name, read_workspace, request_resource
@@ -22,14 +20,12 @@ from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError,
 from onnx_ops.ports import Clock
 from onnx_ops.protocol.messages import FAILURE_STATUSES
 
-_VERSION = "2023-10-01"
 _MINUTE = 60.0
 _DAY = 86_400.0
 _SETTLED = 3 * _MINUTE
 """Time for which the counts of a minute still grow after its end."""
 _WINDOW = 10 * _MINUTE
 """Percentiles of this time stand for the requests since the last reading."""
-_STATUSES = ("statusCode", "modelStatusCode")
 _MODEL_ERROR = "424"
 """Azure's status where the container's, in `modelStatusCode`, is not 200."""
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
@@ -40,13 +36,6 @@ class AzureMonitorMetrics:
 
     Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute
     whose numbers do not change any more, about three minutes ago.
-
-    Args:
-        settings: none are known.
-        clock: for the present moment.
-
-    Raises:
-        UserError: a setting is given.
     """
 
     def __init__(self, settings: Mapping[str, Json], clock: Clock | None = None) -> None:
@@ -70,15 +59,23 @@ class AzureMonitorMetrics:
         """Return the counts of the day, by the deployments' names in Azure."""
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
-        counts = self._series(config, "RequestsPerMinute", _STATUSES, day, until)
+        counts = self._series(config, "RequestsPerMinute", ("statusCode", "modelStatusCode"), day, until)
         latencies = self._series(config, f"{_P50},{_P99}", (), max(day, until - _WINDOW), until)
-        quantiles = {name: _quantiles(_rows_of(latencies, name)) for name in deployments}
-        return MetricsReading(
-            origin=_text(day),
-            at=until,
-            tallies={name: _count(_rows_of(counts, name)) for name in deployments},
-            quantiles={name: value for name, value in quantiles.items() if value is not None},
-        )
+        tallies, quantiles = {}, {}
+        for name in deployments:
+            by_status = [(status, round(sum(values))) for _, status, values in _rows_of(counts, name)]
+            tallies[name] = RequestCounts(
+                requests=sum(count for _, count in by_status),
+                errors=sum(count for status, count in by_status if status >= "500" or status in FAILURE_STATUSES),
+                refused=sum(
+                    count for status, count in by_status if "400" <= status < "500" and status not in FAILURE_STATUSES
+                ),
+            )
+            minutes_ms = {metric: values for metric, _, values in _rows_of(latencies, name) if values}
+            if _P50 in minutes_ms and _P99 in minutes_ms:
+                p50_ms, p99_ms = (statistics.median(minutes_ms[metric]) for metric in (_P50, _P99))
+                quantiles[name] = LatencyQuantiles(p50_s=p50_ms / 1e3, p99_s=p99_ms / 1e3)
+        return MetricsReading(origin=_text(day), at=until, tallies=tallies, quantiles=quantiles)
 
     def _series(
         self, config: EndpointConfig, metrics: str, dimensions: Sequence[str], first: float, until: float
@@ -90,7 +87,7 @@ class AzureMonitorMetrics:
         name = read_endpoint_name(config.endpoint, config.settings)
         chosen = " and ".join(f"{key} eq '*'" for key in ("deployment", *dimensions))
         query = {
-            "api-version": _VERSION,
+            "api-version": "2023-10-01",
             "metricnames": metrics,
             "timespan": f"{_text(first)}/{_text(until)}",
             "interval": "PT1M",
@@ -108,22 +105,19 @@ class AzureMonitorMetrics:
                 why=str(error),
                 remedy="Give the identity the role Monitoring Reader on the workspace.",
             ) from error
+        rows = []
         try:
-            return list(_rows(answer))
+            for metric, series in ((m["name"]["value"], s) for m in answer["value"] for s in m["timeseries"]):
+                labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
+                values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
+                status = labels.get("statuscode", "")
+                if status == _MODEL_ERROR:
+                    status = labels.get("modelstatuscode", status)
+                rows.append((metric, labels.get("deployment", ""), status, values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = "Azure Monitor did not answer as expected"
             raise ServiceUnavailableError(what, where=config.endpoint, why=quoted(repr(answer))) from error
-
-
-def _rows(answer: Any) -> Iterator[tuple[str, str, str, list[float]]]:
-    for metric in answer["value"]:
-        for series in metric["timeseries"]:
-            labels = {m["name"]["value"].lower(): str(m["value"]) for m in series.get("metadatavalues", ())}
-            values = [float(point["average"]) for point in series["data"] if point.get("average") is not None]
-            status = labels.get("statuscode", "")
-            if status == _MODEL_ERROR:
-                status = labels.get("modelstatuscode", status)
-            yield metric["name"]["value"], labels.get("deployment", ""), status, values
+        return rows
 
 
 def _rows_of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str) -> list[tuple[str, str, list[float]]]:
@@ -132,26 +126,6 @@ def _rows_of(rows: Sequence[tuple[str, str, str, list[float]]], deployment: str)
     return [
         (metric, status, values) for metric, name, status, values in rows if name.rpartition("-")[0] + "-" == prefix
     ]
-
-
-def _count(rows: Sequence[tuple[str, str, list[float]]]) -> RequestCounts:
-    counts = [(status, round(sum(values))) for _, status, values in rows]
-    return RequestCounts(
-        requests=sum(count for _, count in counts),
-        errors=sum(count for status, count in counts if status >= "500" or status in FAILURE_STATUSES),
-        refused=sum(count for status, count in counts if "400" <= status < "500" and status not in FAILURE_STATUSES),
-    )
-
-
-def _quantiles(rows: Sequence[tuple[str, str, list[float]]]) -> LatencyQuantiles | None:
-    """Return the medians of the minutes' percentiles in seconds; Azure's are in milliseconds."""
-    values = {metric: minutes for metric, _, minutes in rows if minutes}
-    if _P50 not in values or _P99 not in values:
-        return None
-    return LatencyQuantiles(
-        p50_s=statistics.median(values[_P50]) / 1e3,
-        p99_s=statistics.median(values[_P99]) / 1e3,
-    )
 
 
 def _text(seconds: float) -> str:

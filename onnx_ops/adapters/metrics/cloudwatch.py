@@ -1,7 +1,6 @@
-"""Metrics of a SageMaker endpoint's variants in CloudWatch.
+"""Metrics of a SageMaker endpoint's variants in CloudWatch, which counts whole minutes and publishes them late.
 
-It counts in whole minutes and publishes them late, so a reading ends with the last minute that is complete. Counts
-begin with the endpoint's last change, which is the origin. The clock is that of AWS's answers, not of this machine.
+A reading ends with the last complete minute and begins with the endpoint's last change. The clock is that of AWS.
 """
 
 from __future__ import annotations
@@ -50,12 +49,6 @@ class CloudWatchMetrics:
     """Counts and percentiles of variants; 4xx are refusals, 5xx errors.
 
     There is no histogram, so latencies are judged by the weaker rule of docs/rollout-analysis.md.
-
-    Args:
-        settings: those of `CloudWatchSettings`.
-
-    Raises:
-        UserError: a setting is not known, or wrong.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -78,9 +71,17 @@ class CloudWatchMetrics:
 
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts since the last change; none of a guarded endpoint."""
-        connect = self._connect(config)
+        access = read_access(config.settings, self._settings, where=config.endpoint)
+        if access not in self._connected:
+            self._connected[access] = make_clients(access, where=config.endpoint)
+        connect = self._connected[access]
         with translate_errors(config.endpoint):
-            now, began = self._since(connect("sagemaker"), config.endpoint)
+            description = connect("sagemaker").describe_endpoint(EndpointName=config.endpoint)
+            if (status := description["EndpointStatus"]) != "InService":
+                what = "the endpoint is being changed; its counts restart"
+                raise ServiceUnavailableError(what, where=config.endpoint, why=status)
+            now = parsedate_to_datetime(description["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
+            began = description["LastModifiedTime"].astimezone(UTC)
             until = _minute(now - self._delay)
             origin = f"{config.endpoint} {began.isoformat()}"
             guarded = config.settings.get("strategy") == "guarded"
@@ -102,23 +103,6 @@ class CloudWatchMetrics:
             if p50 and p99:
                 quantiles[name] = LatencyQuantiles(p50_s=p50[-1] * _MICROSECONDS, p99_s=p99[-1] * _MICROSECONDS)
         return MetricsReading(origin=origin, at=until.timestamp(), tallies=tallies, quantiles=quantiles)
-
-    def _connect(self, config: EndpointConfig) -> Clients:
-        access = read_access(config.settings, self._settings, where=config.endpoint)
-        if access not in self._connected:
-            self._connected[access] = make_clients(access, where=config.endpoint)
-        return self._connected[access]
-
-    @staticmethod
-    def _since(sagemaker: Any, endpoint: str) -> tuple[datetime, datetime]:
-        """Return the present time, and when the endpoint was changed last."""
-        description = sagemaker.describe_endpoint(EndpointName=endpoint)
-        if description["EndpointStatus"] != "InService":
-            raise ServiceUnavailableError(
-                "the endpoint is being changed; its counts restart", where=endpoint, why=description["EndpointStatus"]
-            )
-        now = parsedate_to_datetime(description["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return now.astimezone(UTC), description["LastModifiedTime"].astimezone(UTC)
 
 
 def _queries(

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
 from onnx_ops.adapters.http_json import request_json, require_https
+from onnx_ops.adapters.server_metrics import count_slower
 from onnx_ops.config.binding import bind_settings
 from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.endpoint import EndpointConfig
@@ -24,21 +25,18 @@ from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
-_SAME = 1e-4
-"""Bounds are printed with six digits."""
 _SCRAPED = "onnx_ops_scraped"
 """Label that marks the times of scrapes."""
 _SHADOW = ("onnx_ops_shadow_answered_total", "onnx_ops_shadow_differing_total", "onnx_ops_shadow_failed_total")
 _OUTCOMES = ("onnx_ops_outcomes_total", "onnx_ops_outcome_successes_total")
-
 
 _Metric = Annotated[str, Pattern("[a-zA-Z_:][a-zA-Z0-9_:]*", "the name of a metric")]
 _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesNames:
-    """Names of series and labels; the defaults are those of the endpoint server.
+class PrometheusSettings:
+    """Settings of section `metrics`: server, and names of series and labels, by default those of the endpoint server.
 
     `select` are further labels that all series must have, as `{job: serving, namespace: prod}`. `origin` is a series
     that changes its labels or its value when the counters restart, such as `process_start_time_seconds`.
@@ -51,27 +49,22 @@ class SeriesNames:
     histogram: _Metric = "onnx_ops_service_duration_seconds"
     origin: _Metric = "onnx_ops_server_info"
     select: Mapping[_Label, str] = field(default_factory=dict)
+    url: Annotated[str, Pattern("https?://[^/]+.*", "an http address")]
 
     @property
     def is_own_server(self) -> bool:
         """Return whether the series are those of an onnx-ops server."""
         return (self.requests, self.origin) == ("onnx_ops_requests_total", "onnx_ops_server_info")
 
-    def build_query(self, endpoint: str, counters: Sequence[str], scraped: str) -> str:
-        """Return a query for all series of an endpoint.
-
-        Args:
-            endpoint: its name, which is the value of its label.
-            counters: further series by deployment of an onnx-ops server.
-            scraped: label that marks the times of scrapes.
-        """
+    def build_query(self, endpoint: str) -> str:
+        """Return a query for all series of an endpoint, and for the times of their scrapes."""
         selected = [f"{label}={_quoted(value)}" for label, value in self.select.items()]
         matchers = [f"{self.endpoint_label}={_quoted(endpoint)}", *selected]
-        metrics = [self.requests, f"{self.histogram}_bucket", *(counters if self.is_own_server else ())]
+        metrics = [self.requests, f"{self.histogram}_bucket", *((*_SHADOW, *_OUTCOMES) if self.is_own_server else ())]
         origin = f"{self.origin}{{{','.join(matchers if self.is_own_server else selected)}}}"
         named = f"__name__=~{_quoted('|'.join(metrics))}"
         series = f"{{{','.join([named, *matchers])}}}"
-        return f'{origin} or label_replace(timestamp({origin}), "{scraped}", "yes", "", "") or {series}'
+        return f'{origin} or label_replace(timestamp({origin}), "{_SCRAPED}", "yes", "", "") or {series}'
 
 
 @dataclass(slots=True)
@@ -85,24 +78,11 @@ class _Page:
     counters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrometheusSettings(SeriesNames):
-    """Settings of section `metrics`: server, and names of series and labels."""
-
-    url: Annotated[str, Pattern("https?://[^/]+.*", "an http address")]
-
-
 class PrometheusMetrics:
     """Counts of endpoint servers, by way of Prometheus.
 
     `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The origin changes with
     every instance that starts or stops; counts across such a change are left out.
-
-    Args:
-        settings: those of `PrometheusSettings`.
-
-    Raises:
-        UserError: a setting is not known, missing or wrong.
     """
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
@@ -128,43 +108,69 @@ class PrometheusMetrics:
         """Return the counts of the last scrape."""
         page = self._page(config)
         copies = [sum(page.counters[name][deployment] for deployment in deployments) for name in _SHADOW]
+        tallies = {}
+        for name, thresholds in deployments.items():
+            if name not in page.statuses:
+                continue
+            limits = {} if thresholds is None else thresholds.by_guardrail()
+            statuses, buckets = page.statuses[name], page.buckets.get(name, {})  # bounds have six digits
+            timed = max(buckets.values(), default=None)
+            tallies[name] = RequestCounts(
+                requests=sum(statuses.values()),
+                errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
+                refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
+                outcomes=page.counters[_OUTCOMES[0]][name],
+                successes=page.counters[_OUTCOMES[1]][name],
+                timed=timed,
+            ).with_over({place: count_slower(buckets, timed or 0, limit_s, 1e-4) for place, limit_s in limits.items()})
         return MetricsReading(
             origin=short_digest(digest_bytes("\n".join(sorted(page.origins)).encode())),
             at=page.scraped_at,
-            tallies={name: _tally(page, name, limits) for name, limits in deployments.items() if name in page.statuses},
+            tallies=tallies,
             shadow=ShadowCounts(compared=copies[0], differing=copies[1], failed=copies[2]),
         )
 
     def _page(self, config: EndpointConfig) -> _Page:
-        page = _Page()
-        for sample in self._query(self._names.build_query(config.endpoint, (*_SHADOW, *_OUTCOMES), _SCRAPED), config):
+        page, names = _Page(), self._names
+        for sample in self._query(config):
             try:
                 labels, value = dict(sample["metric"]), float(sample["value"][1])
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 raise _invalid_answer(config, sample) from error
             if not math.isfinite(value):
                 raise _invalid_answer(config, sample)
-            _add(page, self._names, labels, value)
+            metric, deployment = labels.get("__name__", ""), labels.get(names.deployment_label, "")
+            if _SCRAPED in labels:
+                page.scraped_at = min(page.scraped_at, value)
+            elif metric == names.origin:
+                page.origins.append(f"{sorted(labels.items())} {value!r}")
+            elif not deployment:
+                continue
+            elif metric == names.requests:
+                page.statuses[deployment][labels.get(names.status_label, "")] += int(value)
+            elif metric == f"{names.histogram}_bucket":
+                page.buckets[deployment][float(labels.get("le", "inf"))] += int(value)
+            else:
+                page.counters[metric][deployment] += int(value)
         if not page.origins or not math.isfinite(page.scraped_at):
             raise ServiceUnavailableError(
                 "Prometheus has no samples of the endpoint",
                 where=config.endpoint,
-                why=f"no series {self._names.origin} was scraped within its look-back",
+                why=f"no series {names.origin} was scraped within its look-back",
                 remedy="Check that the server is scraped, and its labels; see docs/metrics-sources.md.",
             )
         return page
 
-    def _query(self, query: str, config: EndpointConfig) -> list[Any]:
+    def _query(self, config: EndpointConfig) -> list[Any]:
         token = os.environ.get(VARIABLE, "").strip()
         host = require_https(self._url, "prometheus' url") if token else str(urlsplit(self._url).hostname)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        url = f"{self._url}/api/v1/query?query={quote(query, safe='')}"
+        url = f"{self._url}/api/v1/query?query={quote(self._names.build_query(config.endpoint), safe='')}"
         try:
             answer = request_json("GET", url, host=host, headers=headers)
         except RefusedError as error:
-            raise ServiceUnavailableError(
-                "Prometheus refused the query", where=config.endpoint, why=str(error)
-            ) from error
+            what = "Prometheus refused the query"
+            raise ServiceUnavailableError(what, where=config.endpoint, why=str(error)) from error
         try:
             partial, samples = answer.get("warnings"), answer["data"]["result"]
         except (AttributeError, KeyError, TypeError) as error:
@@ -174,43 +180,6 @@ class PrometheusMetrics:
         if not isinstance(samples, list):
             raise _invalid_answer(config, answer)
         return samples
-
-
-def _add(page: _Page, names: SeriesNames, labels: Mapping[str, str], value: float) -> None:
-    metric, deployment = labels.get("__name__", ""), labels.get(names.deployment_label, "")
-    if _SCRAPED in labels:
-        page.scraped_at = min(page.scraped_at, value)
-    elif metric == names.origin:
-        page.origins.append(f"{sorted(labels.items())} {value!r}")
-    elif not deployment:
-        return
-    elif metric == names.requests:
-        page.statuses[deployment][labels.get(names.status_label, "")] += int(value)
-    elif metric == f"{names.histogram}_bucket":
-        page.buckets[deployment][float(labels.get("le", "inf"))] += int(value)
-    else:
-        page.counters[metric][deployment] += int(value)
-
-
-def _tally(page: _Page, deployment: str, thresholds: LatencyThresholds | None) -> RequestCounts:
-    limits = {} if thresholds is None else thresholds.by_guardrail()
-    statuses, buckets = page.statuses[deployment], page.buckets.get(deployment, {})
-    timed = max(buckets.values(), default=None)
-
-    def over(limit_s: float) -> int | None:
-        """Return the requests slower than a bound; None for any other latency."""
-        below = (count for bound, count in buckets.items() if math.isclose(bound, limit_s, rel_tol=_SAME))
-        count = next(below, None)
-        return None if count is None or timed is None else timed - count
-
-    return RequestCounts(
-        requests=sum(statuses.values()),
-        errors=sum(count for status, count in statuses.items() if status in FAILURE_STATUSES),
-        refused=sum(count for status, count in statuses.items() if status in REJECTION_STATUSES),
-        outcomes=page.counters[_OUTCOMES[0]][deployment],
-        successes=page.counters[_OUTCOMES[1]][deployment],
-        timed=timed,
-    ).with_over({name: over(limit_s) for name, limit_s in limits.items()})
 
 
 def _invalid_answer(config: EndpointConfig, answer: object) -> ServiceUnavailableError:

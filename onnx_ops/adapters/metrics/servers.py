@@ -29,34 +29,20 @@ class ServersSettings:
     urls: Annotated[tuple[str, ...], MinLen(1), doc("Addresses of the servers' admin listeners.")]
 
 
-def _find_duplicates(settings: ServersSettings) -> Iterator[tuple[str, str]]:
-    if len({url.rstrip("/") for url in settings.urls}) < len(settings.urls):
-        yield "urls", "each must be of another server"
-
-
 class SeveralServers(ServerMetrics):
-    """Counts that are summed over several servers, those by user, too.
-
-    Args:
-        settings: those of `ServersSettings`.
-
-    Raises:
-        UserError: a setting is not known, missing or wrong.
-    """
+    """Counts that are summed over several servers, those by user, too."""
 
     def __init__(self, settings: Mapping[str, Json]) -> None:
-        read = bind_settings(settings, ServersSettings, where="servers", rules=_find_duplicates)
+        def find_duplicates(read: ServersSettings) -> Iterator[tuple[str, str]]:
+            if len({url.rstrip("/") for url in read.urls}) < len(read.urls):
+                yield "urls", "each must be of another server"
+
+        read = bind_settings(settings, ServersSettings, where="servers", rules=find_duplicates)
         urls = [url.rstrip("/") for url in read.urls]
         self._hosts = {url: require_https(url, "an address in urls") for url in urls}
         super().__init__(self._read_all)
 
     def _read_all(self, config: EndpointConfig, request: UserCountsRequest | None) -> Sequence[Counts]:
-        """Return the counts of every server.
-
-        Raises:
-            ServiceUnavailableError: a server does not answer, or they split users differently, as during a
-                publication.
-        """
         counts = [self._read_counts(url) for url in self._hosts]
         _check(counts, config)
         if request is None:

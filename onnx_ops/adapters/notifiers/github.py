@@ -14,7 +14,6 @@ from onnx_ops.errors import NotFoundError, UserError
 
 VARIABLES = ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN")
 LABEL = "onnx-ops"
-_FILE = "notify.github"
 _PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
 
 
@@ -27,9 +26,6 @@ class GitHubNotifier:
     Args:
         place: `owner/repository`, or `owner/repository#12` to write all comments to one issue.
         state: the state folder.
-
-    Raises:
-        UserError: the place is neither.
     """
 
     def __init__(self, place: str, state: Path) -> None:
@@ -38,34 +34,28 @@ class GitHubNotifier:
             raise UserError(f"github:{place} names no repository", remedy="Write github:owner/repository.")
         name, self._issue = match.groups()
         self._repository = GitHubRepository(name=name, token=self._token)
-        self._file = state / _FILE
+        self._file = state / "notify.github"
 
     def send(self, notification: Notification) -> None:
-        """Comment on the endpoint's open issue, or open one."""
-        issue = self._issue or self._open_issue(notification.endpoint)
-        text = format_body(notification)
+        """Comment on the newest open issue that onnx-ops opened for the endpoint, or open one."""
+        endpoint, text = notification.endpoint, format_body(notification)
+        open_issues = (
+            int(issue["number"])
+            for issue in self._repository.list_entries(f"issues?state=open&labels={quote(LABEL)}")
+            if "pull_request" not in issue and _mark(endpoint) in (issue.get("body") or "")
+        )
+        issue = self._issue or next(open_issues, None)
         if issue is not None:
             self._repository.request("POST", f"issues/{issue}/comments", {"body": text})
             return
-        about = {
-            "title": f"{LABEL}: endpoint {notification.endpoint}",
-            "body": f"{_mark(notification.endpoint)}\n{text}",
-            "labels": [LABEL],
-        }
-        self._repository.request("POST", "issues", about)
+        title, body = f"{LABEL}: endpoint {endpoint}", f"{_mark(endpoint)}\n{text}"
+        self._repository.request("POST", "issues", {"title": title, "body": body, "labels": [LABEL]})
 
     def check(self) -> str:
         """Return repository and host; raise if there is no token."""
         self._token()
         issue = f" issue {self._issue}" if self._issue else " issues"
         return f"to {self._repository.name}{issue} at {self._repository.host}"
-
-    def _open_issue(self, endpoint: str) -> str | None:
-        """Return the newest open issue that onnx-ops opened for the endpoint."""
-        for issue in self._repository.list_entries(f"issues?state=open&labels={quote(LABEL)}"):
-            if "pull_request" not in issue and _mark(endpoint) in (issue.get("body") or ""):
-                return str(int(issue["number"]))
-        return None
 
     def _token(self) -> str:
         for variable in VARIABLES:

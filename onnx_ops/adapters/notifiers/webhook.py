@@ -15,7 +15,6 @@ from onnx_ops.domain.notification import Notification, Severity
 from onnx_ops.errors import NotFoundError, UserError
 
 VARIABLE = "ONNX_OPS_NOTIFY_WEBHOOK"
-_FILE = "notify.webhook"
 _WHAT = "the notification webhook"
 _SIGNS = {Severity.CRITICAL: ":rotating_light:", Severity.WARNING: ":warning:", Severity.INFO: ":white_check_mark:"}
 _LONGEST = 2900
@@ -23,22 +22,15 @@ _LONGEST = 2900
 
 
 class WebhookNotifier:
-    """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook`.
+    """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook` of the state folder.
 
     The address is a secret: it is all that is needed to write there.
-
-    Args:
-        place: empty; there is one webhook.
-        state: the state folder.
-
-    Raises:
-        UserError: a place was given.
     """
 
     def __init__(self, place: str, state: Path) -> None:
         if place:
             raise UserError("webhook takes no name", remedy=f"Write `webhook`, and its address into {VARIABLE}.")
-        self._file = state / _FILE
+        self._file = state / "notify.webhook"
 
     def send(self, notification: Notification) -> None:
         """Post the message."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, fsync_folder
+from onnx_ops.adapters.files import TEMPORARY, UNFINISHED_S, fsync_path
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject, digest_file, hex_digits, is_digest, short_digest
 from onnx_ops.errors import DigestMismatchError, UserError, storage_errors
 from onnx_ops.onnx_graph.files import read_structure
@@ -68,7 +68,7 @@ class ModelFolders:
             if place.exists():  # only a damaged folder is ever replaced
                 shutil.rmtree(place)
             temporary.rename(place)
-            fsync_folder(self._root)
+            fsync_path(self._root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return str(place)

@@ -40,9 +40,6 @@ class WebhookReceiver:
         wake: called with the name of the model that a delivery is about.
         refused: called with the reason why a delivery does not count.
         metrics: what `/metrics` shows, in Prometheus' text format.
-
-    Raises:
-        ServiceUnavailableError: the address cannot be bound.
     """
 
     def __init__(
@@ -70,9 +67,8 @@ class WebhookReceiver:
                 "cannot listen", where=f"{host}:{port}", why=error.strerror or str(error), remedy=remedy
             ) from error
         deliveries = Route(PATH, self._receive, methods=["POST"])
-        app = Starlette(routes=[deliveries, Route("/metrics", self._show_metrics, methods=["GET"])])
         config = uvicorn.Config(
-            app,
+            Starlette(routes=[deliveries, Route("/metrics", self._show_metrics, methods=["GET"])]),
             http="h11",
             ws="none",
             loop="asyncio",
@@ -113,7 +109,9 @@ class WebhookReceiver:
             return Response(status_code=400)
         except OnnxOpsError as error:
             self._refused(error.what)
-            return PlainTextResponse(error.what, status_code=_status_of(error))
+            # Always 4xx, so that MLflow does not retry: the same delivery would be refused again.
+            status = {TooLargeError: 413, InvalidSignatureError: 401}.get(type(error), 400)
+            return PlainTextResponse(error.what, status_code=status)
         if self._recent.add(delivery.id):
             self._wake(delivery.model)
         return Response(status_code=204)
@@ -138,12 +136,3 @@ async def _read_body(request: Request) -> bytes:
     except TimeoutError as error:
         raise UserError("the delivery was not received in time") from error
     return bytes(body)
-
-
-def _status_of(error: OnnxOpsError) -> int:
-    """Return a 4xx status, so that MLflow does not retry: the same delivery would be refused again."""
-    if isinstance(error, TooLargeError):
-        return 413
-    if isinstance(error, InvalidSignatureError):
-        return 401
-    return 400

@@ -14,43 +14,23 @@ _SHORTEST = 16
 
 
 def read_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret from the environment, else from the file.
-
-    Raises:
-        NotFoundError: there is none.
-        RefusedError: others than its owner may read the file.
-        UserError: it is too short to be one.
-    """
-    if VARIABLE in environ:
-        return _require_length(environ[VARIABLE], VARIABLE)
-    try:
+    """Return the secret from the environment, else from the file."""
+    secret, where = environ.get(VARIABLE), VARIABLE
+    if secret is None:
         remedy = f"Delete it, and run `onnx-ops webhooks install` for a new one; or chmod 600 {path}."
-        return _require_length(read_private(path, "the webhook secret", remedy=remedy), str(path))
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            "there is no webhook secret",
-            where=str(path),
-            remedy=f"`onnx-ops webhooks install --url URL` creates one; or set {VARIABLE}.",
-        ) from error
+        try:
+            secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
+        except FileNotFoundError as error:
+            remedy = f"`onnx-ops webhooks install --url URL` creates one; or set {VARIABLE}."
+            raise NotFoundError("there is no webhook secret", where=str(path), remedy=remedy) from error
+    if len(secret) < _SHORTEST:
+        remedy = "Generate one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        raise UserError(f"the webhook secret is shorter than {_SHORTEST} characters", where=where, remedy=remedy)
+    return secret
 
 
 def make_secret(path: Path, environ: Mapping[str, str]) -> str:
-    """Return the secret; create the file, once for all processes, if needed.
-
-    Raises:
-        RefusedError: others than its owner may read the file.
-        UserError: it is too short to be one.
-    """
+    """Return the secret; create the file, once for all processes, if needed."""
     if VARIABLE not in environ and not path.exists():
         create_file(path, f"{secrets.token_urlsafe(32)}\n".encode())
     return read_secret(path, environ)
-
-
-def _require_length(secret: str, where: str) -> str:
-    if len(secret) < _SHORTEST:
-        raise UserError(
-            f"the webhook secret is shorter than {_SHORTEST} characters",
-            where=where,
-            remedy="Generate one: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
-        )
-    return secret

@@ -9,26 +9,23 @@ itself does the same was not tried.
 from __future__ import annotations
 
 import copy
-import http.client
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from onnx_ops.adapters.host import SystemClock
 from onnx_ops.domain.quantities import Json
 from onnx_ops.ports import Clock
 from tests.support.clouds.azureml_blobs import Blobs
 from tests.support.clouds.azureml_control import CONTAINER, Conditions, Control
-from tests.support.clouds.azureml_monitor import BROKEN, MODEL_ERROR, Monitor
-from tests.support.clouds.azureml_nodes import Nodes
+from tests.support.clouds.azureml_monitor import MODEL_ERROR, Monitor
 from tests.support.clouds.azureml_resources import refuse, reply
 from tests.support.clouds.azureml_roles import Request, is_allowed, requests_of
 from tests.support.clouds.azureml_web import FAULTS, Call, Fault, Reply, Web
+from tests.support.clouds.containers import BROKEN, Containers
 
 SUBSCRIPTION, GROUP, WORKSPACE = "00000000-0000-0000-0000-000000000001", "group", "workspace"
 TOKEN = "token-of-the-fake"  # noqa: S105 (it opens nothing)
@@ -51,13 +48,11 @@ class AzureCloud:
 
     Args:
         folder: for the certificate.
-        nodes: servers to share with other clouds; own ones without.
         clock: by which requests are counted.
     """
 
-    def __init__(self, folder: Path, *, nodes: Nodes | None = None, clock: Clock | None = None) -> None:
-        self._own = nodes is None
-        self._nodes = nodes or Nodes()
+    def __init__(self, folder: Path, *, clock: Clock | None = None) -> None:
+        self._containers = Containers(model_variable="AZUREML_MODEL_DIR", port_variable="ONNX_OPS_PORT")
         self._lock = threading.RLock()
         self._served = 0
         self._running: Counter[tuple[str, str]] = Counter()
@@ -76,7 +71,7 @@ class AzureCloud:
             f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}"
             f"/providers/Microsoft.MachineLearningServices/workspaces/{WORKSPACE}"
         )
-        self.control = Control(self._web.url, path, self.blobs, self._nodes)
+        self.control = Control(self._web.url, path, self.blobs, self._containers)
 
     @property
     def conditions(self) -> Conditions:
@@ -138,20 +133,24 @@ class AzureCloud:
                 self.control.conditions = Conditions()
                 self.trouble = lambda *_: None
 
-    def close(self) -> None:
-        self._web.close()
-        if self._own:
-            self._nodes.close()
-
     def __enter__(self) -> AzureCloud:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._web.close()
+        self._containers.stop()
 
     def _answer(self, call: Call) -> Reply | None:
         if call.path.startswith("/metadata/"):
-            return reply(200, [self._described()])
+            login = {"loginEndpoint": f"{self._web.url}/", "audiences": [f"{self._web.url}/"]}
+            described = {
+                "name": "Loopback",
+                "portal": "https://portal.azure.com",
+                "resourceManager": f"{self._web.url}/",
+                "authentication": login,
+                "suffixes": {"storage": "core.windows.net"},
+            }
+            return reply(200, [described])
         if call.path == "/identity":
             if self.token_faults:
                 return FAULTS[self.token_faults.pop(0)]
@@ -200,21 +199,22 @@ class AzureCloud:
             mirrored = [self.control.nodes[endpoint, name] for name, percent in copies if self._served % 100 < percent]
         if node is None or chosen is None:
             return refuse(404, "NotFound", "No deployment takes the request.")
-        before, place = SystemClock().monotonic(), (endpoint, chosen)
+        place = (endpoint, chosen)
         with self._lock:
             if self._running[place] >= self.control.concurrency(endpoint, chosen):
                 self.monitor.count(endpoint, chosen, 429, 0.0)
                 return refuse(429, "TooManyRequests", "All instances are busy.")
             self._running[place] += 1
-        status, body = _forward(node.port, call)
+        headers = {"Content-Type": call.headers.get("content-type", "application/json")}
+        answer = node.invoke(call.body, headers)
         with self._lock:
             self._running[place] -= 1
-        self.monitor.count(endpoint, chosen, status, SystemClock().monotonic() - before)
+        self.monitor.count(endpoint, chosen, answer.status, answer.seconds)
         for other in mirrored:
-            _forward(other.port, call)
-        if status in (200, BROKEN):
-            return Reply(status=status, body=body, headers={_PIN: chosen})
-        return Reply(status=MODEL_ERROR, body=body, headers={_PIN: chosen, _MODEL_STATUS: str(status)})
+            other.invoke(call.body, headers)
+        if answer.status in (200, BROKEN):
+            return Reply(status=answer.status, body=answer.body, headers={_PIN: chosen})
+        return Reply(status=MODEL_ERROR, body=answer.body, headers={_PIN: chosen, _MODEL_STATUS: str(answer.status)})
 
     def _drawn(self, split: Mapping[str, int]) -> str | None:
         self._served += 1
@@ -224,27 +224,3 @@ class AzureCloud:
                 return name
             at -= percent
         return None
-
-    def _described(self) -> dict[str, Any]:
-        return {
-            "name": "Loopback",
-            "portal": "https://portal.azure.com",
-            "resourceManager": f"{self._web.url}/",
-            "authentication": {"loginEndpoint": f"{self._web.url}/", "audiences": [f"{self._web.url}/"]},
-            "suffixes": {"storage": "core.windows.net"},
-        }
-
-
-def _forward(port: int, call: Call) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        headers = {"Content-Type": call.headers.get("content-type", "application/json")}
-        connection.request("POST", "/invocations", call.body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except (OSError, http.client.HTTPException):
-        return BROKEN, json.dumps(
-            {"error": {"code": "BadGateway", "message": "the container does not answer"}}
-        ).encode()
-    finally:
-        connection.close()

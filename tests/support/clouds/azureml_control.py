@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.clouds.azureml_around import told_around
 from tests.support.clouds.azureml_autoscale import Autoscale
 from tests.support.clouds.azureml_blobs import Blobs
-from tests.support.clouds.azureml_nodes import Node, Nodes
 from tests.support.clouds.azureml_registry import Registries
 from tests.support.clouds.azureml_resources import BUSY, Body, Operation, Resource, refuse, reply
 from tests.support.clouds.azureml_web import Call, Reply
+from tests.support.clouds.containers import Container, Containers, NotReadyError
 
 _NAME = re.compile(r"(?=.{3,32}\Z)[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?")
 _ENDPOINT = re.compile(r"onlineEndpoints/(?P<name>[^/]+)")
@@ -30,7 +29,20 @@ _DELETED = {"Retry-After": "1"}
 """The SDK reads this one as a whole number, and takes 0 for none."""
 LOCATION, SIZE, CORES = "loopback", "Standard_DS3_v2", 4
 _MADE = "2026-11-20T12:00:00Z"
+_REGISTRIES = "/providers/Microsoft.ContainerRegistry/registries"
+_IDENTITIES = "/providers/Microsoft.ManagedIdentity/userAssignedIdentities/"
+_ACR_PULL = "7f951dda-4ed3-4680-a7ca-43fe172d538d"
+"""Azure's own id of the role AcrPull."""
 STORE, CONTAINER = "workspaceblobstore", "models"
+_DATASTORE = {
+    "datastoreType": "AzureBlob",
+    "accountName": "loopback",
+    "containerName": CONTAINER,
+    "endpoint": "core.windows.net",
+    "protocol": "https",
+    "isDefault": True,
+    "credentials": {"credentialsType": "None"},
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,18 +64,18 @@ class Conditions:
 class Control:
     """Resources by their path below the workspace. One request at a time."""
 
-    def __init__(self, url: str, workspace: str, blobs: Blobs, nodes: Nodes) -> None:
+    def __init__(self, url: str, workspace: str, blobs: Blobs, containers: Containers) -> None:
         self.conditions = Conditions()
         self.resources: dict[str, Resource] = {}
         self.routes: dict[str, list[dict[str, int]]] = {}
         """Every split that ever was in effect, by endpoint; the last one is."""
         self.mirrors: dict[str, dict[str, int]] = {}
-        self.nodes: dict[tuple[str, str], Node] = {}
+        self.nodes: dict[tuple[str, str], Container] = {}
         self.keys: dict[str, str] = {}
         self._url = url
         self._workspace = workspace
         self._blobs = blobs
-        self._pool = nodes
+        self._containers = containers
         self._operations: dict[str, tuple[Resource, Operation]] = {}
         self.autoscale = Autoscale()
         self.registries = Registries(url, workspace.split("/")[2], self._copied)
@@ -81,12 +93,9 @@ class Control:
             return self.registries.answer(call)
         if call.path.startswith("/operations/"):
             return self._operation(call.path)
-        conditions = self.conditions
-        if (told := told_around(call.path, conditions.container_registries, conditions.pullers)) is not None:
-            return told
-        if (told := self._told_about_region(call.path)) is not None:
-            return told
-        if self.autoscale.concerns(call.path) and not conditions.forbidden:
+        if (around := self._around(call.path)) is not None:
+            return reply(200, around)
+        if self.autoscale.concerns(call.path) and not self.conditions.forbidden:
             return self.autoscale.answer(call)
         if not call.path.lower().startswith(self._workspace.lower()) or self.conditions.no_workspace:
             return refuse(404, "ResourceNotFound", f"The Resource '{call.path}' was not found.")
@@ -98,7 +107,7 @@ class Control:
     def _inside(self, call: Call, path: str) -> Reply:
         fixed: dict[str, Callable[[], Body]] = {
             "": lambda: self._described("", {"properties": {"workspaceId": "1"}}) | {"location": LOCATION},
-            f"datastores/{STORE}": lambda: self._datastore(path),
+            f"datastores/{STORE}": lambda: self._described(path, {"properties": _DATASTORE}),
             "providers/Microsoft.Authorization/permissions": lambda: {"value": self.conditions.roles},
         }
         if path in fixed:
@@ -116,15 +125,26 @@ class Control:
             return self._asset(call, path, found)
         return self._missing(path)
 
-    def _told_about_region(self, path: str) -> Reply | None:
-        """Sizes of machines, and how many of their cores are free."""
+    def _around(self, path: str) -> Body | None:
+        """What stands around the workspace: container registries, identities, who may pull, sizes and free cores."""
         what = path.partition(f"/locations/{LOCATION}/")[2]
         if what == "vmSizes":
-            return reply(200, {"value": [{"name": SIZE, "family": "standardDSv2Family", "vCPUs": CORES}]})
+            return {"value": [{"name": SIZE, "family": "standardDSv2Family", "vCPUs": CORES}]}
         if what == "usages":
             kind, limit = {"value": "standardDSv2Family"}, self.conditions.quota * CORES
             used = sum(_instances(r.body) for p, r in self.resources.items() if "/deployments/" in p) * CORES
-            return reply(200, {"value": [{"name": kind, "currentValue": used, "limit": limit}]})
+            return {"value": [{"name": kind, "currentValue": used, "limit": limit}]}
+        if path.endswith(_REGISTRIES):
+            group = f"{'/'.join(path.split('/')[:3])}/resourceGroups/group"
+            names = self.conditions.container_registries
+            ids = {name: f"{group}{_REGISTRIES}/{name}" for name in names}
+            return {"value": [{"id": ids[n], "properties": {"loginServer": f"{n}.azurecr.io"}} for n in names]}
+        if _IDENTITIES in path:
+            return {"properties": {"principalId": f"principal-of-{path.rpartition('/')[2]}"}}
+        if _REGISTRIES in path and path.endswith("/providers/Microsoft.Authorization/roleAssignments"):
+            role = f"/providers/Microsoft.Authorization/roleDefinitions/{_ACR_PULL}"
+            may = [{"principalId": f"principal-of-{n}", "roleDefinitionId": role} for n in self.conditions.pullers]
+            return {"value": [{"properties": properties} for properties in may]}
         return None
 
     def _endpoint(self, call: Call, path: str, name: str) -> Reply:
@@ -135,10 +155,17 @@ class Control:
             message = f"Cannot change endpoint {name} because it is in {there.state} provisioning state."
             return refuse(409, "Conflict", message)
         if call.method == "DELETE":
-            return self._delete(there, lambda: self._forget_endpoint(path, name))
+
+            def forget() -> None:
+                for other in [p for p in self.resources if p == path or p.startswith(f"{path}/")]:
+                    del self.resources[other]
+                self.nodes = {key: node for key, node in self.nodes.items() if key[0] != name}
+                for kept in (self.routes, self.mirrors, self.keys):
+                    kept.pop(name, None)
+
+            return self._delete(there, forget)
         body = json.loads(call.body)
-        wrong = self._wrong_endpoint(name, body)
-        if wrong is not None:
+        if (wrong := self._wrong_endpoint(name, body)) is not None:
             return wrong
         resource, before = self._written(path, body)
         properties = resource.body["properties"]
@@ -183,35 +210,37 @@ class Control:
             split = {**owner.body["properties"]["traffic"], **owner.body["properties"]["mirrorTraffic"]}
             if split.get(name):
                 return refuse(400, "BadRequest", f"Deployment {name} has traffic and cannot be deleted.")
-            return self._delete(there, lambda: self._forget_deployment(path, endpoint, name))
-        if call.method == "PATCH":
-            return self._missing(path) if there is None else self._patched(there, path, json.loads(call.body))
-        return self._made(path, endpoint, name, json.loads(call.body))
 
-    def _made(self, path: str, endpoint: str, name: str, body: Body) -> Reply:
-        if not _NAME.fullmatch(name):
+            def forget() -> None:
+                self.resources.pop(path, None)
+                self.nodes.pop((endpoint, name), None)
+
+            return self._delete(there, forget)
+        if call.method == "PATCH" and there is None:
+            return self._missing(path)
+        return self._written_deployment(call, path, endpoint, name)
+
+    def _written_deployment(self, call: Call, path: str, endpoint: str, name: str) -> Reply:
+        body = json.loads(call.body)
+        if call.method == "PATCH":  # tags and the number of instances are all that may change of what runs
+            if set(body) - {"tags", "sku"}:
+                return refuse(400, "BadArgument", "Only tags and sku can be changed.")
+            body = {**copy.deepcopy(self.resources[path].body), **body}
+        elif not _NAME.fullmatch(name):
             return refuse(400, "BadArgument", f"Deployment name {name} is not valid.")
         if (refused := self._over_quota(path, body)) is not None:
             return refused
         resource, before = self._written(path, body)
         resource.body["properties"]["scaleSettings"] = {"scaleType": "Default"}
-        state = "Creating" if before is None else "Updating"
-        return self._begun(resource, state, lambda: self._launched(resource, endpoint, name, before))
 
-    def _patched(self, there: Resource, path: str, changes: Body) -> Reply:
-        """Tags and the number of instances are all that may change of a deployment that runs."""
-        if set(changes) - {"tags", "sku"}:
-            return refuse(400, "BadArgument", "Only tags and sku can be changed.")
-        body = {**copy.deepcopy(there.body), **changes}
-        if (refused := self._over_quota(path, body)) is not None:
-            return refused
-        resource, before = self._written(path, body)
-
-        def effect() -> None:
+        def effect() -> tuple[str, str] | None:
+            if call.method == "PUT":
+                return self._launched(resource, endpoint, name, before)
             resource.state = "Succeeded"
             resource.lags(self.conditions.lag, before)
+            return None
 
-        return self._begun(resource, "Updating", effect)
+        return self._begun(resource, "Creating" if before is None else "Updating", effect)
 
     def _over_quota(self, path: str, body: Body) -> Reply | None:
         others = [r for p, r in self.resources.items() if "/deployments/" in p and p != path]
@@ -233,12 +262,14 @@ class Control:
         copied = self._copied(str(properties["model"]).partition(f"{self._workspace}/")[2])
         files = shared or (copied[1] if copied else {})
         wanted = properties.get("environmentVariables") or {}
-        started = "broken on order" if name in self.conditions.broken else self._pool.start(files, wanted)
-        if isinstance(started, str):
+        try:
+            if name in self.conditions.broken:
+                raise NotReadyError("broken on order")
+            self.nodes[endpoint, name] = self._containers.start(files, wanted)
+        except NotReadyError as error:
             resource.state = "Failed"
-            return "ContainerCrashed", f"User container has crashed or terminated: {started}"
+            return "ContainerCrashed", f"User container has crashed or terminated: {error}"
         resource.state = "Succeeded"
-        self.nodes[endpoint, name] = started
         resource.lags(self.conditions.lag, before)
         return None
 
@@ -307,17 +338,6 @@ class Control:
         kept = [resource for path, resource in self.resources.items() if path.startswith(prefix)]
         return reply(200, {"value": [body for resource in kept if (body := resource.shown()) is not None]})
 
-    def _forget_endpoint(self, path: str, name: str) -> None:
-        for other in [p for p in self.resources if p == path or p.startswith(f"{path}/")]:
-            del self.resources[other]
-        self.nodes = {key: node for key, node in self.nodes.items() if key[0] != name}
-        for kept in (self.routes, self.mirrors, self.keys):
-            kept.pop(name, None)
-
-    def _forget_deployment(self, path: str, endpoint: str, name: str) -> None:
-        self.resources.pop(path, None)
-        self.nodes.pop((endpoint, name), None)
-
     def _described(self, path: str, body: Mapping[str, Any]) -> Body:
         full = f"{self._workspace}/{path}".rstrip("/")
         return {
@@ -328,18 +348,6 @@ class Control:
             "type": "Microsoft.MachineLearningServices/workspaces",
             "systemData": {"createdBy": "somebody", "createdAt": _MADE, "lastModifiedAt": _MADE},
         }
-
-    def _datastore(self, path: str) -> Body:
-        properties = {
-            "datastoreType": "AzureBlob",
-            "accountName": "loopback",
-            "containerName": CONTAINER,
-            "endpoint": "core.windows.net",
-            "protocol": "https",
-            "isDefault": True,
-            "credentials": {"credentialsType": "None"},
-        }
-        return self._described(path, {"properties": properties})
 
     def _missing(self, path: str) -> Reply:
         return refuse(404, "ResourceNotFound", f"The Resource '{path}' was not found.")

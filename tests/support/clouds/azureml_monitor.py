@@ -12,10 +12,10 @@ from typing import Any
 from onnx_ops.ports import Clock
 from tests.support.clouds.azureml_resources import refuse, reply
 from tests.support.clouds.azureml_web import Call, Reply
+from tests.support.clouds.containers import BROKEN
 
 MODEL_ERROR = 424
 """What Azure's front answers, and counts, where the container's answer is not 200."""
-BROKEN = 502
 _MINUTE = 60
 _PERCENTILE = re.compile(r"RequestLatency_P(\d+)")
 

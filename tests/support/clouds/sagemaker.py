@@ -37,7 +37,6 @@ SETTINGS: Mapping[str, Json] = {
     "timeout": "2 min",
 }
 _START_S = 60.0
-_PAUSE_S = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,11 +105,7 @@ class FakeSageMaker:
 
 @contextmanager
 def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
-    """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards.
-
-    Raises:
-        MeasurementError: it did not start.
-    """
+    """Start one, with a bucket and a role that SageMaker may assume; end it and its containers afterwards."""
     log = folder / "fake.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -121,7 +116,13 @@ def fake_sagemaker(folder: Path) -> Iterator[FakeSageMaker]:
             env={**os.environ, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"},
         )
     try:
-        fake = FakeSageMaker(url=_address(folder, process, log), process=process)
+        deadline = time.monotonic() + _START_S
+        while not (folder / "url").exists():
+            if time.monotonic() > deadline or process.poll() is not None:
+                said = log.read_text(encoding="utf-8", errors="replace")[-1000:]
+                raise MeasurementError("the fake did not start", why=said)
+            time.sleep(0.01)
+        fake = FakeSageMaker(url=(folder / "url").read_text(encoding="utf-8"), process=process)
         _furnish(fake)
         yield fake
     finally:
@@ -155,13 +156,3 @@ def _furnish(fake: FakeSageMaker) -> None:
     client(fake, "s3").create_bucket(Bucket=BUCKET)
     name, trust = ROLE.rpartition("/")[2], resources()["ContainerRole"]["Properties"]["AssumeRolePolicyDocument"]
     client(fake, "iam").create_role(RoleName=name, AssumeRolePolicyDocument=json.dumps(trust))
-
-
-def _address(folder: Path, process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "url").exists():
-            return (folder / "url").read_text(encoding="utf-8")
-        time.sleep(_PAUSE_S)
-    process.kill()
-    raise MeasurementError("the fake did not start", why=log.read_text(encoding="utf-8", errors="replace")[-1000:])

@@ -1,15 +1,18 @@
-"""The services beside SageMaker: moto's S3, IAM, CloudWatch and Application Auto Scaling, in the fake's process."""
+"""The services beside SageMaker: moto's S3, IAM, CloudWatch and Application Auto Scaling, and what they lack."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Callable, Mapping
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qs
 
+from tests.support.clouds.containers import Answer, Container, Containers, NotReadyError
 from tests.support.clouds.iam import ROLE, Request, container, is_allowed
-from tests.support.clouds.sagemaker_containers import Answer, Container, Containers, NotReadyError
 from tests.support.clouds.sagemaker_parts import ACCOUNT, REGION
 
 _NAMESPACE = "AWS/SageMaker"
@@ -17,7 +20,7 @@ _PRINCIPAL = "sagemaker.amazonaws.com"
 
 
 class Moto:
-    """Fulfils `sagemaker_parts.Surroundings`."""
+    """The other services, and the machines."""
 
     def __init__(self, containers: Containers, clock: Callable[[], float]) -> None:
         self._containers = containers
@@ -35,6 +38,7 @@ class Moto:
         return any(r.arn == role and _PRINCIPAL in json.dumps(r.assume_role_policy_document) for r in roles)
 
     def lacks(self, role: str, action: str, resource: str) -> bool:
+        """Whether the containers' role may not do what SageMaker does in its name."""
         return role == ROLE and not is_allowed(container(), Request(action, resource))
 
     def firing(self, alarms: list[str]) -> list[str]:
@@ -50,11 +54,22 @@ class Moto:
         return any(resource in by_resource for by_resource in targets.values())
 
     def start(self, model: Mapping[str, Any]) -> Container:
-        container = model["PrimaryContainer"]
-        archive = self._object(container["ModelDataUrl"])
+        """Raises NotReadyError with what SageMaker would say."""
+        described = model["PrimaryContainer"]
+        archive = self._object(described["ModelDataUrl"])
         if archive is None:
             raise NotReadyError("could not download its model data.")
-        return self._containers.start(archive, container.get("Environment", {}))
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as packed:
+                streams = {member.name: packed.extractfile(member) for member in packed}
+                files = {name: stream.read() for name, stream in streams.items() if stream is not None}
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise NotReadyError("Failed to extract model data archive from URL.") from error
+        try:
+            return self._containers.start(files, {**described.get("Environment", {}), "ONNX_OPS_SERVE_WORKERS": "1"})
+        except NotReadyError as error:
+            checked = "did not pass the ping health check. Please check CloudWatch logs for this endpoint."
+            raise NotReadyError(f"{checked} {error}") from error
 
     def count(self, endpoint: str, variant: str, answer: Answer) -> None:
         """What SageMaker tells CloudWatch of one invocation."""
@@ -101,3 +116,36 @@ def teach_percentiles() -> None:
 
     if plain.__name__ != with_percentiles.__name__:
         Statistics.get_statistics_for_type = with_percentiles  # type: ignore[method-assign]
+
+
+def policy_question(environ: dict[str, Any]) -> list[Request] | None:
+    """What SimulatePrincipalPolicy is asked about a role, which its contexts name; None for another request."""
+    if environ.get("PATH_INFO") != "/" or environ.get("HTTP_X_AMZ_TARGET"):
+        return None
+    asked = parse_qs(environ["wsgi.input"].getvalue().decode("utf-8", "replace"))
+    if asked.get("Action") != ["SimulatePrincipalPolicy"]:
+        return None
+    resources = [values[0] for name, values in asked.items() if name.startswith("ResourceArns.")]
+    actions = [values[0] for name, values in sorted(asked.items()) if name.startswith("ActionNames.")]
+    about = {"role": asked["PolicySourceArn"][0]}
+    return [Request(action, resource, about) for resource in resources for action in actions]
+
+
+def policy_answer(asked: Sequence[Request], denied: Sequence[str]) -> bytes:
+    """What the role of `infra/aws` may do, and other roles everything, but for the actions that are `denied`."""
+
+    def decision(request: Request) -> str:
+        able = request.context["role"] != ROLE or is_allowed(container(), request)
+        return "allowed" if request.action not in denied and able else "implicitDeny"
+
+    rows = "".join(
+        f"<member><EvalActionName>{request.action}</EvalActionName>"
+        f"<EvalDecision>{decision(request)}</EvalDecision></member>"
+        for request in asked
+    )
+    return (
+        '<SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/">'
+        f"<SimulatePrincipalPolicyResult><IsTruncated>false</IsTruncated><EvaluationResults>{rows}</EvaluationResults>"
+        "</SimulatePrincipalPolicyResult><ResponseMetadata><RequestId>1</RequestId></ResponseMetadata>"
+        "</SimulatePrincipalPolicyResponse>"
+    ).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 CALLER = "AKIACALLER"
@@ -18,26 +18,6 @@ class Invalid(Exception):
         super().__init__(message)
         self.code = code
         self.status = status
-
-
-class Surroundings(Protocol):
-    """The other services, and the machines."""
-
-    def has_object(self, url: str) -> bool: ...
-
-    def trusts(self, role: str) -> bool: ...
-
-    def lacks(self, role: str, action: str, resource: str) -> bool:
-        """Whether the containers' role may not do what SageMaker does in its name."""
-        ...
-
-    def firing(self, alarms: list[str]) -> list[str]: ...
-
-    def scaled(self, resource: str) -> bool: ...
-
-    def start(self, model: Mapping[str, Any]) -> Any:
-        """A container of the model; raises an error whose text says why it does not answer."""
-        ...
 
 
 @dataclass(slots=True)

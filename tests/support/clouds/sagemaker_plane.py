@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.clouds.sagemaker_parts import (
     ACCOUNT,
@@ -18,7 +18,6 @@ from tests.support.clouds.sagemaker_parts import (
     Endpoint,
     Fleet,
     Invalid,
-    Surroundings,
     arn_of,
     check_config,
     page,
@@ -27,13 +26,16 @@ from tests.support.clouds.sagemaker_parts import (
     variant_of,
 )
 
+if TYPE_CHECKING:
+    from tests.support.clouds.sagemaker_moto import Moto
+
 _BUSY = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
 class Plane:
     """All operations by name, each taking a request that was validated and answering what the service would."""
 
-    def __init__(self, around: Surroundings, clock: Callable[[], float]) -> None:
+    def __init__(self, around: Moto, clock: Callable[[], float]) -> None:
         self.behaviour = Behaviour()
         self.endpoints: dict[str, Endpoint] = {}
         self.lock = threading.RLock()
@@ -148,11 +150,8 @@ class Plane:
         self._check_alarms(endpoint, request)
         self._check_scaling(endpoint, new)
         if request.get("RetainAllVariantProperties"):
-            retain(
-                endpoint.fleet,
-                new,
-                [p["VariantPropertyType"] for p in request.get("ExcludeRetainedVariantProperties", ())],
-            )
+            excluded = [p["VariantPropertyType"] for p in request.get("ExcludeRetainedVariantProperties", ())]
+            retain(endpoint.fleet, new, excluded)
         endpoint.request = request
         self.updates.append(request)
         self._turn(endpoint, "Updating", self.behaviour.reads, pending=new)

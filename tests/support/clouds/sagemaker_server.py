@@ -12,17 +12,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.clouds.containers import START_S, Answer, Containers
 from tests.support.clouds.iam import Request, caller, is_allowed
 from tests.support.clouds.sagemaker_actions import requests_of
-from tests.support.clouds.sagemaker_containers import START_S, Answer, Containers
 from tests.support.clouds.sagemaker_faults import Fault, Start, answer_json, deny, fail
-from tests.support.clouds.sagemaker_iam import policy_answer, policy_question
-from tests.support.clouds.sagemaker_moto import Moto
+from tests.support.clouds.sagemaker_moto import Moto, policy_answer, policy_question
 from tests.support.clouds.sagemaker_parts import CALLER, Fleet, Invalid, Variant
 from tests.support.clouds.sagemaker_plane import Plane
 from tests.support.clouds.sagemaker_wire import Wire
@@ -59,7 +58,9 @@ class Fake:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
         self.shift_s = 0.0
-        self.containers = Containers(folder)
+        self.containers = Containers(
+            model_variable="ONNX_OPS_MODEL_DIR", port_variable="SAGEMAKER_BIND_TO_PORT", folder=folder
+        )
         self.around = Moto(self.containers, self.now)
         self.plane = Plane(self.around, self.now)
         self._wire = Wire()
@@ -88,18 +89,13 @@ class Fake:
         # A connection that goes on must not hold the rest of a request that a fault has cut short.
         environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         if path.startswith("/_fake/"):
-            return answer_json(
-                start, 200, self._order(path.removeprefix("/_fake/"), json.loads(_body(environ) or b"{}"))
-            )
-        runtime = path.endswith("/invocations") and path.startswith("/endpoints/")
-        if runtime:
+            given = json.loads(_body(environ) or b"{}")
+            return answer_json(start, 200, self._order(path.removeprefix("/_fake/"), given))
+        if path.endswith("/invocations") and path.startswith("/endpoints/"):
             return self._invoke(environ, start, path.split("/")[2])
-        ours = target.startswith("SageMaker.")
-        name = (
-            target
-            if ours
-            else f"{environ['REQUEST_METHOD']} {path} {target or environ.get('QUERY_STRING', '')}".strip()
-        )
+        name = f"{environ['REQUEST_METHOD']} {path} {target or environ.get('QUERY_STRING', '')}".strip()
+        if target.startswith("SageMaker."):
+            name = target
         with self._log.lock:
             self._log.calls.append(name)
         if (fault := self._log.moment(name)) is not None:
@@ -159,7 +155,8 @@ class Fake:
         except Invalid as error:
             return answer_json(start, error.status, {"message": str(error)}, {"x-amzn-ErrorType": error.code})
         headers = {"content-type": environ.get("CONTENT_TYPE", "application/json")}
-        answer = self._ask(endpoint, variant, body, headers)
+        answer: Answer = variant.container.invoke(body, headers)
+        self.around.count(endpoint, variant.name, answer)
         told = {"x-Amzn-Invoked-Production-Variant": variant.name}
         if answer.status != 200:
             document = {"OriginalStatusCode": answer.status, "OriginalMessage": answer.body.decode(errors="replace")}
@@ -168,11 +165,6 @@ class Fake:
         length = ("Content-Length", str(len(answer.body)))
         start("200 OK", [("Content-Type", answer.content_type), length, *told.items()])
         return [answer.body]
-
-    def _ask(self, endpoint: str, variant: Variant, body: bytes, headers: Mapping[str, str]) -> Answer:
-        answer: Answer = variant.container.invoke(body, headers)
-        self.around.count(endpoint, variant.name, answer)
-        return answer
 
     def _choose(self, endpoint: str, fleet: Fleet, pinned: str) -> Variant:
         """By weight, so evenly that any hundred requests are split as the weights say."""
@@ -211,13 +203,7 @@ class Fake:
         elif what == "count":
             instances = self.plane.serving(given["endpoint"]).production
             next(v for v in instances if v.name == given["variant"]).count = given["instances"]
-        told = {
-            "calls": self._log.calls,
-            "denied": denied,
-            "moments": self._log.moments,
-            "updates": self.plane.updates,
-        }
-        return {**told, "behaviour": asdict(self.plane.behaviour)}
+        return {"calls": self._log.calls, "denied": denied, "updates": self.plane.updates}
 
 
 def _whole(application: Any, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
