@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import orjson
@@ -67,7 +68,7 @@ class PublicApp:
             Route("/ping", self.get_readiness),
             Route("/metrics", self.get_metrics),
         ]
-        return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
+        return build_app(routes)
 
     async def get_server(self, _: Request) -> Response:
         """Return the server's metadata."""
@@ -196,34 +197,23 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def json_response(content: object, status: int = 200) -> Response:
-    """Return a JSON response, with arrays as lists; NaN and infinities become null."""
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-async def _handle_http_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    response = json_response({"error": error.detail}, error.status_code)
-    response.headers.update(error.headers or {})
-    return response
+def build_app(routes: list[Route]) -> Starlette:
+    """Return an ASGI app whose errors are JSON."""
 
+    async def respond(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return json_response({"error": error.detail}, error.status_code, error.headers)
+        if isinstance(error, OnnxOpsError):
+            return json_response({"error": str(error)}, get_status(error))
+        return json_response({"error": "internal error"}, 500)  # the details are in the server's log
 
-async def _handle_unexpected_error(_: Request, __: Exception) -> Response:
-    return json_response({"error": "internal error"}, 500)  # the details are in the server's log
-
-
-async def _handle_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, OnnxOpsError):
-        raise error
-    return json_response({"error": str(error)}, get_status(error))
-
-
-EXCEPTION_HANDLERS = {
-    HTTPException: _handle_http_error,
-    OnnxOpsError: _handle_error,
-    Exception: _handle_unexpected_error,
-}
+    handlers = dict.fromkeys((HTTPException, OnnxOpsError, Exception), respond)
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _convert(response: RawResponse, head: RequestHead) -> Response:

@@ -386,7 +386,7 @@ def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
             busy[-1].sendall(GOOD)
             assert b" 200 OK" in received(busy[-1])
             busy[-1].sendall(GOOD[:-1])
-            wait_until(lambda: [c.stage for c in worker.connections._open].count(READING) == len(busy))
+            wait_until(lambda: [c.stage for c in worker.connections.open].count(READING) == len(busy))
         with worker.connect() as client:
             refused = received(client)
         assert refused.startswith(b"HTTP/1.1 503")
