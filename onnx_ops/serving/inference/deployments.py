@@ -19,7 +19,6 @@ from onnx_ops.serving.inference.models import measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
 from onnx_ops.serving.inference.responses import (
-    HeaderPairs,
     RawResponse,
     RequestHead,
     encode_outputs,
@@ -104,12 +103,7 @@ class LoadedDeployment:
         return read_invocation(body, kind, length, self.signature)
 
     def answer(self, request: InferenceRequest) -> RawResponse:
-        """Run one request.
-
-        Raises:
-            UserError: the runtime rejects the inputs.
-            InfrastructureError: the run failed.
-        """
+        """Run one request. Raises OnnxOpsError (see `LoadedModel.run`)."""
         started_at = time.perf_counter()
         arrays = self.run(request.outputs, request.feed)
         self.latency.observe(time.perf_counter() - started_at)
@@ -120,14 +114,10 @@ class LoadedDeployment:
         body, pairs = encode_outputs(request, self.signature, arrays)
         lines = self._header_cache.get(pairs)
         if lines is None:
-            lines = self._format_headers(pairs)
+            lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
+            if len(self._header_cache) < _MAX_CACHED_HEADERS:
+                self._header_cache[pairs] = lines
         return RawResponse(200, lines, body)
-
-    def _format_headers(self, pairs: HeaderPairs) -> bytes:
-        lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
-        if len(self._header_cache) < _MAX_CACHED_HEADERS:
-            self._header_cache[pairs] = lines
-        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +151,11 @@ class TrafficRouter:
         return self.slots[int(draw * 100)]
 
     def get_pinned(self, head: RequestHead) -> str | None:
-        """Return the deployment that the headers of a request select, if any.
-
-        Raises:
-            NotFoundError: there is no such deployment.
-        """
+        """Return the deployment that the headers of a request select, if any."""
         if _HAS_NO_PIN(head):
             return None
         for header in _PINS:
-            value = head.get(header)
-            if value is not None:
+            if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
                 if name not in self.names:
                     raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
@@ -328,7 +313,7 @@ class LoadedDeployments:
         self._retired: list[TableSnapshot] = []
 
     def get_current(self) -> TableSnapshot:
-        """Return the snapshot of the published revision.
+        """Return the snapshot of the published revision. Switch to it if it is new.
 
         Raises:
             ServiceUnavailableError: before the first publication.
@@ -336,7 +321,17 @@ class LoadedDeployments:
         snapshot = self._snapshot
         revision = self._header[0]
         if snapshot is None or snapshot.revision != revision:
-            snapshot = self._switch_to(revision)
+            if revision == 0:
+                raise ServiceUnavailableError("no deployment is published here yet")
+            if revision not in self._prepared:
+                raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
+            snapshot = self._prepared[revision]
+            self.routes = snapshot.routes
+            self.leader = snapshot.get_leader(self.leader)
+            for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
+                if self._previous is not None:
+                    self._retired.append(self._previous)
+                self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
         return snapshot
 
     def get_published(self) -> TableSnapshot | None:
@@ -355,20 +350,6 @@ class LoadedDeployments:
         snapshot = self.get_current()
         return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
 
-    def _switch_to(self, revision: int) -> TableSnapshot:
-        if revision == 0:
-            raise ServiceUnavailableError("no deployment is published here yet")
-        if revision not in self._prepared:
-            raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
-        snapshot = self._prepared[revision]
-        self.routes = snapshot.routes
-        self.leader = snapshot.get_leader(self.leader)
-        for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
-            if self._previous is not None:
-                self._retired.append(self._previous)
-            self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
-        return snapshot
-
     def restore(
         self, revision: int, table: RoutingTable, slots: Mapping[str, int], refusal: str = ""
     ) -> Mapping[str, str]:
@@ -378,9 +359,7 @@ class LoadedDeployments:
         """
         deployments: dict[str, LoadedDeployment] = {}
         failed = {d.name: refusal for d in table.state.deployments if refusal}
-        for deployment in table.state.deployments:
-            if refusal:
-                continue
+        for deployment in () if refusal else table.state.deployments:
             try:
                 deployments[deployment.name] = self._load_counted(deployment, slots[deployment.name])
             except OnnxOpsError as error:
@@ -390,11 +369,7 @@ class LoadedDeployments:
         return failed
 
     def prepare(self, revision: int, table: RoutingTable, slots: Mapping[str, int]) -> None:
-        """Load what a table needs, so that switching to it takes no time.
-
-        Raises:
-            OnnxOpsError: a deployment could not be loaded (see `load_model`).
-        """
+        """Load what a table needs, so that switching to it takes no time. Raises as `load_model`."""
         loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
         deployments = {
             d.name: loaded[d] if d in loaded else self._load_counted(d, slots[d.name]) for d in table.state.deployments
@@ -419,14 +394,23 @@ class LoadedDeployments:
         self, revision: int, table: RoutingTable, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
     ) -> None:
         shadow = table.state.split.shadow.items()
+        model = table.state.deployments[0].model
+        base = f"/v2/models/{model}"
+        routes = {
+            f"{base}/infer": InferenceRoute(model=model),
+            "/invocations": InferenceRoute(invocation=True),
+            f"/endpoints/{self.endpoint}/invocations": InferenceRoute(invocation=True),
+        }
+        for version in (d.version for d in table.state.deployments):
+            routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
         self._prepared[revision] = TableSnapshot(
             revision=revision,
             table=table,
             router=TrafficRouter.from_table(table),
-            model=table.state.deployments[0].model,
+            model=model,
             deployments=deployments,
             failed=failed,
-            routes=_build_routes(table, self.endpoint),
+            routes={path.encode(): route for path, route in routes.items() if path.isascii()},
             shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
             control=self._build_control(table, deployments),
         )
@@ -463,17 +447,3 @@ class LoadedDeployments:
         row[LOADS] += 1
         row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
         return loaded
-
-
-def _build_routes(table: RoutingTable, endpoint: str) -> Mapping[bytes, InferenceRoute]:
-    model = table.state.deployments[0].model
-    base = f"/v2/models/{model}"
-    routes = {
-        f"{base}/infer": InferenceRoute(model=model),
-        "/invocations": InferenceRoute(invocation=True),
-        f"/endpoints/{endpoint}/invocations": InferenceRoute(invocation=True),
-    }
-    for deployment in table.state.deployments:
-        version = deployment.version
-        routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
-    return {path.encode(): route for path, route in routes.items() if path.isascii()}
