@@ -89,19 +89,15 @@ class AccessLog:
         self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stopped.wait(_LOG_PAUSE_S):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        count = len(self._records)
-        if not count:
-            return
-        data = b"".join(_format_line(self._records.popleft()) for _ in range(count))
-        try:
-            os.write(self._file, data)
-        except OSError as error:
-            _log.warning("%d lines of the access log are lost: %s", count, error)
+        stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(_LOG_PAUSE_S)
+            lines = [_format_line(self._records.popleft()) for _ in range(len(self._records))]
+            try:
+                if lines:
+                    os.write(self._file, b"".join(lines))
+            except OSError as error:
+                _log.warning("%d lines of the access log are lost: %s", len(lines), error)
 
 
 def _format_line(record: LogRecord) -> bytes:
@@ -173,7 +169,12 @@ class InferenceService:
                 if request.comparable:
                     request.loaded = loaded = control.replica
             if not loaded.should_run_inline(self.deployments.leader, request.head, request.body):
-                request.deadline = request.started_at + _get_timeout_s(request.head, self._deadline_s)
+                timeout_s = self._deadline_s
+                if (value := request.head.get(_TIMEOUT)) is not None:
+                    if not value.isdigit() or len(value) > 9:
+                        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+                    timeout_s = min(int(value) / 1e3, timeout_s)
+                request.deadline = request.started_at + timeout_s
                 loaded.queue.put(request)
                 return None
             response = loaded.answer(loaded.decode(request.route.invocation, request.head, request.body))
@@ -187,12 +188,7 @@ class InferenceService:
         return response
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
-        """Return the deployment that would answer a request about a model.
-
-        Raises:
-            NotFoundError: there is no such model, version or deployment.
-            ServiceUnavailableError: nothing is published, or the deployment is not loaded.
-        """
+        """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
         return self._choose(self.deployments.get_current(), InferenceRoute(model=model, version=version), head)
 
     def count_rejected(self, status: int) -> None:
@@ -266,17 +262,11 @@ class InferenceService:
                 self._users.count_request(loaded.slot, bucket, status, service_seconds)
                 if request_id is not None:
                     self._outcomes.remember(request_id, loaded.slot, bucket)
-            if snapshot.shadow and status == 200:
-                self._mirror(request, loaded, snapshot, response)
+            for shadow, percent in snapshot.shadow if status == 200 else ():
+                if shadow is not loaded and self._draw() * 100 < percent:
+                    self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
         if self._access_log is not None:
             self._access_log.put(request, status, seconds)
-
-    def _mirror(
-        self, request: PendingRequest, loaded: LoadedDeployment, snapshot: TableSnapshot, response: RawResponse
-    ) -> None:
-        for shadow, percent in snapshot.shadow:
-            if shadow is not loaded and self._draw() * 100 < percent:
-                self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
 
     def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
@@ -289,16 +279,6 @@ class InferenceService:
             key = head.get(_USER_KEY)
             name = router.route_draw(self._draw()) if key is None else router.route_key(key)
         return snapshot.deployments.get(name) or snapshot.get_deployment(name)
-
-
-def _get_timeout_s(head: RequestHead, default_s: float) -> float:
-    """Return the longest time in the queue, for a request with these headers."""
-    value = head.get(_TIMEOUT)
-    if value is None:
-        return default_s
-    if not value.isdigit() or len(value) > 9:
-        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
-    return min(int(value) / 1e3, default_s)
 
 
 def run_requests(

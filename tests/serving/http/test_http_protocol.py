@@ -42,8 +42,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 @pytest.fixture
 def hasty(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """Return the worker, which waits for nobody longer than about half a second."""
-    monkeypatch.setattr(worker.connections, "_read_timeout_s", 0.5)
-    monkeypatch.setattr(worker.connections, "_keep_alive_s", 0.5)
+    monkeypatch.setattr(worker.connections, "read_timeout_s", 0.5)
+    monkeypatch.setattr(worker.connections, "keep_alive_s", 0.5)
     return worker
 
 
