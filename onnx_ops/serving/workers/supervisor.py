@@ -107,10 +107,6 @@ class TablePublisher:
         """Prepare a state, write it durably, publish it. An error changes nothing.
 
         Call it only if `is_published` is false, and never concurrently.
-
-        Raises:
-            ServiceUnavailableError: the table could not be written.
-            OnnxOpsError: a worker could not prepare it.
         """
         revision = self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
         await prepare(revision)
@@ -206,12 +202,7 @@ class Supervisor:
             _log.warning("a cold start could not be measured: %s", error)
 
     async def publish(self, state: EndpointState, actor: str) -> None:
-        """Serve a state: on return every response is by it or by a later one.
-
-        Raises:
-            ConflictError, UserError: see `TablePublisher.is_published`.
-            OnnxOpsError: it could not be prepared or written, and nothing is changed.
-        """
+        """Serve a state: on return every response is by it or by a later one. An error changes nothing."""
         if self._cold_starts is not None:
             self._cold_starts.cancel()
         async with self._publishing:
@@ -223,7 +214,10 @@ class Supervisor:
 
             async def prepare(revision: TableRevision) -> None:
                 started_at = time.monotonic()
-                if new := self._list_new(state):
+                failed = self._pool.get_failed()
+                states = [s for s in (self._publisher.state, self._previous) if s is not None]
+                loaded = {d for s in states for d in s.deployments if d.name not in failed}
+                if new := [d for d in state.deployments if d not in loaded]:
                     await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
                 preparing.append(revision)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
@@ -233,7 +227,7 @@ class Supervisor:
                 revision = await self._publisher.publish(state, prepare)
             except OnnxOpsError as error:
                 for aborted in preparing:
-                    await self._pool.abort(aborted.number)
+                    await self._pool.finish(aborted.number, is_published=False)
                 with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
                     self._audit.record_result(actor, state, str(error))
                 raise
@@ -241,18 +235,11 @@ class Supervisor:
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
             self._pool.clear_load_failures()
-            await self._pool.commit(revision.number)
+            await self._pool.finish(revision.number, is_published=True)
             try:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
-
-    def _list_new(self, state: EndpointState) -> list[Deployment]:
-        """Return deployments of neither the published nor the previous state."""
-        failed = self._pool.get_failed()
-        states = [s for s in (self._publisher.state, self._previous) if s is not None]
-        loaded = {d for s in states for d in s.deployments if d.name not in failed}
-        return [d for d in state.deployments if d not in loaded]
 
     async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -289,14 +276,7 @@ class Supervisor:
         )
         write_durably(self._folder / SERVER_FILE, codec.dumps(record))
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
-        await self._end_orphans()
-        self._orphans_ended.set()
-
-    async def _end_orphans(self) -> None:
-        """Drain workers of a supervisor that died. They would miss a publication.
-
-        They continue to answer, by the same table, until the new workers are ready.
-        """
+        # Workers of a supervisor that died would miss a publication. They have answered, by the same table, until now.
         if orphans := self._list_orphans():
             _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
         for number, limit_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
@@ -305,6 +285,7 @@ class Supervisor:
             deadline = time.monotonic() + limit_s
             while self._list_orphans() and time.monotonic() < deadline:
                 await asyncio.sleep(_ORPHAN_PAUSE_S)
+        self._orphans_ended.set()
 
     def _list_orphans(self) -> list[int]:
         return [pid for pid in list_workers(self._folder) if pid not in self._pool.pids]

@@ -67,19 +67,12 @@ class PrepareRevision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRevision:
-    """To a worker: a revision was published."""
+class FinishRevision:
+    """To a worker: a revision was published, or will not be."""
 
     number: int
-    kind: Literal["commit"] = "commit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortRevision:
-    """To a worker: a revision will not be published."""
-
-    number: int
-    kind: Literal["abort"] = "abort"
+    is_published: bool
+    kind: Literal["finish"] = "finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +92,7 @@ class RevisionPrepared:
     kind: Literal["prepared"] = "prepared"
 
 
-ControlMessage = PrepareRevision | CommitRevision | AbortRevision | WorkerReady | RevisionPrepared
+ControlMessage = PrepareRevision | FinishRevision | WorkerReady | RevisionPrepared
 
 
 class ControlChannel:
@@ -264,8 +257,8 @@ class _Worker:
             while (message := await channel.receive()) is not None:
                 if isinstance(message, PrepareRevision):
                     await channel.send(await self._prepare(message.revision))
-                elif isinstance(message, CommitRevision | AbortRevision):
-                    if isinstance(message, AbortRevision):
+                elif isinstance(message, FinishRevision):
+                    if not message.is_published:
                         self._deployments.discard(message.number)
                     await self._release()
         except ConnectionError:
