@@ -78,11 +78,7 @@ def encode_table(table: RoutingTable) -> bytes:
 
 
 def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
-    """Parse a table that `encode_table` wrote.
-
-    Raises:
-        CorruptStateError: it is truncated, altered, of another format, or of an unsupported version.
-    """
+    """Parse a table that `encode_table` wrote. Raises CorruptStateError."""
     try:
         document: Any = json.loads(data)
     except ValueError as error:
@@ -105,11 +101,7 @@ def _matches_checksum(content: object, checksum: object) -> bool:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file atomically, even in case of a power loss.
-
-    Raises:
-        OSError: it could not be written; the old content is unchanged.
-    """
+    """Replace a file atomically, even in case of a power loss. An OSError leaves the old content."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     temporary = Path(name)
     try:
@@ -154,8 +146,7 @@ class TableFile:
     def write(self, table: RoutingTable) -> None:
         """Write a table durably, and keep the valid one before as the previous table.
 
-        Raises:
-            OSError: it could not be written; `read` returns the table of before.
+        After an OSError, `read` returns the table of before.
         """
         try:
             current = self._load(self._current)

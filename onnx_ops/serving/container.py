@@ -65,13 +65,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return the deployment in a model folder; without a record, the environment names it.
-
-    Raises:
-        NotFoundError: there is none.
-        CorruptStateError: its record cannot be read.
-        InfrastructureError: a file cannot be read.
-    """
+    """Return the deployment in a model folder; without a record, the environment names it."""
     try:
         level = [root]
         for _ in range(_MAX_DEPTH + 1):

@@ -54,12 +54,6 @@ class PublicApp:
             Route("/v2", self.get_server),
             Route("/v2/health/live", self.get_liveness),
             Route("/v2/health/ready", self.get_readiness),
-            Route("/v2/models/{model}", self.get_model),
-            Route("/v2/models/{model}/ready", self.get_model_readiness),
-            Route("/v2/models/{model}/infer", self.infer, methods=["POST"]),
-            Route("/v2/models/{model}/versions/{version}", self.get_model),
-            Route("/v2/models/{model}/versions/{version}/ready", self.get_model_readiness),
-            Route("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
             Route("/invocations", self.invoke, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.invoke, methods=["POST"]),
             Route("/outcomes", self.post_outcomes, methods=["POST"]),
@@ -68,6 +62,12 @@ class PublicApp:
             Route("/ping", self.get_readiness),
             Route("/metrics", self.get_metrics),
         ]
+        for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            routes += [
+                Route(base, self.get_model),
+                Route(f"{base}/ready", self.get_model_readiness),
+                Route(f"{base}/infer", self.infer, methods=["POST"]),
+            ]
         return build_app(routes)
 
     async def get_server(self, _: Request) -> Response:
@@ -178,12 +178,7 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read the body of a request.
-
-    Raises:
-        HTTPException: 413 as soon as more than `limit` bytes are announced or received; 415 for a compressed body.
-        ClientDisconnect: the client closed the connection.
-    """
+    """Return the body of a request; 413 as soon as more than `limit` bytes are announced or received."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise HTTPException(415, "compressed bodies are not supported")
     announced = request.headers.get("content-length", "")

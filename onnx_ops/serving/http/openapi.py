@@ -38,12 +38,7 @@ _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "fo
 
 
 def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
-    """Return the OpenAPI 3.1 document of an endpoint.
-
-    Args:
-        signatures: of the loaded deployments, at least one, all of one model. Deployments with equal tensors share
-            their schemas.
-    """
+    """Return the OpenAPI 3.1 document of an endpoint. All signatures are of one model; equal ones share schemas."""
     model = signatures[0].model
     error = {"application/json": {"schema": _ref("Error")}}
     return {

@@ -286,8 +286,7 @@ def run_requests(
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests, in batches where the model allows it.
 
-    Returns:
-        The result of each request, and of each run of the model its seconds and the number of its requests.
+    Return the result of each request, and of each run of the model its seconds and the number of its requests.
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
@@ -300,12 +299,14 @@ def run_requests(
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
         outputs = _run_together(loaded, batch, runs) if len(batch) > 1 else None
-        if outputs is None:
-            results.update((position, _run_alone(loaded, decoded[position], runs)) for position in group)
-            continue
-        for position, member, arrays in zip(group, batch, outputs, strict=True):
+        for position, member, arrays in zip(group, batch, outputs or [None] * len(group), strict=True):
             try:
-                results[position] = loaded.encode(member, arrays)
+                if arrays is not None:
+                    results[position] = loaded.encode(member, arrays)
+                    continue
+                started_at = time.perf_counter()
+                results[position] = loaded.answer(member)
+                runs.append((time.perf_counter() - started_at, 1))
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs
@@ -347,13 +348,3 @@ def _run_together(
     runs.append((seconds, len(requests)))
     ends = np.cumsum(rows)[:-1]
     return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
-
-
-def _run_alone(loaded: LoadedDeployment, request: InferenceRequest, runs: list[tuple[float, int]]) -> Result:
-    started_at = time.perf_counter()
-    try:
-        response = loaded.answer(request)
-    except OnnxOpsError as error:
-        return error
-    runs.append((time.perf_counter() - started_at, 1))
-    return response

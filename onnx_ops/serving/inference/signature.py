@@ -119,11 +119,7 @@ class RequestTemplate:
         self._misses = 0
 
     def read(self, body: bytes) -> InferenceRequest | None:
-        """Return the request of a body that differs only in its data, else None.
-
-        Raises:
-            UserError: the data does not fit the model; the message is the same as for any other body.
-        """
+        """Return the request of a body that differs only in its data, else None."""
         template = self._template
         if (
             template is None
@@ -142,13 +138,7 @@ class RequestTemplate:
         return template.request.with_feed({reader.name: array})
 
     def learn(self, body: bytes, document: dict[str, Any], request: InferenceRequest, reader: TensorReader) -> None:
-        """Take a request as the template, unless the present one is still in use.
-
-        Args:
-            body: of a request with one tensor.
-            document, request: the parsed and the decoded body.
-            reader: of the only tensor in it.
-        """
+        """Take a request with one tensor as the template, unless the present one is still in use."""
         if len(body) >= LARGE_BODY_BYTES:
             return
         self._misses -= 1
@@ -227,11 +217,7 @@ class ModelSignature:
         self.template = RequestTemplate()
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check that a feed is complete; return its rows (see `InferenceRequest`).
-
-        Raises:
-            UserError: an input is missing, or holds NaN that is refused, or a symbolic dimension has two sizes.
-        """
+        """Check that a feed is complete, and its sizes and NaN; return its rows (see `InferenceRequest`)."""
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")

@@ -313,7 +313,7 @@ def serve(
         host, port: of the public listener; port 0: any free port.
         admin_port: of the admin listener on loopback; 0: any free port.
         options: all other settings.
-        must_load: fail if a deployment of the table cannot be loaded. For servers to which nothing is published.
+        must_load: fail if a deployment cannot be loaded: nothing is published to this server.
 
     Raises:
         ConflictError: another server runs on the folder.

@@ -130,10 +130,7 @@ class ControlChannel:
 class WorkerSetup:
     """What a worker inherits.
 
-    Attributes:
-        number: its place among the workers.
-        revision: what was published when it was forked.
-        refusal: why it must not load that revision; empty if it may.
+    `revision` was published when it was forked; `refusal` is why it must not load that.
     """
 
     number: int
@@ -143,7 +140,7 @@ class WorkerSetup:
     listeners: ListenerSockets
     control: socket.socket
     revision: TableRevision | None
-    refusal: str = ""
+    refusal: str
 
 
 def run_worker(setup: WorkerSetup) -> None:
