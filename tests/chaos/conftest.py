@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,8 @@ def family(tmp_path: Path) -> Iterator[Make]:
     """Makes servers that are gone after the test."""
     made: list[ServerFamily] = []
 
-    def make(
-        *options: str, folder: Path | None = None, module: Sequence[str] = ("onnx_ops.serving.main",)
-    ) -> ServerFamily:
-        server = ServerFamily(folder=folder or tmp_path / "state", options=options, module=module)
+    def make(*options: str, folder: Path | None = None) -> ServerFamily:
+        server = ServerFamily(folder=folder or tmp_path / "state", options=options)
         made.append(server)
         server.start()
         return server

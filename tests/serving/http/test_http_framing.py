@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, Server, infer_body
+from tests.serving.serving_process import INFER, Server, infer_body, serving
 
 OFFERS = {
     "no offer": "",
@@ -21,26 +17,6 @@ OFFERS = {
     "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
     "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
 }
-JAVA = """
-import java.net.URI;
-import java.net.http.*;
-
-public class Post {
-    public static void main(String[] arguments) throws Exception {
-        HttpClient client = HttpClient.newHttpClient();
-        for (int i = 0; i < 4; i++) {
-            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
-                .header("Content-Type", "application/json")
-                .expectContinue(i == 1)
-                .POST(HttpRequest.BodyPublishers.ofString(arguments[1]))
-                .build();
-            HttpResponse<String> answer = client.send(request, HttpResponse.BodyHandlers.ofString());
-            System.out.println(answer.statusCode() + " " + answer.body());
-        }
-    }
-}
-"""
-"""Java's client with its defaults, which offers h2c with every request."""
 DELIVERIES = ("one packet", "head and body apart", "byte by byte")
 Request = tuple[bytes, bytes]
 """A head and a body."""
@@ -48,14 +24,8 @@ Request = tuple[bytes, bytes]
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("framing")
-    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    (root / "state").mkdir()
-    server = Server(root / "state")
-    server.start()
-    assert server.publish(state_of(blue, blue=100), 1).status == 200
-    yield server
-    server.end()
+    with serving(tmp_path_factory.mktemp("framing"), blue=100) as server:
+        yield server
 
 
 def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
@@ -98,10 +68,15 @@ class Client:
 
     def answer(self) -> tuple[int, bytes]:
         """Status and body of the next answer."""
-        head = self._until(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
+        while b"\r\n\r\n" not in self._data:
+            self._receive()
+        head, _, self._data = self._data.partition(b"\r\n\r\n")
         lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-        return status, self._read(int(lengths[0]) if lengths else 0)
+        size = int(lengths[0]) if lengths else 0
+        while len(self._data) < size:
+            self._receive()
+        body, self._data = self._data[:size], self._data[size:]
+        return int(head.split(b" ", 2)[1]), body
 
     def rest(self) -> bytes:
         """What comes after the answers that were read, until the server has closed the connection."""
@@ -112,18 +87,6 @@ class Client:
 
     def is_closed_by_server(self) -> bool:
         return not self._data and not self._socket.recv(1)
-
-    def _until(self, mark: bytes) -> bytes:
-        while mark not in self._data:
-            self._receive()
-        head, _, self._data = self._data.partition(mark)
-        return head
-
-    def _read(self, size: int) -> bytes:
-        while len(self._data) < size:
-            self._receive()
-        body, self._data = self._data[:size], self._data[size:]
-        return body
 
     def _receive(self) -> None:
         piece = self._socket.recv(1 << 16)
@@ -208,23 +171,6 @@ def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Serve
         client.send("one packet", infer(endpoint, 4))
         assert product(client.answer()) == 8.0
         assert client.rest() == b""
-
-
-@pytest.mark.nightly
-def test_javas_client_is_answered(endpoint: Server, tmp_path: Path) -> None:
-    java = shutil.which("java")
-    if java is None:
-        pytest.skip("NOT TESTED: there is no java here")
-    (tmp_path / "Post.java").write_text(JAVA)
-    url = f"http://127.0.0.1:{endpoint.port}{INFER}"
-    done = subprocess.run(
-        [java, str(tmp_path / "Post.java"), url, infer_body([3, 1]).decode()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answers = [line.partition(" ") for line in done.stdout.splitlines()]
-    assert [product((int(status), body.encode())) for status, _, body in answers] == [6.0] * 4
 
 
 def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:

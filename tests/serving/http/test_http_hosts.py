@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,7 @@ import pytest
 from onnx_ops.errors import RefusedError
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving.http.limits import HostPolicy
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, Server, infer_body
+from tests.serving.serving_process import INFER, Server, infer_body, serving
 
 
 def is_allowed(
@@ -109,14 +108,9 @@ def test_a_star_allows_any() -> None:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("hosts")
-    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    (root / "state").mkdir()
-    server = Server(root / "state", flags=["--allowed-hosts=models.example", "--allowed-origins=https://good.example"])
-    server.start()
-    assert server.publish(state_of(blue, blue=100), 1).status == 200
-    yield server
-    server.end()
+    options = ("--allowed-hosts=models.example", "--allowed-origins=https://good.example")
+    with serving(tmp_path_factory.mktemp("hosts"), *options, blue=100) as server:
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -126,20 +120,20 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_foreign_page_is_refused_wherever_it_asks(
     endpoint: Server, method: str, path: str, body: bytes | None
 ) -> None:
-    def call(headers: Mapping[str, str]) -> int:
+    for headers, status in (
+        ({}, 200),
+        ({"origin": "https://good.example"}, 200),
+        ({"host": "models.example"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": f"evil.example:{endpoint.port}"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+    ):
         answer = endpoint.call(method, path, body, {"content-type": "application/json", **headers})
-        if answer.status == 403:
+        assert answer.status == status
+        if status == 403:
             assert any(f"--allowed-{name}" in answer.json()["error"] for name in ("hosts", "origins"))
             assert answer.headers["connection"] == "close"
-        return answer.status
-
-    assert call({}) == 200
-    assert call({"origin": "https://good.example"}) == 200
-    assert call({"host": "models.example"}) == 200
-    assert call({"host": "evil.example"}) == 403
-    assert call({"host": f"evil.example:{endpoint.port}"}) == 403
-    assert call({"origin": "https://evil.example"}) == 403
-    assert call({"origin": "null"}) == 403
 
 
 @pytest.mark.parametrize("refused", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
@@ -155,11 +149,6 @@ def test_a_known_head_with_another_host_or_origin_is_refused(endpoint: Server, r
 
 
 def test_a_server_for_all_addresses_answers_any_host(tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    server = Server(tmp_path / "state", flags=["--host=0.0.0.0"])
-    server.start()
-    try:
+    with Server(folder=tmp_path / "state", options=["--host=0.0.0.0"]) as server:
         headers = {"host": "shop.example", "origin": "https://shop.example"}
         assert server.call("GET", "/v2/health/live", headers=headers).status == 200
-    finally:
-        server.kill_all()
