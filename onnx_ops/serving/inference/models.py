@@ -263,17 +263,21 @@ def get_first_line(error: Exception) -> str:
 def _compute_key(deployment: Deployment, libraries: Sequence[Path]) -> Digest:
     """Return the key of an entry. Paths of libraries contain their digests."""
     operators = {"custom_ops": [str(path.relative_to(path.parents[2])) for path in libraries]} if libraries else {}
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
-        features = sorted({line for line in stream if line.startswith(("flags", "Features", "model name"))})
     return digest_json(
         {
             "manifest": deployment.manifest,
             "execution": codec.to_json(deployment.execution),
-            "processor": "".join(features),
+            "processor": _read_processor(),
             "runtime": ort.__version__,
             **operators,
         }
     )
+
+
+def _read_processor() -> str:
+    """Return the model and features of the processor."""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
+        return "".join(sorted({line for line in stream if line.startswith(("flags", "Features", "model name"))}))
 
 
 def _describe_entry(folder: Path) -> dict[str, object]:

@@ -38,7 +38,7 @@ def test_orphans_and_a_supervisor_killed_while_it_takes_over(two_workers: Server
     for _ in range(3):  # each dies while its workers start, or while the orphans drain
         before = two_workers.workers()
         two_workers.launch()
-        wait_until(lambda before=before: two_workers.workers() != before)
+        wait_until(lambda before=before: two_workers.workers() != before)  # type: ignore[misc]
         two_workers.kill()
         assert two_workers.infer([1, 2]).status == 200
     two_workers.start()
