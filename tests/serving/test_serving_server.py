@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import struct
 import subprocess
 import threading
 import time
@@ -116,35 +113,12 @@ def test_invocations(steady: Server, body: object, prediction: object) -> None:
     assert answer.headers["x-onnx-ops-deployment"] == "blue"
 
 
-def test_binary_bodies_and_csv_are_answered(steady: Server) -> None:
-    pin = {"azureml-model-deployment": "blue"}
-    parameters = {"binary_data_size": 8}
-    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": parameters}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    body = head + struct.pack("<2f", 1, math.nan)
-    length = {"inference-header-content-length": str(len(head))}
-    for path in (INFER, "/invocations", "/endpoints/any-name/invocations"):
-        answer = steady.call("POST", path, body, {**pin, **length})
-        assert answer.status == 200
-        size = int(answer.headers["inference-header-content-length"])
-        first, second = struct.unpack("<2f", answer.body[size:])
-        assert first == 2
-        assert math.isnan(second)
-    table = steady.call("POST", "/invocations", b"a,b\n1,2\n", {**pin, "content-type": "text/csv"})
-    assert table.json() == {"predictions": [{"y": [2.0, 4.0]}]}
-
-
 def test_the_document_describes_what_is_served(steady: Server, server: Server) -> None:
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
     assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
     assert steady.call("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
     assert server.call("GET", "/openapi.json").status == 503
-
-
-def test_invocations_take_a_v2_body(steady: Server) -> None:
-    answer = steady.call("POST", "/invocations", {"inputs": [X]}, {"azureml-model-deployment": "blue"})
-    assert answer.json()["outputs"][0]["data"] == [2.0, 4.0]
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,7 @@ from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.inference.models import measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
-from onnx_ops.serving.inference.responses import (
-    RawResponse,
-    RequestHead,
-    encode_outputs,
-    format_deployment_headers,
-)
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.metrics import (
     COLUMNS,

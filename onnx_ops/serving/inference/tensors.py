@@ -176,8 +176,12 @@ class _LazyWalk:
             return {name: self.convert(value[name], name) for name in keys}
         if type(value) is not simdjson.Array:
             return value
-        if key not in _SMALL_LISTS and _leads_to_number(value):
-            return LazyArray(value, self._measure(value))
+        if key not in _SMALL_LISTS:
+            first = value
+            while type(first) is simdjson.Array and len(first):
+                first = first[0]
+            if type(first) in (int, float):
+                return LazyArray(value, self._measure(value))
         self.brackets += 1
         items = []
         for item in value:  # only values of objects become lazy arrays
@@ -201,14 +205,6 @@ class _LazyWalk:
             self.brackets += len(level)
             shape.append(size)
         return tuple(shape)
-
-
-def _leads_to_number(value: Any) -> bool:
-    while type(value) is simdjson.Array:
-        if not len(value):
-            return False
-        value = value[0]
-    return type(value) in (int, float)
 
 
 def _count_lists(value: Any) -> int:

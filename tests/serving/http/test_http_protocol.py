@@ -321,12 +321,7 @@ def test_all_bodies_together_are_bounded(hasty: Worker) -> None:
 
 
 def test_a_request_that_comes_too_slowly_is_ended(hasty: Worker) -> None:
-    for start in (
-        b"POST ",
-        post(INFER, BODY)[:-3],
-        post(INFER, BODY, ODD)[:-3],
-        b"GET /ping HTTP/1.1\r\nhost: x\r\n",
-    ):
+    for start in (b"POST ", post(INFER, BODY)[:-3], post(INFER, BODY, ODD)[:-3], b"GET /ping HTTP/1.1\r\nhost: x\r\n"):
         assert hasty.send(start).startswith(b"HTTP/1.1 408"), start
 
 
