@@ -102,9 +102,8 @@ class DeploymentCounts:
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    Attributes:
-        limits_s: by deployment, ascending latency thresholds in seconds, at most `MAX_USER_THRESHOLDS`.
-        number: another number resets the counts.
+    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`. Another number resets
+    the counts.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]

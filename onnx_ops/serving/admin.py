@@ -63,12 +63,9 @@ def read_token(folder: Path) -> str:
 
 
 class AdminApp:
-    """Handlers of the admin routes.
+    """Handlers of the admin routes. Without a token, the system lets no other user connect.
 
-    Args:
-        supervisor: publishes states.
-        token: bearer token of clients; None where the system lets no other user connect.
-        actor: who makes changes on this listener, for the audit trail.
+    `actor` is who makes changes on this listener, for the audit trail.
     """
 
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:

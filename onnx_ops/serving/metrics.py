@@ -164,11 +164,7 @@ class SlotAllocator:
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name. If needed, the oldest one is reset.
-
-        Raises:
-            UserError: the table has too many deployments, or a name is too long for a label.
-        """
+        """Return slots by deployment name. If needed, the oldest one is reset."""
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:

@@ -176,10 +176,8 @@ class OutcomeCounter:
     hash of the id, 15 of the user's bucket and 6 of the slot, at the place that the hash selects. A later request can
     overwrite it; the outcome is then unknown. An id is counted once.
 
-    Args:
-        find_slot: returns the slot of a deployment by its name.
-        find_user: returns the slot of the deployment that serves a user key, and the user's bucket. Both raise
-            NotFoundError or ServiceUnavailableError.
+    `find_slot` returns the slot of a deployment by its name; `find_user`, for a user key, the slot of the deployment
+    that serves it and the user's bucket. Both raise OnnxOpsError if there is none.
     """
 
     def __init__(

@@ -53,14 +53,11 @@ class LoadedDeployment:
     """A loaded deployment: reads requests, runs the model, writes responses.
 
     Args:
-        deployment: what is loaded.
-        signature: its tensors.
         run: returns outputs by name for a feed; thread-safe.
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
         warm_up: next requests whose latency is not compared.
-        header_lines: header lines that name the deployment.
     """
 
     deployment: Deployment
@@ -71,7 +68,8 @@ class LoadedDeployment:
     latency: LatencyEstimator
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
-    header_lines: bytes = b""
+    header_lines: bytes = field(init=False)
+    """Header lines that name the deployment."""
     _header_cache: dict[object, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -80,7 +80,6 @@ def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None
         RefusedError: no trusted key has signed these files, or a library of custom operators.
         NotFoundError: the folder does not exist.
         DigestMismatchError: the files differ from the manifest, or a library is not among them.
-        InfrastructureError: a file cannot be read.
     """
     record = None if trust is None else trust.authorize(deployment)
     if not folder.is_dir():

@@ -80,11 +80,11 @@ def open_session(
 ) -> Any:
     """Open a session that runs a model as its target does.
 
+    The model is loaded by path: loading from bytes would block the interpreter.
+
     Args:
-        path: the model. It is loaded by path: loading from bytes would block the interpreter.
-        execution: providers and settings; default: one thread of the CPU that does not spin while it waits.
         libraries: of custom operators. They must be verified: loading a library runs its code.
-        optimise: whether to optimise the graph; not needed if that was done before it was written.
+        optimise: not needed if the graph was optimised before it was written.
         cache: value of `{cache}` in options of providers.
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
@@ -289,11 +289,9 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    Attributes:
-        native: the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
-            fall back to: a sixth of the time of a small model.
-        options: of a run, which only reads them; creating them would take as long again.
-        seconds: time of a run on one row; 0 if unknown.
+    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
+    fall back to: a sixth of the time of a small model. A run only reads `options`; creating them would take as long
+    again. `seconds` is the time of a run on one row; 0 if unknown.
     """
 
     deployment: Deployment
@@ -335,13 +333,10 @@ class LoadedModel:
         return arrays
 
     def warm_up(self) -> float:
-        """Run the model on zeros, with size 1 for every free dimension.
+        """Run the model on zeros, with size 1 for every free dimension; return the seconds of the last run.
 
-        Returns:
-            The seconds of the last run; 0 if the model does not run on such sizes or categories.
-
-        Raises:
-            InfrastructureError: the model fails although only the batch size and numbers were assumed.
+        They are 0 if the model does not run on such sizes or categories. If only the batch size and numbers were
+        assumed, it must run.
         """
         feed = {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
         started_at = 0.0
@@ -374,11 +369,9 @@ class LoadedModel:
 def load_model(
     deployment: Deployment, cache: PackedModelCache | None = None, trust: TrustPolicy | None = None
 ) -> LoadedModel:
-    """Verify the deployment's files, load the model and warm it up.
+    """Verify the deployment's files (see `verify_files`), load the model and warm it up.
 
     Raises:
-        RefusedError, DigestMismatchError: see `verify_files`.
-        NotFoundError: the folder or its model file does not exist.
         UserError: the protocol cannot represent an input or output of the model.
         InfrastructureError: the runtime cannot load or run the model.
     """

@@ -191,13 +191,10 @@ class RequestQueue(Generic[T]):
     """Queue of requests for one deployment.
 
     Args:
-        threads: of the worker.
         run: runs the items of a batch, on one of the threads. It must not raise.
         limit: items that may wait in all queues that wait for each other.
         max_batch: items of one batch.
         max_batches: batches at the same time.
-        row: where the gauges are kept.
-        latency: of the deployment's model.
     """
 
     threads: WorkerThreads

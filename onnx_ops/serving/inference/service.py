@@ -129,10 +129,7 @@ def _format_id(value: bytes | None) -> str | None:
 class InferenceService:
     """Answers inference requests. All methods but `run_batch` need its event loop.
 
-    Args:
-        unrouted: counters of requests that reach no deployment.
-        deadline_s: longest time in a queue.
-        outcomes: remembers which deployment answered a request id.
+    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in a queue.
     """
 
     def __init__(

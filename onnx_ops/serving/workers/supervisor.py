@@ -82,9 +82,7 @@ class TablePublisher:
     def is_published(self, state: EndpointState) -> bool:
         """Return whether exactly this state is published.
 
-        Raises:
-            ConflictError: the generation is older than the current one, or is the current one with another content.
-            UserError: the state names no deployment, or more than one model.
+        A generation that is older than the current one, or is the current one with another content, is a conflict.
         """
         if len({d.model for d in state.deployments}) != 1:
             raise UserError("an endpoint serves deployments of exactly one model")
@@ -308,18 +306,8 @@ def serve(
 ) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
-    Args:
-        folder: of table, token and server record; created if missing.
-        host, port: of the public listener; port 0: any free port.
-        admin_port: of the admin listener on loopback; 0: any free port.
-        options: all other settings.
-        must_load: fail if a deployment cannot be loaded: nothing is published to this server.
-
-    Raises:
-        ConflictError: another server runs on the folder.
-        ServiceUnavailableError: a port is in use.
-        RefusedError: other users can read the token's file.
-        InfrastructureError: the folder cannot be read or written, or what must be loaded cannot be.
+    A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded
+    is an error: nothing is published to this server.
     """
     with ExitStack() as stack:
         try:

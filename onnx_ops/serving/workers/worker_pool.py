@@ -41,12 +41,9 @@ BuildSetup = Callable[[int, socket.socket, str], WorkerSetup]
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One worker process, as the supervisor sees it.
+    """One worker process, as the supervisor sees it. It is `ready` once it accepts connections.
 
-    Attributes:
-        ready: done once the worker accepts connections.
-        exited: done once it has ended.
-        responses: to `PrepareRevision`, by number of the revision.
+    `responses` are to `PrepareRevision`, by number of the revision.
     """
 
     number: int
