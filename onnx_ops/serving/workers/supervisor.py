@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -53,9 +53,6 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _PREPARE_S = 280
 """Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
-
-Prepare = Callable[[TableRevision], Awaitable[None]]
-"""Lets every worker load what a revision needs; raises if one of them cannot."""
 
 
 class TablePublisher:
@@ -101,21 +98,22 @@ class TablePublisher:
             )
         return current == state
 
-    async def publish(self, state: EndpointState, prepare: Prepare) -> TableRevision:
-        """Prepare a state, write it durably, publish it. An error changes nothing.
+    def build_revision(self, state: EndpointState) -> TableRevision:
+        """Return the revision that publishes a state; only if `is_published` is false."""
+        return self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
 
-        Call it only if `is_published` is false, and never concurrently.
+    def publish(self, revision: TableRevision) -> None:
+        """Write a revision durably and publish it, as soon as every worker has prepared it.
+
+        Nothing may be awaited in between: a worker that started meanwhile would not know the revision.
         """
-        revision = self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
-        await prepare(revision)
-        # Nothing may be awaited from here on: a worker that started meanwhile would not know the revision.
         try:
             self._tables.write(revision.table)
         except OSError as error:
             raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
         self._set_current(revision)
+        state = revision.table.state
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
-        return revision
 
     def _build_revision(self, table: RoutingTable) -> TableRevision:
         self._last += 1
@@ -208,24 +206,19 @@ class Supervisor:
             if self._publisher.is_published(state) and not self.get_state().failed:
                 return
             self._audit.record_request(actor, state)
-            preparing: list[TableRevision] = []
-
-            async def prepare(revision: TableRevision) -> None:
+            before, revision = self._publisher.state, None
+            try:
+                revision = self._publisher.build_revision(state)
                 started_at = time.monotonic()
                 failed = self._pool.get_failed()
-                states = [s for s in (self._publisher.state, self._previous) if s is not None]
-                loaded = {d for s in states for d in s.deployments if d.name not in failed}
+                loaded = {d for s in (before, self._previous) if s for d in s.deployments if d.name not in failed}
                 if new := [d for d in state.deployments if d not in loaded]:
                     await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
-                preparing.append(revision)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
-
-            before = self._publisher.state
-            try:
-                revision = await self._publisher.publish(state, prepare)
+                self._publisher.publish(revision)
             except OnnxOpsError as error:
-                for aborted in preparing:
-                    await self._pool.finish(aborted.number, is_published=False)
+                if revision is not None:
+                    await self._pool.finish(revision.number, is_published=False)
                 with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
                     self._audit.record_result(actor, state, str(error))
                 raise

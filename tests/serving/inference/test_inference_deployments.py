@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -68,16 +67,16 @@ class Server:
         state = replace(state, generation=generation)
         if self.endpoint.is_published(state):
             return self.endpoint.current
-        return asyncio.run(self.endpoint.publish(state, self._prepare))
-
-    async def _prepare(self, revision: TableRevision) -> None:
+        revision = self.endpoint.build_revision(state)
         try:
             self.deployments.prepare(revision.number, revision.table, revision.slots)
+            self.endpoint.publish(revision)
         except Exception:
             self.deployments.discard(revision.number)
             raise
         finally:
             self.dismissed += [r.deployment.name for r in self.deployments.release()]
+        return revision
 
     @property
     def table(self) -> RoutingTable:
