@@ -193,6 +193,15 @@ class ControlReplica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TableRevision:
+    """A table to publish, with the slots of its deployments in the metrics."""
+
+    number: int
+    table: RoutingTable
+    slots: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
     """One revision of the table, with everything that a request needs.
 
@@ -343,31 +352,31 @@ class LoadedDeployments:
         snapshot = self.get_current()
         return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
 
-    def restore(
-        self, revision: int, table: RoutingTable, slots: Mapping[str, int], refusal: str = ""
-    ) -> Mapping[str, str]:
+    def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
 
         If there is a reason for `refusal`, no deployment is loaded.
         """
         deployments: dict[str, LoadedDeployment] = {}
-        failed = {d.name: refusal for d in table.state.deployments if refusal}
-        for deployment in () if refusal else table.state.deployments:
+        listed = revision.table.state.deployments
+        failed = {d.name: refusal for d in listed if refusal}
+        for deployment in () if refusal else listed:
             try:
-                deployments[deployment.name] = self._load_counted(deployment, slots[deployment.name])
+                deployments[deployment.name] = self._load_counted(deployment, revision.slots[deployment.name])
             except OnnxOpsError as error:
                 _log.error("deployment %s could not be loaded: %s", deployment.name, error)
                 failed[deployment.name] = str(error)
-        self._add_snapshot(revision, table, deployments, failed)
+        self._add_snapshot(revision, deployments, failed)
         return failed
 
-    def prepare(self, revision: int, table: RoutingTable, slots: Mapping[str, int]) -> None:
+    def prepare(self, revision: TableRevision) -> None:
         """Load what a table needs, so that switching to it takes no time. Raises as `load_model`."""
         loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
         deployments = {
-            d.name: loaded[d] if d in loaded else self._load_counted(d, slots[d.name]) for d in table.state.deployments
+            d.name: loaded[d] if d in loaded else self._load_counted(d, revision.slots[d.name])
+            for d in revision.table.state.deployments
         }
-        self._add_snapshot(revision, table, deployments, {})
+        self._add_snapshot(revision, deployments, {})
 
     def discard(self, revision: int) -> None:
         """Drop a prepared revision that is not going to be published."""
@@ -384,8 +393,9 @@ class LoadedDeployments:
         return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
 
     def _add_snapshot(
-        self, revision: int, table: RoutingTable, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
+        self, revision: TableRevision, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
     ) -> None:
+        table = revision.table
         shadow = table.state.split.shadow.items()
         model = table.state.deployments[0].model
         base = f"/v2/models/{model}"
@@ -396,8 +406,8 @@ class LoadedDeployments:
         }
         for version in (d.version for d in table.state.deployments):
             routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
-        self._prepared[revision] = TableSnapshot(
-            revision=revision,
+        self._prepared[revision.number] = TableSnapshot(
+            revision=revision.number,
             table=table,
             router=TrafficRouter.from_table(table),
             model=model,

@@ -37,12 +37,13 @@ from onnx_ops.protocol.server_process import (
     signal_worker,
 )
 from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
+from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import SignalFreeServer, TableRevision, WorkerSetup, build_uvicorn_config
+from onnx_ops.serving.workers.worker import SignalFreeServer, WorkerSetup, build_uvicorn_config
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)

@@ -25,12 +25,11 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol.messages import error_to_bytes
-from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.protocol.server_process import ServerOptions, register_worker
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import build_protocol
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
@@ -47,15 +46,6 @@ CONTROL_PACKED_FOLDER = "control-prepacked"
 """Processes that map a file share its pages: those of a control replica must not be warmed by the first copy."""
 
 _LENGTH = struct.Struct("!I")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableRevision:
-    """A table to publish, with the slots of its deployments in the metrics."""
-
-    number: int
-    table: RoutingTable
-    slots: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +226,8 @@ class _Worker:
 
         loop.add_signal_handler(signal.SIGTERM, drain)
         failed: Mapping[str, str] = {}
-        if (revision := setup.revision) is not None:
-            arguments = (revision.number, revision.table, revision.slots, setup.refusal)
-            failed = await loop.run_in_executor(self._loader, deployments.restore, *arguments)
+        if setup.revision is not None:
+            failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
         watch = loop.create_task(limits.watch())
         control = loop.create_task(self._follow(channel, failed))
         await server.serve(sockets=[setup.listeners.public])
@@ -270,9 +259,8 @@ class _Worker:
     async def _prepare(self, revision: TableRevision) -> RevisionPrepared:
         loop = asyncio.get_running_loop()
         await self._release()
-        arguments = (revision.number, revision.table, revision.slots)
         try:
-            await loop.run_in_executor(self._loader, self._deployments.prepare, *arguments)
+            await loop.run_in_executor(self._loader, self._deployments.prepare, revision)
         except OnnxOpsError as error:
             return RevisionPrepared(number=revision.number, error=error_to_bytes(error).decode())
         except Exception as error:

@@ -14,12 +14,12 @@ from typing import Any
 
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.messages import error_from_bytes
+from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.workers.worker import (
     ControlChannel,
     FinishRevision,
     PrepareRevision,
     RevisionPrepared,
-    TableRevision,
     WorkerReady,
     WorkerSetup,
     run_worker,

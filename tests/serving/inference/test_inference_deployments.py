@@ -24,12 +24,17 @@ from onnx_ops.errors import (
 )
 from onnx_ops.protocol.routing_table import RoutingTable, TableFile, build_next_table
 from onnx_ops.serving.inference import deployments
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TrafficRouter, mix_bits
+from onnx_ops.serving.inference.deployments import (
+    LoadedDeployment,
+    LoadedDeployments,
+    TableRevision,
+    TrafficRouter,
+    mix_bits,
+)
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.metrics import LOAD_FAILURES, LOADS, MetricsRow, SharedMetrics
 from onnx_ops.serving.workers.supervisor import TablePublisher
-from onnx_ops.serving.workers.worker import TableRevision
 from onnx_ops.testing.endpoints import state_of
 
 
@@ -69,7 +74,7 @@ class Server:
             return self.endpoint.current
         revision = self.endpoint.build_revision(state)
         try:
-            self.deployments.prepare(revision.number, revision.table, revision.slots)
+            self.deployments.prepare(revision)
             self.endpoint.publish(revision)
         except Exception:
             self.deployments.discard(revision.number)
@@ -230,7 +235,7 @@ def test_a_restart_serves_what_it_can(server: Server, tmp_path: Path, blue: Depl
     again.endpoint.restore()
     revision = again.endpoint.current
     assert revision is not None
-    failed = again.deployments.restore(revision.number, revision.table, revision.slots)
+    failed = again.deployments.restore(revision)
     snapshot = again.deployments.get_current()
     assert snapshot.table == published.table
     assert snapshot.router == published.router
