@@ -323,3 +323,10 @@ def test_only_loopback_reaches_the_admin_listener(server: Server) -> None:
     listening = [line.split()[1] for line in text.splitlines()[1:] if line.split()[3] == "0A"]
     assert [place for place in listening if place.endswith(f":{port}")] == [f"0100007F:{port}"]
     assert os.stat(server.folder / TOKEN_FILE).st_mode & 0o777 == 0o600
+
+
+def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_protocol(server: Server) -> None:
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
+    token = (server.folder / TOKEN_FILE).read_text()
+    answer = server.call("PUT", STATE_PATH, b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
+    assert (answer.status, b"not a JSON object" in answer.body) == (400, True)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serving.serving_process import INFER, Server, infer_body, serving
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, infer_body, scaled
+from tests.serving.serving_worker import Worker
 
 OFFERS = {
     "no offer": "",
@@ -23,12 +25,12 @@ Request = tuple[bytes, bytes]
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("framing"), blue=100) as server:
-        yield server
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with Worker(state_of(scaled(tmp_path_factory.mktemp("framing"), "blue"), blue=100)).running() as worker:
+        yield worker
 
 
-def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
+def infer(server: Worker, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}"
     body = infer_body([x, 1])
     if framing == "content-length":
@@ -38,15 +40,15 @@ def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-le
     return f"{start}transfer-encoding: chunked\r\n\r\n".encode(), chunked
 
 
-def live(server: Server, offer: str = "") -> Request:
+def live(server: Worker, offer: str = "") -> Request:
     return f"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}\r\n".encode(), b""
 
 
 class Client:
     """One connection, on which bytes are sent as they are."""
 
-    def __init__(self, server: Server) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    def __init__(self, server: Worker) -> None:
+        self._socket = server.connect()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._data = b""
 
@@ -105,7 +107,7 @@ def product(answer: tuple[int, bytes]) -> float:
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 def test_a_body_is_read_as_the_body_of_its_request(
-    endpoint: Server, offer: str, delivery: str, pipelined: bool
+    endpoint: Worker, offer: str, delivery: str, pipelined: bool
 ) -> None:
     requests = [
         infer(endpoint, 1, offer=offer),
@@ -135,7 +137,7 @@ def test_a_body_is_read_as_the_body_of_its_request(
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_a_request_within_a_body_is_not_answered(endpoint: Server, offer: str, framing: str, delivery: str) -> None:
+def test_a_request_within_a_body_is_not_answered(endpoint: Worker, offer: str, framing: str, delivery: str) -> None:
     head, inner = b"".join(live(endpoint)), b"".join(infer(endpoint, 1))
     body = head + inner
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{offer}".encode()
@@ -151,7 +153,7 @@ def test_a_request_within_a_body_is_not_answered(endpoint: Server, offer: str, f
         assert client.rest() == b""
 
 
-def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Server) -> None:
+def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Worker) -> None:
     with Client(endpoint) as client:
         client.send("one packet", *[live(endpoint, OFFERS["h2c"])] * 1500)
         for _ in range(1500):
@@ -160,7 +162,7 @@ def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Server) -> N
 
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Server, offer: str) -> None:
+def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Worker, offer: str) -> None:
     head, body = infer(endpoint, 3, offer=f"{offer}expect: 100-Continue\r\n")
     with Client(endpoint) as client:
         for _ in range(2):
@@ -173,7 +175,7 @@ def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Serve
         assert client.rest() == b""
 
 
-def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
+def test_an_expectation_in_http_1_0_is_ignored(endpoint: Worker) -> None:
     head, body = infer(endpoint, 3, offer="expect: 100-continue\r\n")
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"HTTP/1.1", b"HTTP/1.0"), body))
@@ -182,7 +184,7 @@ def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
-def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, body: bytes) -> None:
+def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Worker, body: bytes) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", infer(endpoint, 1), (head, body[:5]))
@@ -199,7 +201,7 @@ def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, bo
     ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
 )
 def test_a_wrong_body_that_comes_after_its_answer_gets_no_second_one(
-    endpoint: Server, begin: bytes, spaces: int
+    endpoint: Worker, begin: bytes, spaces: int
 ) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with Client(endpoint) as client:
@@ -225,7 +227,7 @@ WRONG = {
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, name: str, offer: str) -> None:
+def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Worker, name: str, offer: str) -> None:
     lines, status = WRONG[name]
     lines = lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port)
     head = b"POST %b HTTP/1.1\r\n%b%b\r\n\r\n" % (INFER.encode(), offer.encode(), lines)
@@ -237,7 +239,7 @@ def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, 
         assert client.is_closed_by_server()
 
 
-def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Server) -> None:
+def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Worker) -> None:
     lines, status = WRONG["too large"]
     head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (INFER.encode(), lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port))
     with Client(endpoint) as client:
@@ -247,16 +249,9 @@ def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint:
 
 @pytest.mark.parametrize("version", [b"2.0", b"0.9"])
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_another_version_of_http_is_refused(endpoint: Server, version: bytes, offer: str) -> None:
+def test_another_version_of_http_is_refused(endpoint: Worker, version: bytes, offer: str) -> None:
     head, _ = live(endpoint, offer)
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"1.1", version), b""), live(endpoint))
         assert client.answer()[0] == 505
         assert client.is_closed_by_server()
-
-
-def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_protocol(endpoint: Server) -> None:
-    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
-    token = (endpoint.folder / "token").read_text()
-    answer = endpoint.call("PUT", "/admin/state", b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
-    assert (answer.status, b"not a JSON object" in answer.body) == (400, True)

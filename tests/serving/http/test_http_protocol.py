@@ -234,34 +234,6 @@ def test_a_large_body_that_never_ends_is_refused_and_forgotten(hasty: Worker) ->
     assert hasty.connections.body_bytes == 0
 
 
-def test_chunked_bodies(worker: Worker) -> None:
-    head = f"POST {INFER} HTTP/1.1\r\nhost: x\r\nazureml-model-deployment: blue\r\ntransfer-encoding: chunked\r\n\r\n"
-    half = len(BODY) // 2
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (BODY[:half], BODY[half:]))
-    assert b'"data":[2.0,4.0]' in worker.send(head.encode(), chunks, b"0\r\n\r\n")
-
-
-def test_pipelined_requests_are_answered_in_order(worker: Worker) -> None:
-    pins = ["blue", "green", "blue", "green", "green", "blue"]
-    odd = [False, True, True, False, True, False]
-    requests = [
-        post(INFER, BODY, {"azureml-model-deployment": pin, **(ODD if slow else {})})
-        for pin, slow in zip(pins, odd, strict=True)
-    ]
-    with worker.connect() as client:
-        client.sendall(b"".join(requests))
-        answers = received(client, len(requests)).split(b"HTTP/1.1 ")[1:]
-    assert [a.partition(b"x-onnx-ops-deployment: ")[2].split(b"\r\n")[0].decode() for a in answers] == pins
-
-
-def test_expect_continue(worker: Worker) -> None:
-    with worker.connect() as client:
-        client.sendall(post(INFER, b"", {"expect": "100-continue"}).replace(b"length: 0", b"length: %d" % len(BODY)))
-        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        client.sendall(BODY)
-        assert b" 200 OK" in received(client)
-
-
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
@@ -269,8 +241,6 @@ def test_expect_continue(worker: Worker) -> None:
         (b"hello\r\n\r\n", b"400"),
         (b"\xff" * 500, b"400"),
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
-        (b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", b"400"),
-        (b"POST /invocations HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello", b"400"),
         (b"POST /invocations HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", b"400"),
         (b"POST /invocations HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
         (b"POST /invoc\x00ations HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
@@ -361,11 +331,6 @@ def test_idle_connections_give_way_and_busy_ones_do_not(tmp_path: Path) -> None:
             assert b" 200 OK" in received(client)
         for client in (*busy, *idle):
             client.close()
-
-
-def test_an_offer_to_change_the_protocol_is_ignored(worker: Worker) -> None:
-    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
-    assert b" 200 OK" in worker.send(post("/ping", b"", offer, method="GET"))
 
 
 def test_a_client_that_goes_away_leaves_nothing_behind(worker: Worker) -> None:
