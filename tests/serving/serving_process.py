@@ -1,9 +1,8 @@
-"""Small models, a real server of them, and clients that call it all the time."""
+"""Small models, and a real server of them."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,30 +112,3 @@ def serving(root: Path, *options: str, program: Sequence[str] = MAIN, **weights:
 def after(preamble: str) -> Sequence[str]:
     """The program of a server in whose process this code runs first."""
     return "-c", f"{preamble}\nimport sys\nfrom onnx_ops.serving.main import main\nsys.exit(main())"
-
-
-class Clients:
-    """Threads that call the server until they are told to stop."""
-
-    def __init__(self, call: Callable[[], None], count: int) -> None:
-        self._call = call
-        self._stop = threading.Event()
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._loop) for _ in range(count)]
-
-    def _loop(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._call()
-        except BaseException as error:
-            self.errors.append(error)
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()

@@ -64,7 +64,7 @@ class Worker:
         self.shared.revision = revision
 
     def metrics(self) -> str:
-        return MetricsPage(self.shared, "e").render(None)
+        return MetricsPage(self.shared, "e").render(self.state)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Worker]:

@@ -297,6 +297,11 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
     blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
     assert f'onnx_ops_request_duration_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
+    assert f'onnx_ops_requests_total{{{blue_labels},status="200"}} 16\n' in text
+    assert f'onnx_ops_errors_total{{{blue_labels},reason="input"}} 4\n' in text
+    assert 'onnx_ops_requests_total{endpoint="e",deployment="",version="",variant="",status="404"} 1\n' in text
+    assert 'onnx_ops_generation{endpoint="e"} 0\n' in text
+    assert 'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} 0.3\n' in text
 
 
 @pytest.mark.parametrize("slow", [False, True])

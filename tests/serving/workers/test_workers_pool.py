@@ -18,9 +18,9 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.serving_process import INFER, Clients, Server, after, infer_body, serving, wait_until
-
-BODY = infer_body([1, 2])
+from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
+from tests.support.load import LoadPlan, Payload
+from tests.support.storm import storm
 
 
 def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(two_workers: Server, blue: Deployment) -> None:
@@ -58,35 +58,11 @@ def test_while_all_workers_are_dead_connections_wait_and_counts_survive(two_work
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
-def test_publishing_to_several_workers_under_load_is_never_stale(
-    two_workers: Server, blue: Deployment, green: Deployment
-) -> None:
-    published = 1
-    stale: list[str] = []
-
-    def one() -> None:
-        before = published
-        connection = http.client.HTTPConnection("127.0.0.1", two_workers.port, timeout=30)
-        for _ in range(10):
-            before = published
-            connection.request("POST", INFER, BODY)
-            response = connection.getresponse()
-            response.read()
-            assert response.status == 200
-            name = response.headers["x-onnx-ops-deployment"] or ""
-            number = int(name.removeprefix("g")) if name.startswith("g") else 1
-            if number < before:
-                stale.append(f"{name} after {before}")
-        connection.close()
-
-    with Clients(one, 3) as clients:
-        for number in range(2, 42):
-            base = blue if number % 2 else green  # every second one is a way back, whose model is loaded
-            deployment = replace(base, name=f"g{number}")
-            assert two_workers.publish(state_of(deployment, **{deployment.name: 100}), number).status == 200
-            published = number
-    assert clients.errors == []
-    assert stale == []
+def test_publishing_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
+    plan = LoadPlan(url=two_workers.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=3, seconds=300)
+    seen = storm(two_workers, blue, plan, publications=40)
+    assert seen.records.failures() == {}
+    assert seen.stale == 0
 
 
 POISON = """
