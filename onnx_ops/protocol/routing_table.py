@@ -88,16 +88,13 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     if document.get("version") not in _READABLE_VERSIONS:
         raise CorruptStateError(f"table version {document.get('version')!r} is not supported", where=where)
     content = document.get("table")
-    if not isinstance(content, dict) or not _matches_checksum(content, document.get("checksum")):
+    try:
+        is_intact = isinstance(content, dict) and digest_json(content) == document.get("checksum")
+    except ValueError:  # NaN or an infinity, which `encode_table` never writes
+        is_intact = False
+    if not is_intact:
         raise CorruptStateError("the table does not match its checksum", where=where)
     return codec.from_json(content, RoutingTable, where=where)
-
-
-def _matches_checksum(content: object, checksum: object) -> bool:
-    try:
-        return digest_json(content) == checksum
-    except ValueError:  # NaN or an infinity, which `encode_table` never writes
-        return False
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -206,13 +206,28 @@ class OutcomeCounter:
 
         If the body is invalid (UserError), nothing is counted.
         """
-        outcomes, unknown = _parse_outcomes(body), 0
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise UserError("the body is not JSON", why=str(error)) from error
+        outcomes = document.get("outcomes") if isinstance(document, dict) and "outcomes" in document else [document]
+        if not isinstance(outcomes, list) or len(outcomes) > MAX_OUTCOMES:
+            raise UserError(f"outcomes must be a list of at most {MAX_OUTCOMES}")
+        for place, outcome in enumerate(outcomes):
+            names = [name for name in _SUBJECTS if isinstance(outcome, dict) and name in outcome]
+            has_subject = len(names) == 1 and isinstance(outcome[names[0]], str)
+            if not has_subject or not isinstance(outcome.get("success"), bool):
+                raise UserError(
+                    f"outcome {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
+                    remedy='For example: {"outcomes": [{"request_id": "a1", "success": true}]}',
+                )
+        unknown = 0
         for outcome in outcomes:
-            place = self._find_place(outcome)
-            if place is None:
+            subject = self._find_subject(outcome)
+            if subject is None:
                 unknown += 1
                 continue
-            slot, bucket = place
+            slot, bucket = subject
             row = self._shared.get_row(self._worker, slot)
             row[metrics.OUTCOMES] += 1
             row[metrics.SUCCESSES] += outcome["success"]
@@ -220,7 +235,7 @@ class OutcomeCounter:
         self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_OUTCOMES] += unknown
         return len(outcomes) - unknown, unknown
 
-    def _find_place(self, outcome: dict[str, Any]) -> tuple[int, int] | None:
+    def _find_subject(self, outcome: dict[str, Any]) -> tuple[int, int] | None:
         """Return slot and bucket of the subject of an outcome; forget its request id."""
         try:
             if "key" in outcome:
@@ -242,22 +257,3 @@ class OutcomeCounter:
 def _hash_id(request_id: bytes) -> int:
     """Return 43 bits, never 0."""
     return int.from_bytes(hashlib.blake2b(request_id, digest_size=8).digest(), "big") >> _VALUE_BITS or 1
-
-
-def _parse_outcomes(body: bytes) -> list[dict[str, Any]]:
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise UserError("the body is not JSON", why=str(error)) from error
-    outcomes = document.get("outcomes") if isinstance(document, dict) and "outcomes" in document else [document]
-    if not isinstance(outcomes, list) or len(outcomes) > MAX_OUTCOMES:
-        raise UserError(f"outcomes must be a list of at most {MAX_OUTCOMES}")
-    for place, outcome in enumerate(outcomes):
-        names = [name for name in _SUBJECTS if isinstance(outcome, dict) and name in outcome]
-        has_subject = len(names) == 1 and isinstance(outcome[names[0]], str)
-        if not has_subject or not isinstance(outcome.get("success"), bool):
-            raise UserError(
-                f"outcome {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
-                remedy='For example: {"outcomes": [{"request_id": "a1", "success": true}]}',
-            )
-    return outcomes

@@ -164,29 +164,25 @@ class Supervisor:
         return AdminState(state=current, failed=failed)
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
-        """Return the counts of every published deployment, by user if requested."""
+        """Return the counts of every published deployment, by user if requested.
+
+        If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
+        """
         current = self._publisher.current
         if current is None:
             return collect_counts(self._shared, {}, request)
-        if request is not None and self._watch_cold_starts(current.table.state, request):
-            request = None  # users are counted from the first request on that the candidate may get
+        if request is not None:
+            split, listed = current.table.state.split, current.table.state.deployments
+            watched = [d for d in listed if d.name in request.limits_s]
+            if not all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
+                request = None  # users are counted from the first request on that the candidate may get
+                if self._cold_starts is None or self._cold_starts.done():
+                    self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
+                    if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
+                        self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
-        split = current.table.compute_split_digest()
-        return collect_counts(self._shared, current.slots, request, split=split, cold_s=cold_s)
-
-    def _watch_cold_starts(self, state: EndpointState, request: UserCountsRequest) -> bool:
-        """Return whether a watched deployment gets neither traffic nor mirrored requests.
-
-        If so, start to measure cold starts of the watched deployments in the background.
-        """
-        watched = [deployment for deployment in state.deployments if deployment.name in request.limits_s]
-        idle = [d for d in watched if not state.split.weights.get(d.name) and not state.split.shadow.get(d.name)]
-        if not idle or (self._cold_starts is not None and not self._cold_starts.done()):
-            return bool(idle)
-        self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
-        if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
-            self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
-        return True
+        digest = current.table.compute_split_digest()
+        return collect_counts(self._shared, current.slots, request, split=digest, cold_s=cold_s)
 
     async def _measure_cold_starts(self) -> None:
         """Load the watched deployments in turn, without the cache of packed models."""
