@@ -98,6 +98,8 @@ def test_decode_table_with_damage_raises() -> None:
         altered = bytes([*data[:place], data[place] ^ 1, *data[place + 1 :]])
         with pytest.raises(CorruptStateError):
             decode_table(altered)
+    with pytest.raises(CorruptStateError):
+        decode_table(data + b"\0" * 512)
 
 
 def test_decode_table_of_other_documents_raises() -> None:
