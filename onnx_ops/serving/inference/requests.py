@@ -28,10 +28,8 @@ _SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory
 _MAX_DEPTH = 32
 
 
-def parse_header_length(text: str | None) -> int | None:
+def parse_header_length(text: str) -> int:
     """Parse the value of `Inference-Header-Content-Length`."""
-    if text is None:
-        return None
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise UserError(f"inference-header-content-length must be a number of bytes, not {text[:40]!r}")
     return int(text)

@@ -222,7 +222,6 @@ class Supervisor:
             self._previous = before
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
-            self._pool.clear_load_failures()
             await self._pool.finish(revision.number, is_published=True)
             try:
                 self._audit.record_result(actor, state)

@@ -77,11 +77,6 @@ class WorkerPool:
         """Return deployments that a worker could not load, with the reason."""
         return {name: why for worker in self._workers.values() for name, why in worker.failed.items()}
 
-    def clear_load_failures(self) -> None:
-        """Note that all workers have loaded everything: a revision was published."""
-        for worker in self._workers.values():
-            worker.failed = {}
-
     async def start(self) -> None:
         """Fork all workers and wait until each accepts connections."""
         for number in self._numbers:
@@ -131,6 +126,8 @@ class WorkerPool:
     async def finish(self, number: int, *, is_published: bool) -> None:
         """Notify every worker that a revision was published, or will not be."""
         message = FinishRevision(number=number, is_published=is_published)
+        for worker in self._workers.values() if is_published else ():
+            worker.failed = {}  # it has loaded everything
         for worker in tuple(self._workers.values()):
             if worker.channel is not None:
                 with contextlib.suppress(ConnectionError):
