@@ -11,7 +11,8 @@ from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.serving_process import Server, Tensor, deploy, save_graph, scaled
+from tests.serving.serving_process import Server, Tensor, deploy, save_graph
+from tests.support.server import scaled
 
 
 @pytest.fixture

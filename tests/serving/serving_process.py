@@ -16,22 +16,14 @@ from onnx import helper
 from onnx_ops.domain.artifact import Manifest, digest_bytes, digest_file
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol import server_process
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.support.server import MAIN, Answer, ServerFamily
+from onnx_ops.testing.endpoints import state_of
+from tests.support.server import MAIN, Answer, ServerFamily, scaled
 
 INFER = "/v2/models/m/infer"
 X: Mapping[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
-SCALES = {"blue": ("1", 2.0), "green": ("2", 3.0), "red": ("3", 4.0)}
-"""Version and factor of the deployments of model `m`."""
 ODD = {"x-odd": "1\r\nx-odd: 2"}
 """A header that is there twice means nothing, but makes the request unusual: it takes the slow way."""
 Tensor = tuple[str, int, Sequence[Any]]
-
-
-def scaled(root: Path, name: str) -> Deployment:
-    """The deployment of a model in its folder below `root`."""
-    version, scale = SCALES[name]
-    return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
 
 
 def save_graph(

@@ -16,17 +16,26 @@ from pathlib import Path
 from typing import Any, Self
 
 from onnx_ops import codec
-from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
 from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, read_message
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
+from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.processes import ROOT, session_of
 
 MAIN = ("-m", "onnx_ops.serving.main")
+SCALES = {"blue": ("1", 2.0), "green": ("2", 3.0), "red": ("3", 4.0)}
+"""Version and factor of the deployments of model `m`."""
 _LOOPBACK = "127.0.0.1"
 _START_S = 60.0
 _STOP_S = 60.0
 _PAUSE_S = 0.002
+
+
+def scaled(root: Path, name: str) -> Deployment:
+    """The deployment of a model in its folder below `root`."""
+    version, scale = SCALES[name]
+    return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
 
 
 @dataclass(frozen=True, slots=True)

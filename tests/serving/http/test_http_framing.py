@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.serving_process import INFER, infer_body, scaled
+from tests.serving.serving_process import INFER, infer_body
 from tests.serving.serving_worker import Worker
+from tests.support.server import scaled
 
 OFFERS = {
     "no offer": "",

@@ -12,8 +12,9 @@ import pytest
 
 from onnx_ops.serving.http.limits import READING
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.serving_process import INFER, ODD, X, infer_body, scaled, wait_until
+from tests.serving.serving_process import INFER, ODD, X, infer_body, wait_until
 from tests.serving.serving_worker import Worker, post, received, without_date
+from tests.support.server import scaled
 
 BODY = infer_body([1, 2])
 GOOD = post(INFER, BODY, {"azureml-model-deployment": "blue"})

@@ -22,13 +22,13 @@ from tests.serving.serving_process import (
     deploy,
     infer_body,
     save_graph,
-    scaled,
     serving,
     wait_until,
 )
 from tests.support.load import LoadPlan, LoadProcess, Payload
 from tests.support.operators import build_library, write_softsign
 from tests.support.processes import ROOT
+from tests.support.server import scaled
 
 GIB = 1 << 30
 LIMIT = 6 * GIB
