@@ -295,8 +295,9 @@ def run_requests(
     runs: list[tuple[float, int]] = []
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
-        outputs = _run_together(loaded, batch, runs) if len(batch) > 1 else None
-        for position, member, arrays in zip(group, batch, outputs or [None] * len(group), strict=True):
+        together = _run_together(loaded, batch, runs) if len(batch) > 1 else None
+        outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
+        for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
                 if arrays is not None:
                     results[position] = loaded.encode(member, arrays)

@@ -203,12 +203,14 @@ class Supervisor:
             if self._publisher.is_published(state) and not self.get_state().failed:
                 return
             self._audit.record_request(actor, state)
-            before, revision = self._publisher.state, None
+            before = self._publisher.state
+            revision: TableRevision | None = None
             try:
                 revision = self._publisher.build_revision(state)
                 started_at = time.monotonic()
                 failed = self._pool.get_failed()
-                loaded = {d for s in (before, self._previous) if s for d in s.deployments if d.name not in failed}
+                states = [s for s in (before, self._previous) if s is not None]
+                loaded = {d for s in states for d in s.deployments if d.name not in failed}
                 if new := [d for d in state.deployments if d not in loaded]:
                     await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
