@@ -7,7 +7,6 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
@@ -33,28 +32,6 @@ def blue(tmp_path: Path) -> Deployment:
 @pytest.fixture
 def green(tmp_path: Path) -> Deployment:
     return scaled(tmp_path, "green")
-
-
-@pytest.fixture
-def slow(build: Callable[..., Deployment]) -> Deployment:
-    """A model that counts to `n` in a loop: the larger, the slower."""
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["go_on"], ["still"]), helper.make_node("Add", ["sum", "one"], ["next"])],
-        "body",
-        [
-            helper.make_tensor_value_info("i", TensorProto.INT64, []),
-            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("sum", TensorProto.INT64, []),
-        ],
-        [
-            helper.make_tensor_value_info("still", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("next", TensorProto.INT64, []),
-        ],
-        [helper.make_tensor("one", TensorProto.INT64, [], [1])],
-    )
-    zero = helper.make_node("Constant", [], ["zero"], value=helper.make_tensor("z", TensorProto.INT64, [], [0]))
-    loop = helper.make_node("Loop", ["n", "", "zero"], ["count"], body=body)
-    return build([zero, loop], [("n", TensorProto.INT64, [])], [("count", TensorProto.INT64, [])])
 
 
 @pytest.fixture

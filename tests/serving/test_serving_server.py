@@ -6,7 +6,6 @@ import os
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,10 +21,10 @@ from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution
 from onnx_ops.protocol.messages import STATE_PATH
 from onnx_ops.protocol.routing_table import CURRENT_FILE
-from onnx_ops.protocol.server_process import TOKEN_FILE
+from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, X, serving
-from tests.support.server import MAIN, Answer
+from tests.support.server import MAIN
 
 
 @pytest.fixture(scope="module")
@@ -149,26 +148,6 @@ def test_a_wrong_request_gets_the_right_status_and_says_why(
     assert steady.infer([1, 2]).status == 200
 
 
-def test_a_split_is_kept_by_user_and_its_shares_are_plausible(
-    published: Server, blue: Deployment, green: Deployment
-) -> None:
-    published.publish(state_of(blue, green, blue=50, green=50), 3)
-    users = [f"user-{number}" for number in range(200)]
-
-    def assigned() -> dict[str, str]:
-        return {user: published.who_answers({"x-user-key": user}) for user in users}
-
-    half = assigned()
-    assert assigned() == half
-    assert 70 <= Counter(half.values())["green"] <= 130
-    published.publish(state_of(blue, green, blue=20, green=80), 4)
-    more = assigned()
-    assert all(more[user] == "green" for user in users if half[user] == "green")
-    published.stop()
-    published.start()
-    assert assigned() == more
-
-
 def test_the_admin_listener_needs_its_token(published: Server, blue: Deployment) -> None:
     body = codec.dumps(replace(state_of(blue, blue=100), generation=9))
     for token in ("", "wrong", "é"):
@@ -229,42 +208,6 @@ def test_a_torn_table_gives_way_to_the_previous_one(published: Server, blue: Dep
     assert "invalid table" in published.log()
 
 
-@pytest.mark.nightly
-def test_a_slow_model_does_not_keep_health_waiting_and_drains_on_sigterm(
-    server: Server, slow: Deployment, blue: Deployment
-) -> None:
-    server.publish(state_of(slow, blue=100), 1)
-
-    def count_to(number: int) -> Answer:
-        tensor = {"name": "n", "datatype": "INT64", "shape": [], "data": [number]}
-        return server.call("POST", INFER, {"inputs": [tensor]})
-
-    loops = 20_000
-    while True:  # as slow as needed, whatever the machine
-        started = time.monotonic()
-        assert count_to(loops).json()["outputs"][0]["data"] == [loops]
-        if time.monotonic() - started > 1.0:
-            break
-        loops *= 2
-    answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.append(count_to(loops)))
-    thread.start()
-    running = b'onnx_ops_requests_in_progress{endpoint="state",deployment="blue",version="1",variant="fp32"} 1'
-    while running not in server.call("GET", "/metrics").body:
-        assert thread.is_alive()
-    health = [server.call("GET", "/v2/health/live").status for _ in range(20)]
-    assert not answers, "health was answered only after the model"
-    assert health == [200] * 20
-    server.publish(replace(state_of(replace(blue, name="next"), next=100)), 2)  # drops the deployment that runs
-    assert not answers
-    code = server.stop()
-    thread.join()
-    assert code == 0
-    assert [answer.status for answer in answers] == [200]
-    assert answers[0].json()["outputs"][0]["data"] == [loops]
-    assert not (server.folder / "server.json").exists()
-
-
 def started(folder: Path, port: int = 0) -> tuple[int, str]:
     """Exit code and standard error of a server that cannot start."""
     command = Server(folder=folder, port=port).command()
@@ -278,6 +221,8 @@ def test_a_folder_has_one_server(server: Server) -> None:
     assert (code, "another server runs" in error) == (4, True)
     assert server.record().pid == server.supervisor
     assert server.call("GET", "/v2/health/live").status == 200
+    assert server.stop() == 0
+    assert not (server.folder / SERVER_FILE).exists()
 
 
 def test_start_with_problems_prints_one_line(tmp_path: Path, server: Server) -> None:

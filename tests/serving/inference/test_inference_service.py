@@ -172,9 +172,10 @@ def test_request_behind_a_queued_one_waits(gate: Gate, blue: Deployment) -> None
     assert [b'"data":[2.0' in answers[0], b'"ready":true' in answers[1], b'"data":[6.0' in answers[2]] == [True] * 3
 
 
-def test_a_drain_finishes_what_waits_and_what_is_being_read(gate: Gate, blue: Deployment) -> None:
+def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Deployment, green: Deployment) -> None:
     with behind(gate, blue) as worker:
         (waits,) = queue_up(worker, gate, REQUEST)
+        worker.publish(state_of(green, green=100))  # drops the deployment that runs
         reads, idle = worker.connect(), worker.connect()
         reads.sendall(REQUEST[:-5])
         wait_until(lambda: len(worker.server.server_state.connections) == 3)
