@@ -47,6 +47,7 @@ def test_orphans_and_a_supervisor_killed_while_it_takes_over(two_workers: Server
 
 def test_a_port_that_a_stranger_has_taken_is_refused_although_a_handover_file_is_left(two_workers: Server) -> None:
     two_workers.destroy()
+    wait_until(lambda: not two_workers.workers())  # they hold the port until their last thread ends
     assert (two_workers.folder / HANDOVER_SOCKET).exists()
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
