@@ -198,9 +198,7 @@ class InferenceProtocol(LimitedProtocol):
                 self._start = data[: len(data) - len(self._body)] if is_idle else b""
                 self._reset_parser()
         elif is_idle:
-            body = b"" if self._complete is None else self._complete[2]
-            if data.endswith(body):  # just this one request
-                self._cache_head(data[: len(data) - len(body)])
+            self._cache_last_head(data)
 
     # Callbacks of the parser
 
@@ -323,6 +321,12 @@ class InferenceProtocol(LimitedProtocol):
     def _reject(self, status: int, message: str) -> None:
         self._missing, self._parts, self._body = 0, [], b""
         super()._reject(status, message)
+
+    def _cache_last_head(self, data: bytes) -> None:
+        """Cache the head of the last request, if `data` was just this one request."""
+        body = b"" if self._complete is None else self._complete[2]
+        if data.endswith(body):
+            self._cache_head(data[: len(data) - len(body)])
 
     def _cache_head(self, start: bytes) -> None:
         """Cache what preceded the last body, if that is just one head."""

@@ -177,7 +177,7 @@ class _LazyWalk:
         if type(value) is not simdjson.Array:
             return value
         if key not in _SMALL_LISTS:
-            first = value
+            first: Any = value
             while type(first) is simdjson.Array and len(first):
                 first = first[0]
             if type(first) in (int, float):

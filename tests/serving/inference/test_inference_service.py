@@ -95,7 +95,7 @@ def data_of(answer: bytes) -> list[float]:
 
 
 def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
-    rows = [[[0, 0]], *([[number, number + 0.5]] * number for number in range(1, 5))]
+    rows: list[list[list[float]]] = [[[0, 0]], *([[number, number + 0.5]] * number for number in range(1, 5))]
     with behind(gate, batchable) as worker:
         clients = queue_up(worker, gate, *(post(INFER, infer_body(*each)) for each in rows))
         for each, answer in zip(rows, answers_to(gate, clients), strict=True):
