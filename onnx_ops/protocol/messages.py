@@ -61,11 +61,9 @@ USER_FIELDS = CELL_LATENCIES + MAX_USER_THRESHOLDS + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminState:
-    """Response to GET and PUT of the state.
+    """Response to GET and PUT of the state; None before the first publication.
 
-    Attributes:
-        state: the published state; None before the first publication.
-        failed: deployments that could not be loaded again, with the reason.
+    `failed` are deployments that could not be loaded again, with the reason.
     """
 
     state: EndpointState | None
@@ -104,9 +102,8 @@ class DeploymentCounts:
 class UserCountsRequest:
     """Body of a POST to the counts: count the requests of two deployments by user.
 
-    Attributes:
-        limits_s: by deployment, ascending latency thresholds in seconds, at most `MAX_USER_THRESHOLDS`.
-        number: another number resets the counts.
+    `limits_s` are, by deployment, ascending latency thresholds, at most `MAX_USER_THRESHOLDS`. Another number resets
+    the counts.
     """
 
     limits_s: Mapping[str, tuple[float, ...]]
@@ -133,12 +130,9 @@ class Counts:
 
 
 def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
-    """Return the counts of one deployment, shape (`USER_FIELDS`, `USER_CELLS`).
+    """Return the counts of one deployment, shape (`USER_FIELDS`, `USER_CELLS`). Raises ValueError.
 
     A user may reach several servers: add the arrays of all servers before comparing users.
-
-    Raises:
-        ValueError: the text is not base64 of a compressed array of this shape.
     """
     import numpy as np
 
@@ -147,11 +141,7 @@ def decode_user_counts(text: str) -> npt.NDArray[np.int64]:
 
 
 def read_message(data: bytes, kind: type[T], *, where: str = "") -> T:
-    """Parse a JSON message or record of the server.
-
-    Raises:
-        CorruptStateError: it is not a message of this kind.
-    """
+    """Parse a JSON message or record of the server. Raises CorruptStateError."""
     if not data.lstrip().startswith(b"{"):
         raise CorruptStateError(f"not a {kind.__name__}", where=where, why="it is not a JSON object")
     return codec.loads(data, kind, where=where)

@@ -78,11 +78,7 @@ def encode_table(table: RoutingTable) -> bytes:
 
 
 def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
-    """Parse a table that `encode_table` wrote.
-
-    Raises:
-        CorruptStateError: it is truncated, altered, of another format, or of an unsupported version.
-    """
+    """Parse a table that `encode_table` wrote. Raises CorruptStateError."""
     try:
         document: Any = json.loads(data)
     except ValueError as error:
@@ -92,24 +88,17 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     if document.get("version") not in _READABLE_VERSIONS:
         raise CorruptStateError(f"table version {document.get('version')!r} is not supported", where=where)
     content = document.get("table")
-    if not isinstance(content, dict) or not _matches_checksum(content, document.get("checksum")):
+    try:
+        is_intact = isinstance(content, dict) and digest_json(content) == document.get("checksum")
+    except ValueError:  # NaN or an infinity, which `encode_table` never writes
+        is_intact = False
+    if not is_intact:
         raise CorruptStateError("the table does not match its checksum", where=where)
     return codec.from_json(content, RoutingTable, where=where)
 
 
-def _matches_checksum(content: object, checksum: object) -> bool:
-    try:
-        return digest_json(content) == checksum
-    except ValueError:  # NaN or an infinity, which `encode_table` never writes
-        return False
-
-
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file atomically, even in case of a power loss.
-
-    Raises:
-        OSError: it could not be written; the old content is unchanged.
-    """
+    """Replace a file atomically, even in case of a power loss. An OSError leaves the old content."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     temporary = Path(name)
     try:
@@ -154,8 +143,7 @@ class TableFile:
     def write(self, table: RoutingTable) -> None:
         """Write a table durably, and keep the valid one before as the previous table.
 
-        Raises:
-            OSError: it could not be written; `read` returns the table of before.
+        After an OSError, `read` returns the table of before.
         """
         try:
             current = self._load(self._current)

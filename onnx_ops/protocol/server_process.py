@@ -115,12 +115,7 @@ class ServerRecord:
 
 
 def explain_unservable(target: Target, available: Collection[str]) -> str:
-    """Return why a server cannot run what a target measures; empty if it can.
-
-    Args:
-        target: where models were measured.
-        available: execution providers of the server's build of ONNX Runtime.
-    """
+    """Return why a server with these execution providers cannot run what a target measures; empty if it can."""
     if target.runtime != "onnxruntime":
         return f"it measures with runtime '{target.runtime}', and the server runs 'onnxruntime'"
     if target.env is not None and target.env.isolated:

@@ -46,13 +46,7 @@ def sign_delivery(secret: str, delivery: str, timestamp: str, body: bytes) -> st
 
 
 def verify_delivery(headers: Mapping[str, str], body: bytes, *, secret: str, now: float) -> WebhookDelivery:
-    """Verify and parse a delivery.
-
-    Args:
-        headers: by lower-case name.
-        body: the bytes as received.
-        secret: shared with MLflow.
-        now: seconds since the epoch.
+    """Verify and parse a delivery. Header names are in lower case; `now` is in seconds since the epoch.
 
     Raises:
         InvalidSignatureError: it was not signed with the secret.

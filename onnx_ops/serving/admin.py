@@ -41,7 +41,7 @@ from onnx_ops.protocol.messages import (
 )
 from onnx_ops.protocol.routing_table import write_durably
 from onnx_ops.protocol.server_process import AUDIT_FILE, TOKEN_FILE
-from onnx_ops.serving.http.app import EXCEPTION_HANDLERS, read_body
+from onnx_ops.serving.http.app import build_app, read_body
 
 if TYPE_CHECKING:
     from onnx_ops.serving.workers.supervisor import Supervisor
@@ -50,12 +50,7 @@ _MAX_BODY = 1 << 20
 
 
 def read_token(folder: Path) -> str:
-    """Return the admin token of a server's folder; create it on first use.
-
-    Raises:
-        RefusedError: other users can read it, or it is empty.
-        OSError: it cannot be read or written.
-    """
+    """Return the admin token of a server's folder; create it on first use."""
     path = folder / TOKEN_FILE
     if not path.exists():
         write_durably(path, secrets.token_urlsafe(32).encode())
@@ -68,12 +63,9 @@ def read_token(folder: Path) -> str:
 
 
 class AdminApp:
-    """Handlers of the admin routes.
+    """Handlers of the admin routes. Without a token, the system lets no other user connect.
 
-    Args:
-        supervisor: publishes states.
-        token: bearer token of clients; None where the system lets no other user connect.
-        actor: who makes changes on this listener, for the audit trail.
+    `actor` is who makes changes on this listener, for the audit trail.
     """
 
     def __init__(self, supervisor: Supervisor, token: str | None, actor: str) -> None:
@@ -89,7 +81,7 @@ class AdminApp:
             Route(COUNTS_PATH, self.get_counts),
             Route(COUNTS_PATH, self.post_counts, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
+        return build_app(routes)
 
     async def get_state(self, request: Request) -> Response:
         """Return the published state."""
@@ -145,29 +137,21 @@ def _build_error(error: OnnxOpsError, status: int) -> Response:
 class AuditTrail:
     """Records each requested change and its result in a file, durably.
 
-    A change that cannot be recorded is not made. `actor` is `token` for clients with the admin token, or `uid:N` for a
-    user of the Unix socket.
+    A change that cannot be recorded (ServiceUnavailableError) is not made. `actor` is `token` for clients with the
+    admin token, or `uid:N` for a user of the Unix socket.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / AUDIT_FILE
 
     def record_request(self, actor: str, state: EndpointState) -> None:
-        """Record a change that is about to be made.
-
-        Raises:
-            ServiceUnavailableError: it could not be recorded.
-        """
+        """Record a change that is about to be made."""
         names = {d.name: f"{d.model}/{d.version}" for d in state.deployments}
         split = {"weights": dict(state.split.weights), "shadow": dict(state.split.shadow)}
         self._write({"what": "publish", "who": actor, "generation": state.generation, "deployments": names, **split})
 
     def record_result(self, actor: str, state: EndpointState, error: str = "") -> None:
-        """Record the result of a change; `error` is why nothing was changed.
-
-        Raises:
-            ServiceUnavailableError: it could not be recorded.
-        """
+        """Record the result of a change; `error` is why nothing was changed."""
         line = {"what": "refused", "why": error} if error else {"what": "published"}
         self._write({**line, "who": actor, "generation": state.generation})
 

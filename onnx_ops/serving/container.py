@@ -29,7 +29,6 @@ from onnx_ops.serving.inference.integrity import digest_files, verify_files
 _FOLDERS = ("ONNX_OPS_MODEL_DIR", "AZUREML_MODEL_DIR")
 _SAGEMAKER_FOLDER = "/opt/ml/model"
 _PORTS = ("ONNX_OPS_PORT", "SAGEMAKER_BIND_TO_PORT")
-_PORT = "8080"
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 (the container's own network; the cloud calls from outside)
 _MAX_DEPTH = 3
 """Azure ML mounts a model below `AZUREML_MODEL_DIR`, in a folder of its name or path."""
@@ -40,7 +39,16 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         if list(arguments) not in ([], ["serve"]):
             raise UserError(f"unknown argument: {' '.join(arguments)}", remedy="Use no argument, or `serve`.")
-        folder = _make_state_folder(environment)
+        configured = environment.get("ONNX_OPS_STATE_DIR")
+        try:
+            folder = Path(configured or tempfile.mkdtemp(prefix="onnx-ops-"))  # it need not outlive the container
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InfrastructureError(
+                "the folder for the server's state cannot be created",
+                why=str(error),
+                remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
+            ) from error
         deployment = find_deployment(Path(_get_first(environment, _FOLDERS) or _SAGEMAKER_FOLDER), environment)
         verify_files(Path(deployment.location), deployment)
         state = EndpointState(
@@ -52,18 +60,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return error.exit_code
     names = [name for name, _, _, _ in list_options() if f"{OPTION_PREFIX}{name.upper()}" in environment]
     flags = [f"--{name.replace('_', '-')}={environment[OPTION_PREFIX + name.upper()]}" for name in names]
-    host, port = environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES), _get_first(environment, _PORTS) or _PORT
+    host, port = environment.get("ONNX_OPS_HOST", _ALL_ADDRESSES), _get_first(environment, _PORTS) or "8080"
     return server.main(["--state-dir", str(folder), "--host", host, "--port", port, "--must-load", *flags])
 
 
 def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return the deployment in a model folder, with its real location.
-
-    Raises:
-        NotFoundError: there is none.
-        CorruptStateError: its record cannot be read.
-        InfrastructureError: a file cannot be read.
-    """
+    """Return the deployment in a model folder; without a record, the environment names it."""
     try:
         level = [root]
         for _ in range(_MAX_DEPTH + 1):
@@ -73,7 +75,15 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
                     deployment = codec.loads(record.read_bytes(), Deployment, where=str(record))
                     return replace(deployment, location=str((folder / MODEL_FOLDER).resolve()))
                 if (folder / MODEL_FILE).is_file():
-                    return _build_deployment(folder, environment)
+                    return Deployment(
+                        name=environment.get("ONNX_OPS_DEPLOYMENT", "model"),
+                        model=environment.get("ONNX_OPS_MODEL", "model"),
+                        version="1",
+                        variant="",
+                        release=digest_bytes(b""),
+                        manifest=Manifest(files=digest_files(folder)).digest(),
+                        location=str(folder.resolve()),
+                    )
             level = sorted(path for folder in level if folder.is_dir() for path in folder.iterdir() if path.is_dir())
     except OSError as error:
         raise InfrastructureError("the model's folder cannot be read", where=str(root), why=str(error)) from error
@@ -82,34 +92,6 @@ def find_deployment(root: Path, environment: Mapping[str, str]) -> Deployment:
         where=str(root),
         remedy=f"Set {_FOLDERS[0]} to the folder of the model, or mount it at {_SAGEMAKER_FOLDER}.",
     )
-
-
-def _build_deployment(folder: Path, environment: Mapping[str, str]) -> Deployment:
-    """Return a deployment for a model without a record, named by the environment."""
-    return Deployment(
-        name=environment.get("ONNX_OPS_DEPLOYMENT", "model"),
-        model=environment.get("ONNX_OPS_MODEL", "model"),
-        version="1",
-        variant="",
-        release=digest_bytes(b""),
-        manifest=Manifest(files=digest_files(folder)).digest(),
-        location=str(folder.resolve()),
-    )
-
-
-def _make_state_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of table, token and log. It need not outlive the container."""
-    configured = environment.get("ONNX_OPS_STATE_DIR")
-    try:
-        folder = Path(configured) if configured else Path(tempfile.mkdtemp(prefix="onnx-ops-"))
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InfrastructureError(
-            "the folder for the server's state cannot be created",
-            why=str(error),
-            remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
-        ) from error
-    return folder
 
 
 def _get_first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:

@@ -19,27 +19,6 @@ _SPARE_FILES = 256
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until the process is stopped; return the exit code."""
-    values = vars(_build_parser().parse_args(arguments))
-    folder, host = values.pop("state_dir"), values.pop("host")
-    port, admin_port = values.pop("port"), values.pop("admin_port")
-    must_load = values.pop("must_load")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # Before numpy is loaded: it would start threads, and a process that forks must have none.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    try:
-        options = bind_settings(values, ServerOptions)
-        _raise_file_limit(options.max_connections + _SPARE_FILES)
-        from onnx_ops.serving.workers.supervisor import serve
-
-        serve(folder, host, port, admin_port, options, must_load=must_load)
-    except OnnxOpsError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
-
-
-def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="onnx_ops.serving.main", description="Serve one endpoint.")
     parser.add_argument("--state-dir", type=Path, required=True, help="folder of table, token and server record")
     parser.add_argument("--host", default="127.0.0.1", help="address of the public listener")
@@ -49,15 +28,29 @@ def _build_parser() -> argparse.ArgumentParser:
     for name, kind, default, text in list_options():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=default, help=text.replace("%", "%%"))
-    return parser
+    values = vars(parser.parse_args(arguments))
+    folder, host = values.pop("state_dir"), values.pop("host")
+    port, admin_port = values.pop("port"), values.pop("admin_port")
+    must_load = values.pop("must_load")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Before numpy is loaded: it would start threads, and a process that forks must have none.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        options = bind_settings(values, ServerOptions)
+        # Connections are files, and the usual limit is 1024.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = options.max_connections + _SPARE_FILES
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        from onnx_ops.serving.workers.supervisor import serve
 
-
-def _raise_file_limit(files: int) -> None:
-    """Allow more open files: connections are files, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = files if hard == resource.RLIM_INFINITY else min(files, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        serve(folder, host, port, admin_port, options, must_load=must_load)
+    except OnnxOpsError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":

@@ -164,11 +164,7 @@ class SlotAllocator:
         self._slots: dict[Deployment, int] = {}
 
     def assign(self, table: RoutingTable, previous: RoutingTable | None) -> Mapping[str, int]:
-        """Return slots by deployment name. If needed, the oldest one is reset.
-
-        Raises:
-            UserError: the table has too many deployments, or a name is too long for a label.
-        """
+        """Return slots by deployment name. If needed, the oldest one is reset."""
         wanted = table.state.deployments
         in_use = {*wanted, *(previous.state.deployments if previous else ())}
         if len(in_use) >= SLOTS:
@@ -176,17 +172,15 @@ class SlotAllocator:
         for deployment in wanted:
             if len(json.dumps(_get_labels(deployment))) > _LABEL_BYTES:
                 raise UserError(f"the names of deployment {deployment.name[:40]!r} are too long")
-        return {d.name: self._assign_slot(d, in_use) for d in wanted}
-
-    def _assign_slot(self, deployment: Deployment, in_use: set[Deployment]) -> int:
-        slot = self._slots.pop(deployment, None)
-        if slot is None:
-            free = set(range(1, SLOTS)) - set(self._slots.values())
-            slot = min(free) if free else self._slots.pop(next(d for d in self._slots if d not in in_use))
-            self._shared.reset_slot(slot)
-            self._shared.set_labels(slot, _get_labels(deployment))
-        self._slots[deployment] = slot
-        return slot
+        for deployment in wanted:
+            slot = self._slots.pop(deployment, None)
+            if slot is None:
+                free = set(range(1, SLOTS)) - set(self._slots.values())
+                slot = min(free) if free else self._slots.pop(next(d for d in self._slots if d not in in_use))
+                self._shared.reset_slot(slot)
+                self._shared.set_labels(slot, _get_labels(deployment))
+            self._slots[deployment] = slot  # at the end: those before it were assigned longer ago
+        return {d.name: self._slots[d] for d in wanted}
 
 
 def _get_labels(deployment: Deployment) -> Mapping[str, str]:
@@ -274,6 +268,7 @@ _SERVER_FAMILIES = (
 )
 _SHOWN_BOUNDS = {*BOUNDS_S[:: STEPS // 2], None}
 """Steps of the square root of two: enough for dashboards, in an eighth of the lines."""
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class MetricsPage:
@@ -288,15 +283,25 @@ class MetricsPage:
         unrouted = self._format_labels({"deployment": "", "version": "", "variant": ""}), self._shared.sum_slot(0)
         used = ((slot, self._shared.get_labels(slot)) for slot in range(1, SLOTS))
         rows = [(self._format_labels(ls), self._shared.sum_slot(slot)) for slot, ls in used if ls is not None]
-        lines = [*_render_requests([unrouted, *rows]), *_render_errors([unrouted, *rows])]
+        columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
+        requests = [
+            (f'{ls},status="{status}"', row[c]) for ls, row in (unrouted, *rows) for status, c in columns if row[c]
+        ]
+        lines = _render_family("requests_total", "Inference requests by HTTP status.", "counter", requests)
+        errors = [
+            (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
+            for labels, row in (unrouted, *rows)
+            for reason, statuses in _REASONS.items()
+        ]
+        lines += _render_family("errors_total", "Inference requests that failed, by reason.", "counter", errors)
         for name, text, get_latency in (
             ("request_duration_seconds", "Time from the last byte of a request to its response.", get_request_latency),
             ("service_duration_seconds", "Time without queueing, of comparable requests.", get_service_latency),
         ):
-            lines += _render_histogram(name, text, ((labels, get_latency(row)) for labels, row in rows))
+            lines += _render_histogram(name, text, [(labels, get_latency(row)) for labels, row in rows])
         for name, text, kind, column in _FAMILIES:
-            lines += _render_family(name, text, kind, ((labels, row[column]) for labels, row in rows))
-        loads = ((labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows)
+            lines += _render_family(name, text, kind, [(labels, row[column]) for labels, row in rows])
+        loads = [(labels, row[LOAD_NANOSECONDS] / 1e9) for labels, row in rows]
         lines += _render_family("model_load_seconds_total", "Time to load, verify and warm up.", "counter", loads)
         server = self._format_labels({})
         for name, text, kind, column in _SERVER_FAMILIES:
@@ -318,22 +323,7 @@ class MetricsPage:
 
     def _format_labels(self, labels: Mapping[str, str]) -> str:
         full = {"endpoint": self._endpoint, **labels}
-        return ",".join(f'{name}="{_escape(value)}"' for name, value in full.items())
-
-
-def _render_requests(rows: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
-    columns = [*_COLUMN_OF.items(), ("other", OTHER_STATUS)]
-    samples = [(f'{ls},status="{status}"', row[c]) for ls, row in rows for status, c in columns if row[c]]
-    yield from _render_family("requests_total", "Inference requests by HTTP status.", "counter", samples)
-
-
-def _render_errors(rows: Sequence[tuple[str, Sequence[int]]]) -> Iterator[str]:
-    samples = [
-        (f'{labels},reason="{reason}"', sum(row[get_column(status)] for status in statuses))
-        for labels, row in rows
-        for reason, statuses in _REASONS.items()
-    ]
-    yield from _render_family("errors_total", "Inference requests that failed, by reason.", "counter", samples)
+        return ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in full.items())
 
 
 def _render_histogram(name: str, text: str, samples: Iterable[tuple[str, LatencyHistogram]]) -> Iterator[str]:
@@ -350,12 +340,7 @@ def _render_histogram(name: str, text: str, samples: Iterable[tuple[str, Latency
         yield f"{name}_count{{{labels}}} {count}"
 
 
-def _render_family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
-    yield f"# HELP onnx_ops_{name} {text}"
-    yield f"# TYPE onnx_ops_{name} {kind}"
-    for labels, value in samples:
-        yield f"onnx_ops_{name}{{{labels}}} {value}"
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _render_family(name: str, text: str, kind: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+    name = f"onnx_ops_{name}"
+    values = (f"{name}{{{labels}}} {value}" for labels, value in samples)
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *values]

@@ -53,6 +53,7 @@ _NO_BOUND = len(BOUNDS_S)
 _SLOT_BITS = (SLOTS - 1).bit_length()
 _VALUE_BITS = _SLOT_BITS + (USER_CELLS - 1).bit_length()
 _SUBJECTS = ("request_id", "key", "deployment")
+"""What an outcome is about: exactly one of these."""
 
 
 class UserCounts:
@@ -94,21 +95,18 @@ class UserCounts:
 
     def _get_side(self, slot: int) -> tuple[int, Sequence[float]] | None:
         if self._shared_header[WATCH] != self._watch:
-            self._start_watch()
+            self._watch = self._shared_header[WATCH]
+            if self._header[0] != self._watch:  # else the worker before this one has counted by it
+                self._cells[:] = memoryview(bytes(8 * len(self._cells))).cast("Q")
+            self._sides = {}
+            for side in range(2):
+                begin = WATCH + 1 + side * (1 + MAX_USER_THRESHOLDS)
+                watched, *bounds = self._shared_header[begin : begin + 1 + MAX_USER_THRESHOLDS]
+                if watched:
+                    limits_s = [BOUNDS_S[bound] for bound in bounds if bound < _NO_BOUND]
+                    self._sides[watched] = side * USER_CELLS * USER_FIELDS, limits_s
+            self._header[0] = self._watch
         return self._sides.get(slot)
-
-    def _start_watch(self) -> None:
-        self._watch = self._shared_header[WATCH]
-        if self._header[0] != self._watch:  # else the worker before this one has counted by it
-            self._cells[:] = memoryview(bytes(8 * len(self._cells))).cast("Q")
-        self._sides = {}
-        for side in range(2):
-            begin = WATCH + 1 + side * (1 + MAX_USER_THRESHOLDS)
-            slot, *bounds = self._shared_header[begin : begin + 1 + MAX_USER_THRESHOLDS]
-            if slot:
-                limits_s = [BOUNDS_S[bound] for bound in bounds if bound < _NO_BOUND]
-                self._sides[slot] = side * USER_CELLS * USER_FIELDS, limits_s
-        self._header[0] = self._watch
 
 
 def set_watch(shared: SharedMetrics, slots: Mapping[str, int], request: UserCountsRequest) -> None:
@@ -146,10 +144,7 @@ def collect_counts(
     split: str = "",
     cold_s: Mapping[str, Sequence[float]] | None = None,
 ) -> Counts:
-    """Return the counts of deployments by name; by user if requested.
-
-    `split` and `cold_s`, by name, are fields of the result (see `Counts`, `DeploymentCounts`).
-    """
+    """Return the counts of deployments by name; by user if requested."""
     users: Mapping[str, str] = {}
     if request is not None:
         set_watch(shared, slots, request)
@@ -181,10 +176,8 @@ class OutcomeCounter:
     hash of the id, 15 of the user's bucket and 6 of the slot, at the place that the hash selects. A later request can
     overwrite it; the outcome is then unknown. An id is counted once.
 
-    Args:
-        find_slot: returns the slot of a deployment by its name.
-        find_user: returns the slot of the deployment that serves a user key, and the user's bucket. Both raise
-            NotFoundError or ServiceUnavailableError.
+    `find_slot` returns the slot of a deployment by its name; `find_user`, for a user key, the slot of the deployment
+    that serves it and the user's bucket. Both raise OnnxOpsError if there is none.
     """
 
     def __init__(
@@ -211,35 +204,47 @@ class OutcomeCounter:
     def count(self, body: bytes) -> tuple[int, int]:
         """Count the outcomes of a body; return the number of counted and of unknown ones.
 
-        Raises:
-            UserError: the body is invalid; nothing was counted.
+        If the body is invalid (UserError), nothing is counted.
         """
-        outcomes = [(self._find_place(outcome), bool(outcome["success"])) for outcome in _parse_outcomes(body)]
-        for place, success in outcomes:
-            if place is None:
-                self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_OUTCOMES] += 1
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise UserError("the body is not JSON", why=str(error)) from error
+        outcomes = document.get("outcomes") if isinstance(document, dict) and "outcomes" in document else [document]
+        if not isinstance(outcomes, list) or len(outcomes) > MAX_OUTCOMES:
+            raise UserError(f"outcomes must be a list of at most {MAX_OUTCOMES}")
+        for place, outcome in enumerate(outcomes):
+            names = [name for name in _SUBJECTS if isinstance(outcome, dict) and name in outcome]
+            has_subject = len(names) == 1 and isinstance(outcome[names[0]], str)
+            if not has_subject or not isinstance(outcome.get("success"), bool):
+                raise UserError(
+                    f"outcome {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
+                    remedy='For example: {"outcomes": [{"request_id": "a1", "success": true}]}',
+                )
+        unknown = 0
+        for outcome in outcomes:
+            subject = self._find_subject(outcome)
+            if subject is None:
+                unknown += 1
                 continue
-            slot, bucket = place
+            slot, bucket = subject
             row = self._shared.get_row(self._worker, slot)
             row[metrics.OUTCOMES] += 1
-            row[metrics.SUCCESSES] += success
-            self._users.count_outcome(slot, bucket, success)
-        unknown = sum(place is None for place, _ in outcomes)
+            row[metrics.SUCCESSES] += outcome["success"]
+            self._users.count_outcome(slot, bucket, outcome["success"])
+        self._shared.get_row(self._worker, 0)[metrics.UNKNOWN_OUTCOMES] += unknown
         return len(outcomes) - unknown, unknown
 
-    def _find_place(self, outcome: dict[str, Any]) -> tuple[int, int] | None:
-        """Return slot and bucket of the subject of an outcome."""
+    def _find_subject(self, outcome: dict[str, Any]) -> tuple[int, int] | None:
+        """Return slot and bucket of the subject of an outcome; forget its request id."""
         try:
-            if "request_id" in outcome:
-                return self._take_request_id(outcome["request_id"].encode())
             if "key" in outcome:
                 return self._find_user(outcome["key"].encode())
-            return self._find_slot(outcome["deployment"]), KEYLESS_CELL
+            if "deployment" in outcome:
+                return self._find_slot(outcome["deployment"]), KEYLESS_CELL
         except OnnxOpsError:
             return None
-
-    def _take_request_id(self, request_id: bytes) -> tuple[int, int] | None:
-        key = _hash_id(request_id)
+        key = _hash_id(outcome["request_id"].encode())
         place = key % REQUEST_IDS
         for worker in range(self._shared.workers):
             ids = self._shared.get_request_ids(worker)
@@ -252,22 +257,3 @@ class OutcomeCounter:
 def _hash_id(request_id: bytes) -> int:
     """Return 43 bits, never 0."""
     return int.from_bytes(hashlib.blake2b(request_id, digest_size=8).digest(), "big") >> _VALUE_BITS or 1
-
-
-def _parse_outcomes(body: bytes) -> list[dict[str, Any]]:
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise UserError("the body is not JSON", why=str(error)) from error
-    outcomes = document.get("outcomes") if isinstance(document, dict) and "outcomes" in document else [document]
-    if not isinstance(outcomes, list) or len(outcomes) > MAX_OUTCOMES:
-        raise UserError(f"outcomes must be a list of at most {MAX_OUTCOMES}")
-    for place, outcome in enumerate(outcomes):
-        names = [name for name in _SUBJECTS if isinstance(outcome, dict) and name in outcome]
-        has_subject = len(names) == 1 and isinstance(outcome[names[0]], str)
-        if not has_subject or not isinstance(outcome.get("success"), bool):
-            raise UserError(
-                f"outcome {place} must hold `success` (true or false) and one of {', '.join(_SUBJECTS)} (text)",
-                remedy='For example: {"outcomes": [{"request_id": "a1", "success": true}]}',
-            )
-    return outcomes

@@ -3,58 +3,47 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from onnx_ops.domain.endpoint import Deployment
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import INFER, Make, Patient
 from tests.support.load import LoadPlan, Payload
-from tests.support.server import ServerFamily
+from tests.support.server import ServerFamily, scaled
 
 
 @pytest.fixture
 def blue(tmp_path: Path) -> Deployment:
-    return scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
+    return scaled(tmp_path, "blue")
 
 
 @pytest.fixture
 def green(tmp_path: Path) -> Deployment:
-    return scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0, model="m")
+    return scaled(tmp_path, "green")
 
 
 @pytest.fixture
 def family(tmp_path: Path) -> Iterator[Make]:
     """Makes servers that are gone after the test."""
-    made: list[ServerFamily] = []
-
-    def make(
-        *options: str, folder: Path | None = None, module: Sequence[str] = ("onnx_ops.serving.main",)
-    ) -> ServerFamily:
-        server = ServerFamily(folder=folder or tmp_path / "state", options=options, module=module)
-        made.append(server)
-        server.start()
-        return server
-
-    yield make
-    for server in made:
-        server.destroy()
+    with ExitStack() as stack:
+        yield lambda *options, folder=tmp_path / "state": stack.enter_context(
+            ServerFamily(folder=folder, options=options)
+        )
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
     """One server for all tests of a file that only call it: they hurt it one after the other."""
     root = tmp_path_factory.mktemp("patient")
-    deployment = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    server = ServerFamily(folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x"))
-    server.start()
-    assert server.publish(state_of(deployment, blue=100), 1).status == 200
-    yield Patient(server)
-    assert server.stop() == 0
-    assert "Traceback" not in server.log(), server.log()
-    server.destroy()
+    with ServerFamily(folder=root / "state", options=("--read-timeout", "2 s", "--allowed-hosts", "x")) as server:
+        assert server.publish(state_of(scaled(root, "blue"), blue=100), 1).status == 200
+        yield Patient(server)
+        assert server.stop() == 0
+        assert "Traceback" not in server.log(), server.log()
 
 
 @pytest.fixture

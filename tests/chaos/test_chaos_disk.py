@@ -13,6 +13,7 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import MeasurementError
 from onnx_ops.protocol.routing_table import TableFile
+from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import Make, Patient
 from tests.support.server import ServerFamily
@@ -38,11 +39,17 @@ def is_healed(server: ServerFamily, blue: Deployment, green: Deployment) -> None
     assert stored.state.generation == 2
 
 
-@pytest.mark.parametrize("limit", [0, 1, 100, 500])
-def test_files_that_may_not_grow(family: Make, blue: Deployment, green: Deployment, limit: int) -> None:
-    """A limit on the size of files (RLIMIT_FSIZE) needs no privilege, and cuts a write off in its middle."""
+@pytest.mark.parametrize(("limit", "after_audit"), [(0, False), (1, False), (100, False), (500, False), (400, True)])
+def test_files_that_may_not_grow(
+    family: Make, blue: Deployment, green: Deployment, limit: int, after_audit: bool
+) -> None:
+    """A limit on the size of files (RLIMIT_FSIZE) needs no privilege, and cuts a write off in its middle.
+
+    With the last one, the line of the audit trail fits, and the table does not.
+    """
     server = family()
     assert server.publish(state_of(blue, blue=100), 1).status == 200
+    limit += (server.folder / AUDIT_FILE).stat().st_size if after_audit else 0
     before = resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     refuses_until_room_is_made(server, blue, green)
     resource.prlimit(server.supervisor, resource.RLIMIT_FSIZE, before)

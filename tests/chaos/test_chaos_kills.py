@@ -13,9 +13,9 @@ import pytest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import state_of
 from tests.chaos.chaos_parts import Make, Patient
-from tests.support.chaos import Victim, publish_and_kill
+from tests.support.chaos import Victim, count_moments, publish_and_kill
 from tests.support.load import LoadPlan, LoadProcess
-from tests.support.server import ServerFamily
+from tests.support.server import ServerFamily, scaled
 
 Plan = Callable[..., LoadPlan]
 
@@ -126,12 +126,7 @@ def test_killed_within_a_publication(
 
 @pytest.fixture(scope="module")
 def moments_of_a_publication(tmp_path_factory: pytest.TempPathFactory) -> int:
-    from onnx_ops.testing.endpoints import scaling_deployment
-    from tests.support.chaos import count_moments
-
     root = tmp_path_factory.mktemp("counted")
-    counted = count_moments(
-        root / "state", scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    )
+    counted = count_moments(root / "state", scaled(root, "blue"))
     assert counted >= 10, "the order is not seen"
     return counted

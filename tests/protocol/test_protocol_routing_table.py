@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,16 @@ from hypothesis import strategies as st
 from onnx_ops.domain.artifact import digest_bytes, digest_json
 from onnx_ops.domain.endpoint import Deployment, EndpointState, TrafficSplit
 from onnx_ops.errors import CorruptStateError
-from onnx_ops.protocol.routing_table import RoutingTable, build_next_table, decode_table, encode_table
+from onnx_ops.protocol.routing_table import (
+    CURRENT_FILE,
+    PREVIOUS_FILE,
+    RoutingTable,
+    TableFile,
+    build_next_table,
+    decode_table,
+    encode_table,
+    write_durably,
+)
 
 
 def deployment(name: str, content: str = "") -> Deployment:
@@ -87,6 +98,8 @@ def test_decode_table_with_damage_raises() -> None:
         altered = bytes([*data[:place], data[place] ^ 1, *data[place + 1 :]])
         with pytest.raises(CorruptStateError):
             decode_table(altered)
+    with pytest.raises(CorruptStateError):
+        decode_table(data + b"\0" * 512)
 
 
 def test_decode_table_of_other_documents_raises() -> None:
@@ -105,3 +118,70 @@ def test_decode_table_of_other_documents_raises() -> None:
             decode_table(json.dumps(document).encode())
     with pytest.raises(CorruptStateError):
         decode_table(b'{"format":"onnx-ops/table","version":1,"checksum":"","table":NaN}')
+
+
+@pytest.fixture
+def history() -> list[RoutingTable]:
+    first = build_next_table(None, state({"a": 100}))
+    second = build_next_table(first, state({"a": 90, "b": 10}, 2))
+    return [first, second, build_next_table(second, state({"a": 0, "b": 100}, 3))]
+
+
+def test_table_file_reads_what_was_written_last(tmp_path: Path, history: list[RoutingTable]) -> None:
+    tables = TableFile(tmp_path)
+    assert tables.read() is None
+    for number, table in enumerate(history):
+        tables.write(table)
+        assert tables.read() == table
+        files = {CURRENT_FILE} if number == 0 else {CURRENT_FILE, PREVIOUS_FILE}
+        assert {path.name for path in tmp_path.iterdir()} == files
+    (tmp_path / CURRENT_FILE).unlink()
+    assert tables.read() == history[1]
+
+
+def test_table_file_write_keeps_the_good_previous_table(tmp_path: Path, history: list[RoutingTable]) -> None:
+    tables = TableFile(tmp_path)
+    tables.write(history[0])
+    tables.write(history[1])
+    (tmp_path / CURRENT_FILE).write_bytes(b"{")
+    tables.write(history[2])
+    assert tables.read() == history[2]
+    (tmp_path / CURRENT_FILE).write_bytes(b"{")
+    assert tables.read() == history[0]
+    (tmp_path / PREVIOUS_FILE).write_bytes(b'{"format": "something else"}')
+    assert tables.read() is None
+
+
+def test_table_file_write_that_fails_leaves_the_table_of_before(
+    tmp_path: Path, history: list[RoutingTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = TableFile(tmp_path)
+    tables.write(history[0])
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tables.write(history[1])
+    assert tables.read() == history[0]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
+
+
+def test_write_durably_flushes_a_file_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def recorded_fsync(handle: int) -> None:
+        calls.append(("fsync", os.fstat(handle).st_ino))
+        fsync(handle)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "replace", recorded_rename)
+    write_durably(tmp_path / CURRENT_FILE, b"{}")
+    file, folder = ((tmp_path / CURRENT_FILE).stat().st_ino, tmp_path.stat().st_ino)
+    assert calls == [("fsync", file), ("rename", file), ("fsync", folder)]

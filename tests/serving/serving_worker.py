@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from onnx_ops.domain.endpoint import Deployment, EndpointState
@@ -18,7 +17,7 @@ from onnx_ops.protocol.routing_table import RoutingTable, build_next_table
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import build_protocol
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.deployments import InferenceRoute, LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.models import load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.service import InferenceService
@@ -26,6 +25,7 @@ from onnx_ops.serving.inference.shadow import ShadowQueue
 from onnx_ops.serving.metrics import MetricsPage, MetricsRow, SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import OutcomeCounter, UserCounts
 from onnx_ops.serving.workers.listeners import listen_tcp
+from onnx_ops.serving.workers.worker import SignalFreeServer, build_uvicorn_config
 
 Wrap = Callable[[Any], Any]
 
@@ -58,12 +58,13 @@ class Worker:
     def publish(self, state: EndpointState) -> None:
         revision = self.shared.revision + 1
         table = build_next_table(self.table, state)
-        self.deployments.prepare(revision, table, self.slots.assign(table, self.table))
+        slots = self.slots.assign(table, self.table)
+        self.deployments.prepare(TableRevision(number=revision, table=table, slots=slots))
         self.table = table
         self.shared.revision = revision
 
     def metrics(self) -> str:
-        return MetricsPage(self.shared, "e").render(None)
+        return MetricsPage(self.shared, "e").render(self.state)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Worker]:
@@ -102,17 +103,8 @@ class Worker:
         self.connections = ConnectionLimits(**{**usual, **self.bounds}, row=unrouted)
         app = _SpiedApp(self.inference, MetricsPage(self.shared, "e"), outcomes, max_body=self.connections.max_body)
         app.slowly = self.slowly
-        config = uvicorn.Config(
-            app.build(),
-            http=build_protocol(self.inference, self.connections, self.hosts),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=20,
-        )
-        self.server = uvicorn.Server(config)
-        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        protocol = build_protocol(self.inference, self.connections, self.hosts)
+        self.server = SignalFreeServer(build_uvicorn_config(app.build(), protocol=protocol, drain_s=20))
         with listen_tcp("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
             watch = self.loop.create_task(self.connections.watch())
@@ -161,13 +153,9 @@ class Worker:
 class _SpiedApp(PublicApp):
     slowly: list[str]
 
-    async def infer(self, request: Any) -> Any:
+    async def _answer(self, request: Any, route: InferenceRoute) -> Any:
         self.slowly.append(request.url.path)
-        return await super().infer(request)
-
-    async def invoke(self, request: Any) -> Any:
-        self.slowly.append(request.url.path)
-        return await super().invoke(request)
+        return await super()._answer(request, route)
 
 
 def received(client: socket.socket, answers: int = 1) -> bytes:

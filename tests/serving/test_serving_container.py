@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,10 @@ class Container:
         self._folder, self._stack = folder, stack
         self.port = free_port()
 
-    def environment(self, **given: str) -> Mapping[str, str]:
+    def start(self, *arguments: str, port: str = "ONNX_OPS_PORT", **given: str) -> subprocess.Popen[str]:
         own = {"PATH": os.environ["PATH"], "TMPDIR": str(self._folder), "ONNX_OPS_HOST": "127.0.0.1"}
-        return own | given
-
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments], env=self.environment(**environment), stderr=subprocess.PIPE, text=True
-        )
+        environment = own | {port: str(self.port)} | given
+        process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
         self._stack.callback(self.stop, process)
         wait_until(lambda: process.poll() is not None or self.alive())
         return process
@@ -53,17 +49,15 @@ class Container:
         return process.returncode
 
     def alive(self) -> bool:
-        try:
+        with suppress(OSError):
             return self.ask("/ping")[0] == 200
-        except OSError:
-            return False
+        return False
 
     def ask(self, path: str, body: bytes | None = None) -> tuple[int, Any, Mapping[str, str]]:
         headers = {} if body is None else {"content-type": "application/json"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
-            content = answer.read()
-            return answer.status, json.loads(content) if content else None, answer.headers
+            return answer.status, json.load(answer), answer.headers
 
 
 @pytest.fixture
@@ -83,9 +77,7 @@ def released(folder: Path) -> Deployment:
 
 def test_sagemaker(container: Container, tmp_path: Path) -> None:
     released(tmp_path / "ml")
-    process = container.start(
-        "serve", ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), SAGEMAKER_BIND_TO_PORT=str(container.port)
-    )
+    process = container.start("serve", port="SAGEMAKER_BIND_TO_PORT", ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
     status, answer, headers = container.ask("/invocations", BODY)
     assert (status, answer["predictions"]["y"]) == (200, [[2.0, 4.0]])
     assert headers["x-onnx-ops-deployment"] == "v7"
@@ -94,18 +86,13 @@ def test_sagemaker(container: Container, tmp_path: Path) -> None:
 
 def test_azure_mounts_the_model_below_the_folder(container: Container, tmp_path: Path) -> None:
     released(tmp_path / "azureml-models" / "digits" / "7")
-    container.start(AZUREML_MODEL_DIR=str(tmp_path / "azureml-models"), ONNX_OPS_PORT=str(container.port))
+    container.start(AZUREML_MODEL_DIR=str(tmp_path / "azureml-models"))
     assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[2.0, 4.0]]
 
 
 def test_a_plain_model(container: Container, tmp_path: Path) -> None:
     scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
-    container.start(
-        ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"),
-        ONNX_OPS_PORT=str(container.port),
-        ONNX_OPS_MODEL="scale",
-        ONNX_OPS_SERVE_WORKERS="2",
-    )
+    container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"), ONNX_OPS_MODEL="scale", ONNX_OPS_SERVE_WORKERS="2")
     assert container.ask("/v2/models/scale")[1]["name"] == "scale"
     assert container.ask("/invocations", BODY)[1]["predictions"]["y"] == [[3.0, 6.0]]
 
@@ -131,13 +118,13 @@ def test_files_that_are_not_those_of_the_release_are_never_served(container: Con
     record = tmp_path / "ml" / DEPLOYMENT_FILE
     other = json.loads(record.read_bytes()) | {"manifest": digest_bytes(b"another")}
     record.write_text(json.dumps(other))
-    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), ONNX_OPS_PORT=str(container.port))
+    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
     assert (process.returncode, "digest mismatch" in process.communicate()[1]) == (5, True)
 
 
 def test_a_model_that_the_runtime_cannot_load_ends_the_container(container: Container, tmp_path: Path) -> None:
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml" / "model.onnx").write_bytes(b"no model")
-    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"), ONNX_OPS_PORT=str(container.port))
+    process = container.start(ONNX_OPS_MODEL_DIR=str(tmp_path / "ml"))
     told = process.communicate()[1].splitlines()[-1]
     assert (process.returncode, told.startswith("model: the model cannot be loaded")) == (4, True), told

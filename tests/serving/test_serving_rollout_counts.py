@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.rollout_policy import COLD_START_SAMPLES
 from onnx_ops.protocol import messages
@@ -20,23 +19,19 @@ from onnx_ops.protocol.messages import COUNTS_PATH, USER_CELLS, UserCountsReques
 from onnx_ops.serving import metrics
 from onnx_ops.serving.metrics import SharedMetrics
 from onnx_ops.serving.rollout_counts import MAX_OUTCOMES, OutcomeCounter, UserCounts
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, infer_body, wait_until
 from tests.support.server import Answer, ServerFamily
 
-INFER = "/v2/models/m/infer"
-BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}]}).encode()
+BODY = infer_body([1, 2])
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[ServerFamily, Deployment, Deployment]]:
+def server(tmp_path: Path, blue: Deployment, green: Deployment) -> Iterator[ServerFamily]:
     """Two workers; blue and green share the traffic."""
-    blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0, model="m")
-    server = ServerFamily(folder=tmp_path / "state", options=("--workers", "2"))
-    server.start()
-    assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
-    yield server, blue, green
-    server.destroy()
+    with ServerFamily(folder=tmp_path / "state", options=("--workers", "2")) as server:
+        assert server.publish(state_of(blue, green, blue=50, green=50), 1).status == 200
+        yield server
 
 
 def ask(server: ServerFamily, **headers: str) -> str:
@@ -55,8 +50,7 @@ def outcomes_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
     return {name: (found.outcomes, found.successes) for name, found in server.counts().deployments.items()}
 
 
-def test_an_outcome_counts_for_who_answered(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_an_outcome_counts_for_who_answered(server: ServerFamily) -> None:
     answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
     assert set(answered.values()) == {"blue", "green"}
     good = {name: n % 3 > 0 for n, name in enumerate(answered)}
@@ -72,8 +66,7 @@ def test_an_outcome_counts_for_who_answered(pair: tuple[ServerFamily, Deployment
     assert outcomes_of(server) == expected
 
 
-def test_by_user_key_and_by_name(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_by_user_key_and_by_name(server: ServerFamily) -> None:
     users = {f"user-{n}": ask(server, **{"x-user-key": f"user-{n}"}) for n in range(20)}
     assert report(server, *({"key": user, "success": True} for user in users)).json()["counted"] == 20
     told = report(server, {"deployment": "green", "success": False}, {"deployment": "red", "success": False})
@@ -99,15 +92,13 @@ NO_REPORTS = (
 OTHER_KINDS = (None, "", "text/plain", "application/x-www-form-urlencoded", "text/plain;application/json", "json")
 
 
-def test_what_is_no_report_is_refused_whole(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_what_is_no_report_is_refused_whole(server: ServerFamily) -> None:
     for body in NO_REPORTS:
         assert server.call("POST", "/outcomes", body, {"content-type": "application/json"}).status == 400, body
         assert outcomes_of(server) == {"blue": (0, 0), "green": (0, 0)}, body
 
 
-def test_outcomes_are_taken_as_json_only(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_outcomes_are_taken_as_json_only(server: ServerFamily) -> None:
     body = json.dumps({"outcomes": [{"deployment": "green", "success": True}]}).encode()
     for kind in OTHER_KINDS:
         answer = server.call("POST", "/outcomes", body, {} if kind is None else {"content-type": kind})
@@ -120,17 +111,12 @@ def test_outcomes_are_taken_as_json_only(pair: tuple[ServerFamily, Deployment, D
 
 
 def test_before_the_first_publication_nothing_is_known(tmp_path: Path) -> None:
-    server = ServerFamily(folder=tmp_path / "state")
-    server.start()
-    try:
+    with ServerFamily(folder=tmp_path / "state") as server:
         assert report(server, {"key": "a", "success": True}).json() == {"counted": 0, "unknown": 1}
         assert server.counts().deployments == {}
-    finally:
-        server.destroy()
 
 
-def test_the_counts_are_those_of_all_workers(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, blue, green = pair
+def test_the_counts_are_those_of_all_workers(server: ServerFamily, blue: Deployment, green: Deployment) -> None:
     before = server.counts()
     answered = [ask(server) for _ in range(60)]
     assert server.call("POST", INFER, b"{", {"x-amzn-sagemaker-target-variant": "green"}).status == 400
@@ -146,20 +132,16 @@ def test_the_counts_are_those_of_all_workers(pair: tuple[ServerFamily, Deploymen
     for counts in found.deployments.values():
         assert len(counts.latency) == len(found.bounds_s) + 1
         assert sum(counts.latency) == sum(counts.statuses.values())
+    wait_until(lambda: server.counts().deployments["green"].shadow_answered == 10)
     shadow = server.counts().deployments["green"]
-    for _ in range(1000):
-        if shadow.shadow_answered == 10:
-            break
-        shadow = server.counts().deployments["green"]
     assert (shadow.shadow_answered, shadow.shadow_differing, shadow.shadow_failed) == (10, 10, 0)
     assert shadow.statuses == found.deployments["green"].statuses
 
 
-def test_the_counts_need_the_token(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_the_counts_need_the_token(server: ServerFamily) -> None:
     assert server.call("GET", COUNTS_PATH).status == 404
-    server.port = server.record().admin_port
-    assert server.call("GET", COUNTS_PATH).status == 401
+    assert server.call("GET", COUNTS_PATH, admin=True).status == 401
+    assert server.call("POST", COUNTS_PATH, b'{"limits_s": {}}', admin=True).status == 401
 
 
 def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
@@ -180,10 +162,7 @@ def test_an_id_that_took_anothers_place_is_not_mistaken_for_it() -> None:
     assert shared.sum_slot(1)[metrics.OUTCOMES] + shared.sum_slot(2)[metrics.OUTCOMES] == counted
 
 
-def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
-    pair: tuple[ServerFamily, Deployment, Deployment],
-) -> None:
-    server, *_ = pair
+def test_requests_and_outcomes_are_counted_by_user_over_the_workers(server: ServerFamily) -> None:
     asked = UserCountsRequest(limits_s=dict.fromkeys(("blue", "green"), (1e-05 * 2**3, 1e-05 * 2**20)))
     server.counts(asked)
     who = ask(server, **{"x-user-key": "u", "x-request-id": "r"})
@@ -200,20 +179,16 @@ def test_requests_and_outcomes_are_counted_by_user_over_the_workers(
     assert sum(cells[messages.CELL_REQUESTS, messages.KEYLESS_CELL] for cells in found.values()) == 8
     assert sum(int(cells[messages.CELL_REQUESTS].sum()) for cells in found.values()) == 38
     assert server.counts().deployments[who].users == ""
-    server.port = server.record().admin_port
-    assert server.call("POST", COUNTS_PATH, codec.dumps(asked)).status == 401
 
 
-def test_a_watch_that_is_none_is_refused(pair: tuple[ServerFamily, Deployment, Deployment]) -> None:
-    server, *_ = pair
+def test_a_watch_that_is_none_is_refused(server: ServerFamily) -> None:
     for body in (b"{}", b'{"limits_s": {"blue": [2, 1]}}', b'{"limits_s": {"blue": [%s 1]}}' % (b"1," * 24)):
-        assert server._admin("POST", body, COUNTS_PATH).status == 400
+        assert server.admin("POST", body, COUNTS_PATH).status == 400
 
 
 def test_a_watched_deployment_without_traffic_is_loaded_beside_the_other(
-    pair: tuple[ServerFamily, Deployment, Deployment],
+    server: ServerFamily, blue: Deployment, green: Deployment
 ) -> None:
-    server, blue, green = pair
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})
     assert {one.cold_s for one in server.counts(asked).deployments.values()} == {()}
     for generation in (2, 3):  # the second publication ends the loads that the first watch has begun

@@ -73,8 +73,8 @@ class Outcome:
 def dying_server(folder: Path, *options: str) -> tuple[ServerFamily, Path]:
     """A server that watches for an order, and the order's file. `folder` is the state folder."""
     order = folder.parent / f"{folder.name}-order.json"
-    module = ("tests.support.dying", str(order))
-    return ServerFamily(folder=folder, module=module, options=options), order
+    program = ("-m", "tests.support.dying", str(order))
+    return ServerFamily(folder=folder, program=program, options=options), order
 
 
 def count_moments(folder: Path, first: Deployment, *, workers: int = 2) -> int:

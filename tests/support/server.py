@@ -1,4 +1,4 @@
-"""A real endpoint server as a process family of its own, to load, to measure and to kill."""
+"""A real endpoint server in processes of its own, to call, to load, to measure and to kill."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from onnx_ops import codec
-from onnx_ops.domain.endpoint import EndpointState
+from onnx_ops.domain.endpoint import Deployment, EndpointState
 from onnx_ops.errors import CorruptStateError, MeasurementError
 from onnx_ops.protocol.messages import COUNTS_PATH, STATE_PATH, AdminState, Counts, UserCountsRequest, read_message
 from onnx_ops.protocol.server_process import SERVER_FILE, TOKEN_FILE, ServerRecord
+from onnx_ops.testing.endpoints import scaling_deployment
 from tests.support.processes import ROOT, session_of
 
+MAIN = ("-m", "onnx_ops.serving.main")
+SCALES = {"blue": ("1", 2.0), "green": ("2", 3.0), "red": ("3", 4.0)}
+"""Version and factor of the deployments of model `m`."""
 _LOOPBACK = "127.0.0.1"
 _START_S = 60.0
 _STOP_S = 60.0
@@ -36,7 +40,13 @@ def stop_endpoints(folder: Path) -> None:
         LocalServer(endpoint, sys.executable).stop()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def scaled(root: Path, name: str) -> Deployment:
+    """The deployment of a model in its folder below `root`."""
+    version, scale = SCALES[name]
+    return scaling_deployment(root / name, name=name, version=version, scale=scale, model="m")
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An HTTP answer; header names are in lower case."""
 
@@ -50,21 +60,28 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class ServerFamily:
-    """The server of one folder: `python -m onnx_ops.serving.main`, with whatever processes it starts.
+    """The server of one folder, with whatever processes it starts. As a context manager, it runs inside.
 
     Args:
         folder: its state folder; the log is written beside it.
         options: further arguments, as `("--workers", "2")`.
-        module: what is run by `python -m`, as `("tests.support.dying", "order.json")`.
+        program: what the interpreter runs.
         port: the public port; 0 lets the system choose at the first start, and the choice is kept.
     """
 
     folder: Path
     options: Sequence[str] = ()
-    module: Sequence[str] = ("onnx_ops.serving.main",)
+    program: Sequence[str] = MAIN
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     sessions: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
 
     @property
     def supervisor(self) -> int:
@@ -73,52 +90,48 @@ class ServerFamily:
             raise MeasurementError("the server was not started")
         return self.process.pid
 
+    def command(self, *options: str) -> list[str]:
+        own = ("--state-dir", str(self.folder.absolute()), "--port", str(self.port))
+        return [sys.executable, *self.program, *own, *self.options, *options]
+
+    def launch(self) -> None:
+        """Start a server on the folder, beside whatever is left of an earlier one."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        self.sessions.append(self.process.pid)
+
     def start(self) -> ServerRecord:
-        """Start a server on the folder, beside whatever is left of an earlier one; returns once it is ready.
+        """Launch a server; return once it is ready.
 
         Raises:
             MeasurementError: it ended, or was not ready within a minute.
         """
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            *self.module,
-            "--state-dir",
-            str(self.folder.absolute()),
-            "--port",
-            str(self.port),
-        ]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *self.options], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-            )
-        self.sessions.append(self.process.pid)
+        self.launch()
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             with suppress(FileNotFoundError, CorruptStateError):
                 record = self.record()
-                if record.pid == self.process.pid:
+                if record.pid == self.supervisor:
                     self.port = record.port
                     return record
-            if self.process.poll() is not None:
+            if self.process is not None and self.process.poll() is not None:
                 raise MeasurementError("the server ended at once", why=self.log()[-2000:])
             time.sleep(_PAUSE_S)
         raise MeasurementError("the server was not ready in time", why=self.log()[-2000:])
 
-    def stop(self) -> int:
-        """SIGTERM, and the exit code."""
-        os.kill(self.supervisor, signal.SIGTERM)
-        return self._wait()
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal to the process that was started last, and to it alone; return the exit code."""
+        os.kill(self.supervisor, number)
+        return self.reap()
 
     def kill(self) -> int:
-        """SIGKILL to the process that was started last, and to it alone."""
-        os.kill(self.supervisor, signal.SIGKILL)
-        return self._wait()
+        return self.stop(signal.SIGKILL)
 
     def reap(self) -> int:
         """Wait for the end of the process that was started last, which somebody else has brought about."""
-        return self._wait()
+        assert self.process is not None
+        return self.process.wait(timeout=_STOP_S)
 
     def destroy(self) -> None:
         """SIGKILL to everything that any start of this family left."""
@@ -126,7 +139,7 @@ class ServerFamily:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.process is not None:
-            self._wait()
+            self.reap()
 
     def processes(self) -> list[int]:
         """Every live process of this family, those of earlier starts included."""
@@ -146,46 +159,48 @@ class ServerFamily:
         return f"http://{_LOOPBACK}:{self.port}{path}"
 
     def call(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        admin: bool = False,
     ) -> Answer:
-        return _call(self.port, method, path, body, headers or {})
+        """Call the public listener, or the one of the admin. A body that is not bytes is sent as JSON."""
+        port = self.record().admin_port if admin else self.port
+        connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            connection.request(method, path, data, dict(headers or {}))
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def admin(
+        self, method: str, body: bytes | None = None, path: str = STATE_PATH, *, token: str | None = None
+    ) -> Answer:
+        shown = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip() if token is None else token
+        headers = {"authorization": f"Bearer {shown}", "content-type": "application/json"}
+        return self.call(method, path, body, headers, admin=True)
 
     def publish(self, state: EndpointState, generation: int) -> Answer:
-        return self._admin("PUT", codec.dumps(replace(state, generation=generation)))
+        return self.admin("PUT", codec.dumps(replace(state, generation=generation)))
 
     def state(self) -> EndpointState | None:
-        answer = self._admin("GET", None)
+        answer = self.admin("GET")
         if answer.status != 200:
             raise MeasurementError("the server does not show its state", why=str(answer))
         return read_message(answer.body, AdminState).state
 
     def counts(self, watch: UserCountsRequest | None = None) -> Counts:
         body = None if watch is None else codec.dumps(watch)
-        answer = self._admin("GET" if body is None else "POST", body, COUNTS_PATH)
+        answer = self.admin("GET" if body is None else "POST", body, COUNTS_PATH)
         if answer.status != 200:
             raise MeasurementError("the server does not show its counts", why=str(answer))
         return read_message(answer.body, Counts)
 
-    def _admin(self, method: str, body: bytes | None, path: str = STATE_PATH) -> Answer:
-        token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()
-        headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-        return _call(self.record().admin_port, method, path, body, headers)
-
-    def _wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait(timeout=_STOP_S)
-
     @property
     def _log(self) -> Path:
         return self.folder.parent / f"{self.folder.name}.log"
-
-
-def _call(port: int, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
-    connection = http.client.HTTPConnection(_LOOPBACK, port, timeout=60)
-    try:
-        connection.request(method, path, body, dict(headers))
-        response = connection.getresponse()
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(status=response.status, headers=named, body=response.read())
-    finally:
-        connection.close()

@@ -16,17 +16,7 @@ from tests.support.storm import states
 
 
 def records(*statuses: int) -> Records:
-    zeros = np.zeros(len(statuses), np.int64)
-    return Records(
-        due_ns=zeros,
-        sent_ns=zeros,
-        done_ns=zeros,
-        status=np.array(statuses, np.int64),
-        deployment=zeros,
-        number=zeros,
-        key=zeros,
-        names=("",),
-    )
+    return Records.from_rows(np.array([(0, 0, 0, status, 0, 0, 0) for status in statuses]).reshape(-1, 7), [""])
 
 
 WELL = Outcome(

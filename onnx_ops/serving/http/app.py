@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import orjson
@@ -53,12 +54,6 @@ class PublicApp:
             Route("/v2", self.get_server),
             Route("/v2/health/live", self.get_liveness),
             Route("/v2/health/ready", self.get_readiness),
-            Route("/v2/models/{model}", self.get_model),
-            Route("/v2/models/{model}/ready", self.get_model_readiness),
-            Route("/v2/models/{model}/infer", self.infer, methods=["POST"]),
-            Route("/v2/models/{model}/versions/{version}", self.get_model),
-            Route("/v2/models/{model}/versions/{version}/ready", self.get_model_readiness),
-            Route("/v2/models/{model}/versions/{version}/infer", self.infer, methods=["POST"]),
             Route("/invocations", self.invoke, methods=["POST"]),
             Route("/endpoints/{endpoint}/invocations", self.invoke, methods=["POST"]),
             Route("/outcomes", self.post_outcomes, methods=["POST"]),
@@ -67,7 +62,13 @@ class PublicApp:
             Route("/ping", self.get_readiness),
             Route("/metrics", self.get_metrics),
         ]
-        return Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
+        for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            routes += [
+                Route(base, self.get_model),
+                Route(f"{base}/ready", self.get_model_readiness),
+                Route(f"{base}/infer", self.infer, methods=["POST"]),
+            ]
+        return build_app(routes)
 
     async def get_server(self, _: Request) -> Response:
         """Return the server's metadata."""
@@ -177,12 +178,7 @@ def describe_tensor(spec: TensorSpec, *, optional: bool = False) -> dict[str, ob
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Read the body of a request.
-
-    Raises:
-        HTTPException: 413 as soon as more than `limit` bytes are announced or received; 415 for a compressed body.
-        ClientDisconnect: the client closed the connection.
-    """
+    """Return the body of a request; 413 as soon as more than `limit` bytes are announced or received."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise HTTPException(415, "compressed bodies are not supported")
     announced = request.headers.get("content-length", "")
@@ -196,34 +192,23 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def json_response(content: object, status: int = 200) -> Response:
-    """Return a JSON response, with arrays as lists; NaN and infinities become null."""
-    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-async def _handle_http_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    response = json_response({"error": error.detail}, error.status_code)
-    response.headers.update(error.headers or {})
-    return response
+def build_app(routes: list[Route]) -> Starlette:
+    """Return an ASGI app whose errors are JSON."""
 
+    async def respond(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return json_response({"error": error.detail}, error.status_code, error.headers)
+        if isinstance(error, OnnxOpsError):
+            return json_response({"error": str(error)}, get_status(error))
+        return json_response({"error": "internal error"}, 500)  # the details are in the server's log
 
-async def _handle_unexpected_error(_: Request, __: Exception) -> Response:
-    return json_response({"error": "internal error"}, 500)  # the details are in the server's log
-
-
-async def _handle_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, OnnxOpsError):
-        raise error
-    return json_response({"error": str(error)}, get_status(error))
-
-
-EXCEPTION_HANDLERS = {
-    HTTPException: _handle_http_error,
-    OnnxOpsError: _handle_error,
-    Exception: _handle_unexpected_error,
-}
+    handlers = dict.fromkeys((HTTPException, OnnxOpsError, Exception), respond)
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _convert(response: RawResponse, head: RequestHead) -> Response:

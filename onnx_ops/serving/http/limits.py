@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
@@ -102,49 +102,51 @@ def _build_refusal(header: str, value: bytes, why: str, option: str) -> RefusedE
     )
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class ConnectionLimits:
-    """Limits and clock of all connections of one worker (see `ServerOptions`)."""
+    """Limits and clock of all connections of one worker (see `ServerOptions`).
 
-    def __init__(
-        self, *, max_connections: int, max_body: int, read_timeout_s: float, keep_alive_s: float, row: MetricsRow
-    ) -> None:
-        self.max_body = max_body
-        self.max_body_bytes = max_body * _MAX_BODIES
-        self.body_bytes = 0
-        """Bytes of request bodies in memory."""
-        self.now = time.monotonic()
-        """A clock that advances a few times a second: reading the system's clock for every request costs more."""
-        self.draining = False
-        self._max_connections = max_connections
-        self._read_timeout_s = read_timeout_s
-        self._keep_alive_s = keep_alive_s
-        self._row = row
-        self._full_at = 0.0
-        self._open: set[LimitedProtocol] = set()
-        self._default_pairs: Sequence[tuple[bytes, bytes]] = ()
-        self._default_lines = b""
+    Attributes:
+        now: a clock that advances a few times a second: reading the system's clock for every request costs more.
+        open: the connections that were admitted.
+        body_bytes, max_body_bytes: size of all request bodies in memory.
+    """
+
+    max_connections: int
+    max_body: int
+    read_timeout_s: float
+    keep_alive_s: float
+    row: MetricsRow
+    now: float = field(default_factory=time.monotonic)
+    draining: bool = False
+    open: set[LimitedProtocol] = field(default_factory=set)
+    body_bytes: int = 0
+    max_body_bytes: int = field(init=False)
+    _full_at: float = 0.0
+    _default_pairs: Sequence[tuple[bytes, bytes]] = ()
+    _default_lines: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.max_body_bytes = self.max_body * _MAX_BODIES
 
     def admit(self, connection: LimitedProtocol) -> bool:
         """Return whether there is room; an idle or slow connection makes way."""
-        if len(self._open) >= self._max_connections and not self._make_room():
-            self._row[CONNECTIONS_REFUSED] += 1
-            return False
-        self._open.add(connection)
-        return True
-
-    def _make_room(self) -> bool:
-        if self._full_at == self.now:
-            return False  # a burst of connections must not search all of them each time
-        late = self.now - _SLOW_S
-        victim = next((c for c in self._open if c.stage is IDLE or (c.stage is READING and c.since < late)), None)
-        if victim is None:
-            self._full_at = self.now
-            return False
-        self._open.discard(victim)
-        if victim.stage is IDLE:
-            victim.transport.close()
-        else:
-            victim.time_out()
+        if len(self.open) >= self.max_connections:
+            victim = None
+            if self._full_at != self.now:  # a burst of connections must not search all of them each time
+                late = self.now - _SLOW_S
+                is_late = (c for c in self.open if c.stage is IDLE or (c.stage is READING and c.since < late))
+                victim = next(is_late, None)
+            if victim is None:
+                self._full_at = self.now
+                self.row[CONNECTIONS_REFUSED] += 1
+                return False
+            self.open.discard(victim)
+            if victim.stage is IDLE:
+                victim.transport.close()
+            else:
+                victim.time_out()
+        self.open.add(connection)
         return True
 
     def format_default_headers(self, pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
@@ -154,20 +156,16 @@ class ConnectionLimits:
             self._default_lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs)
         return self._default_lines
 
-    def remove(self, connection: LimitedProtocol) -> None:
-        """Remove a closed connection."""
-        self._open.discard(connection)
-
     async def watch(self) -> None:
         """Close connections that exceed their time, forever."""
         while True:
             await asyncio.sleep(_TICK_S)
             self.now = time.monotonic()
-            self._row[CONNECTIONS] = len(self._open)
-            idle_s = _DRAIN_IDLE_S if self.draining else self._keep_alive_s
-            for connection in tuple(self._open):
+            self.row[CONNECTIONS] = len(self.open)
+            idle_s = _DRAIN_IDLE_S if self.draining else self.keep_alive_s
+            for connection in tuple(self.open):
                 stage, age = connection.stage, self.now - connection.since
-                if stage is READING and age > self._read_timeout_s:
+                if stage is READING and age > self.read_timeout_s:
                     connection.time_out()
                 elif (stage is IDLE and age > idle_s) or (stage is REJECTED and age > _LINGER_S):
                     connection.transport.close()
@@ -179,7 +177,6 @@ class RequestRejectedError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -211,7 +208,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection."""
-        self.limits.remove(self)
+        self.limits.open.discard(self)
         self._account_body(-self._body_bytes)
         super().connection_lost(exc)
         if self._running is not None:  # uvicorn notifies only the last request
@@ -223,15 +220,33 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was received."""
+        """Parse what was received, and ignore offers of another protocol.
+
+        A server may ignore the offer (RFC 9110, 7.8). The parser does not: behind such a head it expects the other
+        protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
+        a new parser gets the head again, without the offer, and all that follows.
+        """
         if self.stage is REJECTED:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_DISCARDED_BYTES:
                 self.transport.abort()
             return
         self._packet_bytes = len(data)
+        rest: bytes | memoryview = data
         try:
-            self._parse(data)
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                # Behind the handler, which would replace the context of an error below.
+                self._upgrade_offered = False
+                version = self.parser.get_http_version().encode()
+                start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+                lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+                self._reset_parser()
+                self.parser.feed_data(b"\r\n".join((start, *lines, b"", b"")))
         except httptools.HttpParserError as error:
             self._reject_error(error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error)
         else:
@@ -239,27 +254,6 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._head_bytes += len(data) - (data.rfind(b"\r\n\r\n") + 1)  # without requests before it
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     self._reject_error(_build_head_error())
-
-    def _parse(self, data: bytes) -> None:
-        """Feed the parser, and ignore offers of another protocol.
-
-        A server may ignore the offer (RFC 9110, 7.8). The parser does not: behind such a head it expects the other
-        protocol, and would read the body as the next request (https://github.com/MagicStack/httptools/issues/124). So
-        a new parser gets the head again, without the offer, and all that follows.
-        """
-        rest: bytes | memoryview = data
-        while True:
-            try:
-                self.parser.feed_data(rest)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                rest = memoryview(rest)[upgrade.args[0] :]
-            self._upgrade_offered = False
-            version = self.parser.get_http_version().encode()
-            start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
-            lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
-            self._reset_parser()
-            self.parser.feed_data(b"\r\n".join((start, *lines, b"", b"")))
 
     def _reset_parser(self) -> None:
         """Replace the parser by one that is between two messages."""
@@ -358,7 +352,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _reject_error(self, error: BaseException | None) -> None:
         if isinstance(error, RequestRejectedError):
-            self._reject(error.status, error.message)
+            self._reject(error.status, str(error))
         elif isinstance(error, _PARSE_ERRORS):
             self._reject(400, "this is not HTTP/1.1")
         else:

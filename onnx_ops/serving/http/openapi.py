@@ -5,7 +5,7 @@ https://spec.openapis.org/oas/v3.1.1.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
@@ -38,14 +38,8 @@ _BINARY: Schema = {"application/octet-stream": {"schema": {"type": "string", "fo
 
 
 def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
-    """Return the OpenAPI 3.1 document of an endpoint.
-
-    Args:
-        signatures: of the loaded deployments, at least one, all of one model. Deployments with equal tensors share
-            their schemas.
-    """
+    """Return the OpenAPI 3.1 document of an endpoint. All signatures are of one model; equal ones share schemas."""
     model = signatures[0].model
-    kinds = list({repr((s.inputs, s.outputs, s.optional)): s for s in signatures}.values())
     error = {"application/json": {"schema": _ref("Error")}}
     return {
         "openapi": "3.1.0",
@@ -57,17 +51,7 @@ def build_openapi(signatures: Sequence[ModelSignature]) -> Schema:
         "paths": _build_paths(f"/v2/models/{quote(model, safe='')}", sorted({s.version for s in signatures})),
         "components": {
             "responses": {status: {"description": text, "content": error} for status, text in _ERRORS.items()},
-            "schemas": {
-                "Error": _object(error=_TEXT),
-                "Ready": {"type": "object", "properties": {"ready": _BOOLEAN, "name": _TEXT}},
-                "Server": _object(name=_TEXT, version=_TEXT, extensions=_list(_TEXT)),
-                "Model": _build_model(),
-                "Outcome": _build_outcome(),
-                "InferRequest": _any_of([_build_infer_request(s) for s in kinds]),
-                "InferResponse": _any_of([_build_infer_response(s) for s in kinds]),
-                "Invocation": _any_of([_build_invocation(s) for s in kinds]),
-                "Predictions": _object(predictions={"type": ["object", "array"]}),
-            },
+            "schemas": _build_schemas({repr((s.inputs, s.outputs, s.optional)): s for s in signatures}.values()),
         },
     }
 
@@ -155,42 +139,50 @@ def _list_errors(*statuses: str) -> Schema:
     return {status: {"$ref": f"#/components/responses/{status}"} for status in ("403", *statuses)}
 
 
-def _build_model() -> Schema:
+def _build_schemas(signatures: Collection[ModelSignature]) -> Schema:
     tensors = _list(_object(name=_TEXT, datatype={"enum": list(DATATYPE_OF.values())}, shape=_list(_INTEGER)))
     execution = {"type": "object", "description": "Runtime, execution providers and settings of sessions."}
-    return _object(
-        name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
-    )
-
-
-def _build_outcome() -> Schema:
     subjects = {
         "request_id": f"Id of a request, as in its header {messages.REQUEST_ID_HEADER}.",
         "key": f"User key, as in the header {messages.USER_KEY_HEADER}.",
         "deployment": f"Deployment, as in the header {messages.DEPLOYMENT_HEADER} of a response.",
     }
-    outcome = _object(success=_BOOLEAN)
-    outcome["properties"] |= {name: {**_TEXT, "description": text} for name, text in subjects.items()}
-    return {**outcome, "oneOf": [{"required": [name]} for name in subjects]}
-
-
-def _build_infer_request(signature: ModelSignature) -> Schema:
-    inputs = [_build_tensor(spec, nested=True) for spec in signature.inputs.values()]
-    count = {"minItems": len(signature.required), "maxItems": len(signature.inputs)}
-    request = _object(inputs={**_list({"anyOf": inputs}), **count})
-    request["properties"] |= {
-        "id": _TEXT,
-        "outputs": _list(_object(name={"enum": list(signature.outputs)})),
-        "parameters": {"type": "object", "properties": {"binary_data_output": _BOOLEAN}},
+    outcome = _object({name: {**_TEXT, "description": text} for name, text in subjects.items()}, success=_BOOLEAN)
+    rows, scalars = _list({}), {"type": ["array", "number", "string", "boolean"]}
+    requests, responses, invocations = [], [], []
+    for signature in signatures:
+        inputs = [_build_tensor(spec, nested=True) for spec in signature.inputs.values()]
+        options = {
+            "id": _TEXT,
+            "outputs": _list(_object(name={"enum": list(signature.outputs)})),
+            "parameters": {"type": "object", "properties": {"binary_data_output": _BOOLEAN}},
+        }
+        count = {"minItems": len(signature.required), "maxItems": len(inputs)}
+        requests.append(_object(options, inputs={**_list({"anyOf": inputs}), **count}))
+        outputs = _list({"anyOf": [_build_tensor(spec, nested=False) for spec in signature.outputs.values()]})
+        responses.append(_object({"id": _TEXT}, model_name=_TEXT, model_version=_TEXT, outputs=outputs))
+        columns = dict.fromkeys(signature.inputs, scalars)
+        named: Schema = {"type": "object", "required": sorted(signature.required), "properties": columns}
+        forms = [
+            _object(inputs={"anyOf": [named, rows]}),
+            _object(instances={**rows, "minItems": 1}),
+            _object(dataframe_split=_object(columns=_list({"type": ["string", "integer"]}), data=_list(rows))),
+            _object(dataframe_records={**_list({"type": "object"}), "minItems": 1}),
+        ]
+        invocations.append({"oneOf": [*forms, _ref("InferRequest")]})
+    return {
+        "Error": _object(error=_TEXT),
+        "Ready": {"type": "object", "properties": {"ready": _BOOLEAN, "name": _TEXT}},
+        "Server": _object(name=_TEXT, version=_TEXT, extensions=_list(_TEXT)),
+        "Model": _object(
+            name=_TEXT, versions=_list(_TEXT), platform=_TEXT, execution=execution, inputs=tensors, outputs=tensors
+        ),
+        "Outcome": {**outcome, "oneOf": [{"required": [name]} for name in subjects]},
+        "InferRequest": _any_of(requests),
+        "InferResponse": _any_of(responses),
+        "Invocation": _any_of(invocations),
+        "Predictions": _object(predictions={"type": ["object", "array"]}),
     }
-    return request
-
-
-def _build_infer_response(signature: ModelSignature) -> Schema:
-    outputs = {"anyOf": [_build_tensor(spec, nested=False) for spec in signature.outputs.values()]}
-    response = _object(model_name=_TEXT, model_version=_TEXT, outputs=_list(outputs))
-    response["properties"]["id"] = _TEXT
-    return response
 
 
 def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
@@ -198,48 +190,31 @@ def _build_tensor(spec: TensorSpec, *, nested: bool) -> Schema:
     rank = len(spec.shape)
     dims = [{"const": d} if isinstance(d, int) else {**_INTEGER, "minimum": 0} for d in spec.shape]
     shape: Schema = {"type": "array", "minItems": rank, "maxItems": rank}
-    tensor = _object(
+    if spec.dtype in ("bool", "string"):
+        element = _BOOLEAN if spec.dtype == "bool" else _TEXT
+    elif "float" in spec.dtype:
+        element = {"type": "number"} if nested else {"type": ["number", "null"]}
+    else:
+        bits = int(spec.dtype.lstrip("uint"))
+        low, high = (0, 2**bits - 1) if spec.dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        element = {**_INTEGER, "minimum": low, "maximum": high}
+    flat = _list(element)
+    data = {"description": "Flat, or nested as the shape.", "anyOf": [flat, _list(_list({}))]} if nested else flat
+    parameters = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+    return _object(
+        {"data": data, "parameters": parameters},
         name={"const": spec.name},
         datatype={"const": DATATYPE_OF[spec.dtype]},
         shape={**shape, "prefixItems": dims} if dims else shape,
     )
-    flat = _list(_build_element(spec.dtype, nullable=not nested))
-    data = {"description": "Flat, or nested as the shape.", "anyOf": [flat, _list(_list({}))]} if nested else flat
-    parameters = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
-    tensor["properties"] |= {"data": data, "parameters": parameters}
-    return tensor
 
 
-def _build_element(dtype: str, *, nullable: bool) -> Schema:
-    if dtype in ("bool", "string"):
-        return _BOOLEAN if dtype == "bool" else _TEXT
-    if "float" in dtype:
-        return {"type": ["number", "null"]} if nullable else {"type": "number"}
-    bits = int(dtype.lstrip("uint"))
-    low, high = (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return {**_INTEGER, "minimum": low, "maximum": high}
+def _any_of(schemas: list[Schema]) -> Schema:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _build_invocation(signature: ModelSignature) -> Schema:
-    columns = {name: {"type": ["array", "number", "string", "boolean"]} for name in signature.inputs}
-    named: Schema = {"type": "object", "required": sorted(signature.required), "properties": columns}
-    rows = _list({})
-    forms = [
-        _object(inputs={"anyOf": [named, rows]}),
-        _object(instances={**rows, "minItems": 1}),
-        _object(dataframe_split=_object(columns=_list({"type": ["string", "integer"]}), data=_list(rows))),
-        _object(dataframe_records={**_list({"type": "object"}), "minItems": 1}),
-    ]
-    return {"oneOf": [*forms, _ref("InferRequest")]}
-
-
-def _any_of(schemas: Sequence[Schema]) -> Schema:
-    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
-
-
-def _object(**properties: Mapping[str, Any]) -> Schema:
-    """Return an object in which all properties are required."""
-    return {"type": "object", "required": list(properties), "properties": dict(properties)}
+def _object(optional: Schema | None = None, /, **required: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
 
 
 def _list(items: Schema) -> Schema:

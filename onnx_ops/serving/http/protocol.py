@@ -176,7 +176,12 @@ class InferenceProtocol(LimitedProtocol):
             if (missing == 0 or missing >= _LARGE_BODY) and data.startswith(cached.start):
                 body = data[len(cached.start) :]
                 if missing:
-                    self._collect_after(cached, body)
+                    self._begin_head()
+                    self._in_head = False
+                    self._route, self._head, self._start = cached.route, cached.head, cached.start
+                    self._announced = self._missing = cached.size - len(cached.start)
+                    self._parts = []
+                    self._collect(body)
                 else:
                     self._answer(cached.route, cached.head, body)
                 return
@@ -186,7 +191,12 @@ class InferenceProtocol(LimitedProtocol):
         self._cached = self._complete = None
         super().data_received(data)
         if self._route is not None and not self._in_head and self.stage is READING:
-            self._begin_collecting(data[: len(data) - len(self._body)] if is_idle else b"")
+            missing = self._announced - len(self._body)
+            if missing >= _LARGE_BODY:  # bypass the parser for the rest
+                self._missing = missing
+                self._parts = [bytes(self._body)]
+                self._start = data[: len(data) - len(self._body)] if is_idle else b""
+                self._reset_parser()
         elif is_idle:
             self._cache_last_head(data)
 
@@ -205,7 +215,7 @@ class InferenceProtocol(LimitedProtocol):
     def on_headers_complete(self) -> None:
         """Take the fast path for usual inference requests, else hand over to uvicorn."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            self._upgrade_offered = True  # `_parse` feeds the head again, without the offer
+            self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
             return
         head = dict(self.headers)
         announced = head.get(_LENGTH)
@@ -227,8 +237,17 @@ class InferenceProtocol(LimitedProtocol):
             self._head = head
             self._announced = int(announced)
             self._body = b""
-        else:
-            self._hand_to_uvicorn()
+            return
+        # Hand the request to uvicorn, which was not notified of it yet.
+        url, headers = self.url, self.headers
+        super().on_message_begin()
+        self.url = url
+        is_http_11 = self.parser.get_http_version() == "1.1"
+        self.expect_100_continue = is_http_11 and any(name == b"expect" for name, _ in headers)
+        self.headers.extend(headers)
+        super().on_headers_complete()
+        if self.limits.draining:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """Add a part of the body."""
@@ -281,27 +300,6 @@ class InferenceProtocol(LimitedProtocol):
         if self._body_bytes:
             self._account_body(-self._body_bytes)
 
-    def _begin_collecting(self, start: bytes) -> None:
-        """Bypass the parser for the rest of a large body.
-
-        `start` is all that was received before the body; empty if unknown.
-        """
-        missing = self._announced - len(self._body)
-        if missing >= _LARGE_BODY:
-            self._missing = missing
-            self._parts = [bytes(self._body)]
-            self._start = start
-            self._reset_parser()
-
-    def _collect_after(self, cached: CachedRequestHead, part: bytes) -> None:
-        """Start to collect a large body behind a cached head, without any parser."""
-        self._begin_head()
-        self._in_head = False
-        self._route, self._head, self._start = cached.route, cached.head, cached.start
-        self._announced = self._missing = cached.size - len(cached.start)
-        self._parts = []
-        self._collect(part)
-
     def _collect(self, data: bytes) -> None:
         part, rest = (data, b"") if len(data) <= self._missing else (data[: self._missing], data[self._missing :])
         try:
@@ -336,18 +334,6 @@ class InferenceProtocol(LimitedProtocol):
         if self._complete is not None and self.stage is IDLE and is_head and len(start) <= _MAX_CACHED_HEAD:
             route, head, body = self._complete
             self._cached = CachedRequestHead(start, len(start) + len(body), route, head)
-
-    def _hand_to_uvicorn(self) -> None:
-        """Hand the request to uvicorn, which was not notified of it yet."""
-        url, headers = self.url, self.headers
-        super().on_message_begin()
-        self.url = url
-        is_http_11 = self.parser.get_http_version() == "1.1"
-        self.expect_100_continue = is_http_11 and any(name == b"expect" for name, _ in headers)
-        self.headers.extend(headers)
-        super().on_headers_complete()
-        if self.limits.draining:
-            self.cycle.keep_alive = False
 
     def _respond(self, response: RawResponse) -> None:
         """Send the response to a queued request."""

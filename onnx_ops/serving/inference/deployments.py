@@ -18,13 +18,7 @@ from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.serving.inference.models import measure_folder
 from onnx_ops.serving.inference.request_queue import LatencyEstimator, RequestQueue
 from onnx_ops.serving.inference.requests import parse_header_length, read_infer, read_invocation
-from onnx_ops.serving.inference.responses import (
-    HeaderPairs,
-    RawResponse,
-    RequestHead,
-    encode_outputs,
-    format_deployment_headers,
-)
+from onnx_ops.serving.inference.responses import RawResponse, RequestHead, encode_outputs, format_deployment_headers
 from onnx_ops.serving.inference.signature import InferenceRequest, ModelSignature
 from onnx_ops.serving.metrics import (
     COLUMNS,
@@ -59,14 +53,11 @@ class LoadedDeployment:
     """A loaded deployment: reads requests, runs the model, writes responses.
 
     Args:
-        deployment: what is loaded.
-        signature: its tensors.
         run: returns outputs by name for a feed; thread-safe.
         row: where its counters are kept, in slot `slot`.
         queue: of requests that do not run inline.
         latency: estimate of the duration of `run`.
         warm_up: next requests whose latency is not compared.
-        header_lines: header lines that name the deployment.
     """
 
     deployment: Deployment
@@ -77,7 +68,8 @@ class LoadedDeployment:
     latency: LatencyEstimator
     slot: int = 0
     warm_up: int = WARM_UP_REQUESTS
-    header_lines: bytes = b""
+    header_lines: bytes = field(init=False)
+    """Header lines that name the deployment."""
     _header_cache: dict[object, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,12 +96,7 @@ class LoadedDeployment:
         return read_invocation(body, kind, length, self.signature)
 
     def answer(self, request: InferenceRequest) -> RawResponse:
-        """Run one request.
-
-        Raises:
-            UserError: the runtime rejects the inputs.
-            InfrastructureError: the run failed.
-        """
+        """Run one request. Raises OnnxOpsError (see `LoadedModel.run`)."""
         started_at = time.perf_counter()
         arrays = self.run(request.outputs, request.feed)
         self.latency.observe(time.perf_counter() - started_at)
@@ -120,14 +107,10 @@ class LoadedDeployment:
         body, pairs = encode_outputs(request, self.signature, arrays)
         lines = self._header_cache.get(pairs)
         if lines is None:
-            lines = self._format_headers(pairs)
+            lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
+            if len(self._header_cache) < _MAX_CACHED_HEADERS:
+                self._header_cache[pairs] = lines
         return RawResponse(200, lines, body)
-
-    def _format_headers(self, pairs: HeaderPairs) -> bytes:
-        lines = b"".join(b"%s: %s\r\n" % pair for pair in pairs) + self.header_lines
-        if len(self._header_cache) < _MAX_CACHED_HEADERS:
-            self._header_cache[pairs] = lines
-        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +144,11 @@ class TrafficRouter:
         return self.slots[int(draw * 100)]
 
     def get_pinned(self, head: RequestHead) -> str | None:
-        """Return the deployment that the headers of a request select, if any.
-
-        Raises:
-            NotFoundError: there is no such deployment.
-        """
+        """Return the deployment that the headers of a request select, if any."""
         if _HAS_NO_PIN(head):
             return None
         for header in _PINS:
-            value = head.get(header)
-            if value is not None:
+            if (value := head.get(header)) is not None:
                 name = value.decode("latin-1")
                 if name not in self.names:
                     raise NotFoundError(f"no deployment is named {name!r} (header {header.decode()})")
@@ -212,6 +190,15 @@ class ControlReplica:
     loaded: LoadedDeployment
     replica: LoadedDeployment
     share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRevision:
+    """A table to publish, with the slots of its deployments in the metrics."""
+
+    number: int
+    table: RoutingTable
+    slots: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +315,7 @@ class LoadedDeployments:
         self._retired: list[TableSnapshot] = []
 
     def get_current(self) -> TableSnapshot:
-        """Return the snapshot of the published revision.
+        """Return the snapshot of the published revision. Switch to it if it is new.
 
         Raises:
             ServiceUnavailableError: before the first publication.
@@ -336,7 +323,17 @@ class LoadedDeployments:
         snapshot = self._snapshot
         revision = self._header[0]
         if snapshot is None or snapshot.revision != revision:
-            snapshot = self._switch_to(revision)
+            if revision == 0:
+                raise ServiceUnavailableError("no deployment is published here yet")
+            if revision not in self._prepared:
+                raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
+            snapshot = self._prepared[revision]
+            self.routes = snapshot.routes
+            self.leader = snapshot.get_leader(self.leader)
+            for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
+                if self._previous is not None:
+                    self._retired.append(self._previous)
+                self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
         return snapshot
 
     def get_published(self) -> TableSnapshot | None:
@@ -355,51 +352,31 @@ class LoadedDeployments:
         snapshot = self.get_current()
         return snapshot.get_deployment(snapshot.router.route_key(key)).slot, snapshot.router.get_bucket(key)
 
-    def _switch_to(self, revision: int) -> TableSnapshot:
-        if revision == 0:
-            raise ServiceUnavailableError("no deployment is published here yet")
-        if revision not in self._prepared:
-            raise ServiceUnavailableError(f"revision {revision} was published before this worker had prepared it")
-        snapshot = self._prepared[revision]
-        self.routes = snapshot.routes
-        self.leader = snapshot.get_leader(self.leader)
-        for number in sorted(n for n in self._prepared if n <= revision):  # some may have been published unnoticed
-            if self._previous is not None:
-                self._retired.append(self._previous)
-            self._snapshot, self._previous = self._prepared.pop(number), self._snapshot
-        return snapshot
-
-    def restore(
-        self, revision: int, table: RoutingTable, slots: Mapping[str, int], refusal: str = ""
-    ) -> Mapping[str, str]:
+    def restore(self, revision: TableRevision, refusal: str = "") -> Mapping[str, str]:
         """Load a table after a restart; return failed deployments with the reason.
 
         If there is a reason for `refusal`, no deployment is loaded.
         """
         deployments: dict[str, LoadedDeployment] = {}
-        failed = {d.name: refusal for d in table.state.deployments if refusal}
-        for deployment in table.state.deployments:
-            if refusal:
-                continue
+        listed = revision.table.state.deployments
+        failed = {d.name: refusal for d in listed if refusal}
+        for deployment in () if refusal else listed:
             try:
-                deployments[deployment.name] = self._load_counted(deployment, slots[deployment.name])
+                deployments[deployment.name] = self._load_counted(deployment, revision.slots[deployment.name])
             except OnnxOpsError as error:
                 _log.error("deployment %s could not be loaded: %s", deployment.name, error)
                 failed[deployment.name] = str(error)
-        self._add_snapshot(revision, table, deployments, failed)
+        self._add_snapshot(revision, deployments, failed)
         return failed
 
-    def prepare(self, revision: int, table: RoutingTable, slots: Mapping[str, int]) -> None:
-        """Load what a table needs, so that switching to it takes no time.
-
-        Raises:
-            OnnxOpsError: a deployment could not be loaded (see `load_model`).
-        """
+    def prepare(self, revision: TableRevision) -> None:
+        """Load what a table needs, so that switching to it takes no time. Raises as `load_model`."""
         loaded = {d.deployment: d for snapshot in self._list_snapshots() for d in snapshot.deployments.values()}
         deployments = {
-            d.name: loaded[d] if d in loaded else self._load_counted(d, slots[d.name]) for d in table.state.deployments
+            d.name: loaded[d] if d in loaded else self._load_counted(d, revision.slots[d.name])
+            for d in revision.table.state.deployments
         }
-        self._add_snapshot(revision, table, deployments, {})
+        self._add_snapshot(revision, deployments, {})
 
     def discard(self, revision: int) -> None:
         """Drop a prepared revision that is not going to be published."""
@@ -416,17 +393,27 @@ class LoadedDeployments:
         return [s for s in (*self._prepared.values(), self._previous, self._snapshot) if s is not None]
 
     def _add_snapshot(
-        self, revision: int, table: RoutingTable, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
+        self, revision: TableRevision, deployments: Mapping[str, LoadedDeployment], failed: Mapping[str, str]
     ) -> None:
+        table = revision.table
         shadow = table.state.split.shadow.items()
-        self._prepared[revision] = TableSnapshot(
-            revision=revision,
+        model = table.state.deployments[0].model
+        base = f"/v2/models/{model}"
+        routes = {
+            f"{base}/infer": InferenceRoute(model=model),
+            "/invocations": InferenceRoute(invocation=True),
+            f"/endpoints/{self.endpoint}/invocations": InferenceRoute(invocation=True),
+        }
+        for version in (d.version for d in table.state.deployments):
+            routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
+        self._prepared[revision.number] = TableSnapshot(
+            revision=revision.number,
             table=table,
             router=TrafficRouter.from_table(table),
-            model=table.state.deployments[0].model,
+            model=model,
             deployments=deployments,
             failed=failed,
-            routes=_build_routes(table, self.endpoint),
+            routes={path.encode(): route for path, route in routes.items() if path.isascii()},
             shadow=[(deployments[name], percent) for name, percent in shadow if percent and name in deployments],
             control=self._build_control(table, deployments),
         )
@@ -463,17 +450,3 @@ class LoadedDeployments:
         row[LOADS] += 1
         row[LOAD_NANOSECONDS] += time.perf_counter_ns() - started_at
         return loaded
-
-
-def _build_routes(table: RoutingTable, endpoint: str) -> Mapping[bytes, InferenceRoute]:
-    model = table.state.deployments[0].model
-    base = f"/v2/models/{model}"
-    routes = {
-        f"{base}/infer": InferenceRoute(model=model),
-        "/invocations": InferenceRoute(invocation=True),
-        f"/endpoints/{endpoint}/invocations": InferenceRoute(invocation=True),
-    }
-    for deployment in table.state.deployments:
-        version = deployment.version
-        routes[f"{base}/versions/{version}/infer"] = InferenceRoute(model=model, version=version)
-    return {path.encode(): route for path, route in routes.items() if path.isascii()}

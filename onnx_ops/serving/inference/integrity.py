@@ -27,9 +27,7 @@ class EndpointBinding:
 class TrustPolicy:
     """Keys that a server trusts, and the model and target that it is bound to.
 
-    Args:
-        keys: the trusted keys.
-        folder: of the server; holds the binding after the first publication.
+    The server's folder holds the binding after the first publication.
     """
 
     def __init__(self, keys: TrustedKeys, folder: Path) -> None:
@@ -42,11 +40,7 @@ class TrustPolicy:
         return cls(TrustedKeys.of(options.trusted_keys), folder) if options.trusted_keys else None
 
     def authorize(self, deployment: Deployment) -> Record:
-        """Return the signed record that permits loading the deployment here.
-
-        Raises:
-            RefusedError: there is none.
-        """
+        """Return the signed record that permits loading the deployment here; raises RefusedError."""
         record = verify_authority(deployment, self._keys)
         bound = self._read_binding()
         if bound is not None and bound != (requested := EndpointBinding(model=record.model, target=record.target)):
@@ -80,16 +74,12 @@ def digest_files(folder: Path) -> dict[str, Digest]:
 def verify_files(folder: Path, deployment: Deployment, trust: TrustPolicy | None = None) -> None:
     """Compare every file below a folder with the deployment's manifest.
 
-    Args:
-        folder: of the files.
-        deployment: the expected files.
-        trust: whose signatures are required; None: none.
+    Without `trust`, no signature is required.
 
     Raises:
         RefusedError: no trusted key has signed these files, or a library of custom operators.
         NotFoundError: the folder does not exist.
         DigestMismatchError: the files differ from the manifest, or a library is not among them.
-        InfrastructureError: a file cannot be read.
     """
     record = None if trust is None else trust.authorize(deployment)
     if not folder.is_dir():

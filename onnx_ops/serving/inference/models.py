@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,11 +80,11 @@ def open_session(
 ) -> Any:
     """Open a session that runs a model as its target does.
 
+    The model is loaded by path: loading from bytes would block the interpreter.
+
     Args:
-        path: the model. It is loaded by path: loading from bytes would block the interpreter.
-        execution: providers and settings; default: one thread of the CPU that does not spin while it waits.
         libraries: of custom operators. They must be verified: loading a library runs its code.
-        optimise: whether to optimise the graph; not needed if that was done before it was written.
+        optimise: not needed if the graph was optimised before it was written.
         cache: value of `{cache}` in options of providers.
         entries: further configuration of the session; `optimized_model_filepath` is where the result is written.
 
@@ -154,9 +154,7 @@ class PackedModelCache:
     only while its files have the digests that were recorded when it was made. It is made only if its model returns the
     same bits as the original.
 
-    Args:
-        folder: of the entries; only the server's user may write there.
-        min_bytes: size of the smallest model that gets an entry.
+    Only the server's user may write in its folder. Models below `min_bytes` get no entry.
     """
 
     def __init__(self, folder: Path, min_bytes: int) -> None:
@@ -164,12 +162,7 @@ class PackedModelCache:
         self._min_bytes = min_bytes
 
     def open_session(self, path: Path, deployment: Deployment, libraries: Sequence[Path] = ()) -> Any:
-        """Open a session of a model from its entry, which is made if needed.
-
-        Raises:
-            InfrastructureError: an execution provider is not available, or does not start.
-            one of RUNTIME_ERRORS: the runtime cannot load the model.
-        """
+        """Open a session of a model from its entry, which is made if needed; see `open_session`."""
         execution = deployment.execution
         entry = self._folder / hex_digits(_compute_key(deployment, libraries))
         open_model = partial(
@@ -179,7 +172,9 @@ class PackedModelCache:
         if not is_on_cpu or measure_folder(path.parent) < self._min_bytes:
             return open_model(path)
         try:
-            with self._lock(entry.name):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (self._folder / f"{entry.name}.lock").open("a") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)  # one worker makes an entry, and the others wait for it
                 return self._open_entry(entry, open_model) or self._make_entry(path, entry, open_model)
         except OSError as error:
             _log.warning("%s is loaded without the cache of packed models: %s", path, error)
@@ -220,29 +215,18 @@ class PackedModelCache:
                 sync_path(written)
             shutil.rmtree(entry, ignore_errors=True)
             temporary.rename(entry)
-            self._prune()
+            # Keep the entries used last. A process that has mapped another one keeps its files.
+            entries = [p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(".tmp-")]
+            entries.sort(key=lambda p: p.stat().st_mtime_ns, reverse=True)
+            for unused in entries[_MAX_ENTRIES:]:
+                shutil.rmtree(unused, ignore_errors=True)
+                unused.with_name(f"{unused.name}.lock").unlink(missing_ok=True)
             return open_model(entry / _PACKED_MODEL, optimise=False)
         except RUNTIME_ERRORS as error:
             _log.warning("%s cannot be cached packed: %s", path, get_first_line(error))
             return open_model(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-    def _prune(self) -> None:
-        """Remove all entries but those used last. A process that has mapped one keeps it."""
-        entries = [path for path in self._folder.iterdir() if path.is_dir() and not path.name.startswith(".tmp-")]
-        entries.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for path in entries[_MAX_ENTRIES:]:
-            shutil.rmtree(path, ignore_errors=True)
-            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        """Let one worker make an entry while the others wait for it."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (self._folder / f"{name}.lock").open("a") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            yield
 
 
 def return_same_bits(first: Any, second: Any) -> bool:
@@ -305,11 +289,9 @@ def _describe_entry(folder: Path) -> dict[str, object]:
 class LoadedModel:
     """A loaded model. `run` is thread-safe.
 
-    Attributes:
-        native: the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
-            fall back to: a sixth of the time of a small model.
-        options: of a run, which only reads them; creating them would take as long again.
-        seconds: time of a run on one row; 0 if unknown.
+    `native` is the runtime's function behind `session.run`, which also checks for missing inputs and for providers to
+    fall back to: a sixth of the time of a small model. A run only reads `options`; creating them would take as long
+    again. `seconds` is the time of a run on one row; 0 if unknown.
     """
 
     deployment: Deployment
@@ -320,12 +302,7 @@ class LoadedModel:
     seconds: float = 0.0
 
     def run(self, outputs: Sequence[str], feed: Tensors) -> Sequence[Array]:
-        """Return the named outputs for one feed of every required input.
-
-        Raises:
-            InputsRejectedError: the runtime rejects the inputs.
-            InfrastructureError: the run failed.
-        """
+        """Return the named outputs; raises InputsRejectedError or InfrastructureError."""
         try:
             if self.signature.has_bfloat16:
                 return self._run_bfloat16(outputs, feed)
@@ -344,20 +321,22 @@ class LoadedModel:
             else ort.OrtValue.ortvalue_from_numpy(array)
             for name, array in feed.items()
         }
-        results = self.session.run_with_ort_values(list(outputs), values)
-        return [
-            _copy_bits(value) if self.signature.outputs[name].dtype == "bfloat16" else value.numpy()
-            for name, value in zip(outputs, results, strict=True)
-        ]
+        arrays: list[Array] = []
+        for name, value in zip(outputs, self.session.run_with_ort_values(list(outputs), values), strict=True):
+            if self.signature.outputs[name].dtype == "bfloat16":
+                shape = tuple(value.shape())
+                size = int(np.prod(shape)) * 2
+                bits = ctypes.string_at(value.data_ptr(), size) if size else b""  # a copy: the memory ends with `value`
+                arrays.append(np.frombuffer(bits, np.uint16).reshape(shape))
+            else:
+                arrays.append(value.numpy())
+        return arrays
 
     def warm_up(self) -> float:
-        """Run the model on zeros, with size 1 for every free dimension.
+        """Run the model on zeros, with size 1 for every free dimension; return the seconds of the last run.
 
-        Returns:
-            The seconds of the last run; 0 if the model does not run on such sizes or categories.
-
-        Raises:
-            InfrastructureError: the model fails although only the batch size and numbers were assumed.
+        They are 0 if the model does not run on such sizes or categories. If only the batch size and numbers were
+        assumed, it must run.
         """
         feed = {name: _build_sample(self.signature.inputs[name]) for name in self.signature.required}
         started_at = 0.0
@@ -366,7 +345,13 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            if not any(_may_be_rejected(self.signature.inputs[name]) for name in feed):
+            is_guess = any(  # of a size, or of a category
+                any(isinstance(d, str) for d in spec.shape[1:])
+                or spec.dtype == "string"
+                or (spec.dtype == "int64" and spec.shape[1:] == (1,))
+                for spec in (self.signature.inputs[name] for name in feed)
+            )
+            if not is_guess:
                 where = self.deployment.location
                 raise InfrastructureError("the model fails on zeros", where=where, why=error.why) from error
             _log.warning("%s is not warm: it fails on zeros, empty texts and sizes of 1", self.deployment.name)
@@ -381,33 +366,12 @@ class LoadedModel:
             self.run(tuple(self.signature.outputs), feed)
 
 
-def _copy_bits(value: Any) -> Array:
-    """Return a copy of the value's elements, whose memory ends with it."""
-    shape = tuple(value.shape())
-    size = int(np.prod(shape)) * 2
-    return np.frombuffer(ctypes.string_at(value.data_ptr(), size) if size else b"", np.uint16).reshape(shape)
-
-
-def _may_be_rejected(spec: TensorSpec) -> bool:
-    """Return whether zeros are a guess: of a size, or of a category."""
-    sizes = spec.shape[1:]
-    return any(isinstance(d, str) for d in sizes) or spec.dtype == "string" or (spec.dtype == "int64" and sizes == (1,))
-
-
 def load_model(
     deployment: Deployment, cache: PackedModelCache | None = None, trust: TrustPolicy | None = None
 ) -> LoadedModel:
-    """Verify the deployment's files, load the model and warm it up.
-
-    Args:
-        deployment: what to load.
-        cache: of packed models.
-        trust: whose signatures are required; None: none.
+    """Verify the deployment's files (see `verify_files`), load the model and warm it up.
 
     Raises:
-        RefusedError: no trusted key has signed these files.
-        NotFoundError: the folder or its model file does not exist.
-        DigestMismatchError: a file differs from the deployment's manifest.
         UserError: the protocol cannot represent an input or output of the model.
         InfrastructureError: the runtime cannot load or run the model.
     """

@@ -101,7 +101,8 @@ class WorkerThreads:
         self.limit = limit
         self.changed = threading.Condition(threading.Lock())
         """Guards everything here and in the queues."""
-        self._idle: list[_Thread] = []
+        self._idle: list[SimpleQueue[_Batch]] = []
+        """One for each idle thread, which waits for its next batch there."""
         self._batches: list[_Batch] = []
         self._waiting: list[RequestQueue[Any]] = []
         self._arrivals = 0
@@ -118,8 +119,12 @@ class WorkerThreads:
     def start_batch(self) -> None:
         """Start the next batch, if the limit allows one."""
         if (batch := self._take_batch()) is not None:
-            thread = self._idle.pop() if self._idle else _Thread(self)
-            thread.start_batch(batch)
+            if self._idle:
+                started = self._idle.pop()
+            else:
+                started = SimpleQueue()
+                threading.Thread(target=self._run_batches, args=(started,), name="run", daemon=True).start()
+            started.put(batch)
         elif not self._watching and self._find_overdue() is not None:
             self._watching = True
             if self._watcher is None:
@@ -132,15 +137,17 @@ class WorkerThreads:
         hanging = {batch.queue for batch in self._batches if batch.overdue} - {queue}
         return sum(len(other) for other in self._waiting if other not in hanging)
 
-    def finish(self, batch: _Batch, thread: _Thread) -> _Batch | None:
-        """Finish a batch; return the next one for the thread, if any. Takes the lock."""
-        with self.changed:
-            self._batches.remove(batch)
-            batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
-            following = self._take_batch()
-            if following is None:
-                self._idle.append(thread)
-            return following
+    def _run_batches(self, started: SimpleQueue[_Batch]) -> None:
+        """Run one batch after the other until there is none, then wait in `started`."""
+        while True:
+            batch: _Batch | None = started.get()
+            while batch is not None:
+                batch.queue.run(batch.items)
+                with self.changed:
+                    self._batches.remove(batch)
+                    batch.queue.finish_batch(len(batch.items), time.perf_counter() - batch.started_at)
+                    if (batch := self._take_batch()) is None:
+                        self._idle.append(started)
 
     def _take_batch(self) -> _Batch | None:
         queue = self._find_next_queue()
@@ -179,35 +186,15 @@ class WorkerThreads:
                 self.start_batch()
 
 
-class _Thread:
-    """A thread that runs one batch after the other until there is none."""
-
-    def __init__(self, threads: WorkerThreads) -> None:
-        self._threads = threads
-        self._started: SimpleQueue[_Batch] = SimpleQueue()
-        self.start_batch = self._started.put
-        threading.Thread(target=self._loop, name="run", daemon=True).start()
-
-    def _loop(self) -> None:
-        while True:
-            batch: _Batch | None = self._started.get()
-            while batch is not None:
-                batch.queue.run(batch.items)
-                batch = self._threads.finish(batch, self)
-
-
 @dataclass(slots=True, eq=False)
 class RequestQueue(Generic[T]):
     """Queue of requests for one deployment.
 
     Args:
-        threads: of the worker.
         run: runs the items of a batch, on one of the threads. It must not raise.
         limit: items that may wait in all queues that wait for each other.
         max_batch: items of one batch.
         max_batches: batches at the same time.
-        row: where the gauges are kept.
-        latency: of the deployment's model.
     """
 
     threads: WorkerThreads

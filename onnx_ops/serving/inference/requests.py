@@ -28,10 +28,8 @@ _SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory
 _MAX_DEPTH = 32
 
 
-def parse_header_length(text: str | None) -> int | None:
+def parse_header_length(text: str) -> int:
     """Parse the value of `Inference-Header-Content-Length`."""
-    if text is None:
-        return None
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise UserError(f"inference-header-content-length must be a number of bytes, not {text[:40]!r}")
     return int(text)
@@ -40,14 +38,7 @@ def parse_header_length(text: str | None) -> int | None:
 def read_infer(body: bytes, header_length: int | None, signature: ModelSignature) -> InferenceRequest:
     """Decode an Open Inference v2 request.
 
-    Args:
-        body: the whole body.
-        header_length: bytes of JSON at its start; None: all. 0: the body is the raw data of the only input.
-        signature: of the model.
-
-    Raises:
-        UserError: it does not fit the model.
-        TooLargeError: it holds too many JSON values.
+    `header_length` is the bytes of JSON at its start. None: all. 0: the body is the raw data of the only input.
     """
     if header_length is None:
         if (request := signature.template.read(body)) is not None:
@@ -145,34 +136,26 @@ def _select_outputs(document: dict[str, Any], signature: ModelSignature) -> tupl
     default = given is not None and _get_flag(
         _check_parameters(given, "the request"), "binary_data_output", default=False
     )
-    names: tuple[str, ...]
-    if not listed:
-        names = signature.output_names
-        binary = (default,) * len(names)
-    else:
-        names, binary = _read_outputs(listed, signature, default)
+    names: tuple[str, ...] = signature.output_names
+    binary = [default] * len(names)
+    if listed:
+        if type(listed) is not list or not all(type(i) is dict and type(i.get("name")) is str for i in listed):
+            raise UserError("outputs must be a list of objects with a name")
+        names, binary = tuple(item["name"] for item in listed), []
+        if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
+            raise UserError(f"outputs must be some of {', '.join(signature.outputs)}, each once")
+        for item in listed:
+            place = f"output {item['name']!r}"
+            parameters = _check_parameters(item.get("parameters") or {}, place)
+            if parameters.get("classification"):
+                raise UserError(f"{place}: classification is not supported", remedy="Request the output itself.")
+            if any(name in parameters for name in _SHARED_MEMORY):
+                raise UserError(f"{place}: shared memory is not supported", remedy="Read the data from the response.")
+            binary.append(_get_flag(parameters, "binary_data", default=default))
     for name, as_bytes in zip(names, binary, strict=True) if signature.binary_only else ():
         if name in signature.binary_only and not as_bytes:
             raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Request binary_data.")
-    return names, binary if any(binary) else ()
-
-
-def _read_outputs(listed: Any, signature: ModelSignature, default: bool) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-    if type(listed) is not list or not all(type(i) is dict and type(i.get("name")) is str for i in listed):
-        raise UserError("outputs must be a list of objects with a name")
-    names = tuple(item["name"] for item in listed)
-    if not all(name in signature.outputs for name in names) or len(set(names)) != len(names):
-        raise UserError(f"outputs must be some of {', '.join(signature.outputs)}, each once")
-    binary = []
-    for item in listed:
-        place = f"output {item['name']!r}"
-        parameters = _check_parameters(item.get("parameters") or {}, place)
-        if parameters.get("classification"):
-            raise UserError(f"{place}: classification is not supported", remedy="Request the output itself.")
-        if any(name in parameters for name in _SHARED_MEMORY):
-            raise UserError(f"{place}: shared memory is not supported", remedy="Read the data from the response.")
-        binary.append(_get_flag(parameters, "binary_data", default=default))
-    return names, tuple(binary)
+    return names, tuple(binary) if any(binary) else ()
 
 
 def _check_parameters(given: Any, place: str) -> dict[str, Any]:
@@ -194,14 +177,8 @@ def read_invocation(
     """Decode a body for `/invocations`: any form of MLflow, CSV, Open Inference v2.
 
     Args:
-        body: the whole body.
         content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON.
         header_length: as for `read_infer`; a body with it is an Open Inference one.
-        signature: of the model.
-
-    Raises:
-        UserError: it has none of the forms, or does not fit the model.
-        TooLargeError: it holds too many values.
     """
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()
@@ -238,7 +215,12 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
         case "inputs":
             columns = content if type(content) is dict else {signature.get_only_input(form): content}
         case "instances":
-            columns = _read_instances(content, signature)
+            if type(content) is list and content and type(content[0]) is dict:
+                columns = _collect_columns(content, form)
+            elif isinstance(content, LazyArray) or (type(content) is list and content):
+                columns = {signature.get_only_input(form): content}
+            else:
+                raise UserError("instances must be a list with at least one instance")
         case "dataframe_split":
             columns = _map_columns(*_read_split(content), signature)
         case _:
@@ -260,46 +242,33 @@ def _build_request(
 ) -> InferenceRequest:
     for name in signature.binary_only:
         raise UserError(f"output {name!r} is BF16, which JSON cannot represent", remedy="Use the binary form of v2.")
-    feed = {name: _read_column(name, data, signature, literals, text) for name, data in columns.items()}
+    feed: dict[str, Array] = {}
+    for name, given in columns.items():
+        reader, data = signature.get_reader(name), given
+        shape = _measure_nesting(name, data)
+        if len(shape) == 1 and reader.dims[1:] == (1,):
+            shape.append(1)  # a column of a table for an input of one feature
+        accepted, count = reader.check_shape(shape)
+        if text:
+            data = reader.convert_cells(data)
+        else:
+            if literals and len(reader.dims) == 2:
+                data = reader.fill_missing(data)
+            if reader.dims[1:] == (1,):
+                reader.check_column(data)
+        feed[name] = reader.read_json(accepted, count, data, literals=literals)
     return InferenceRequest(feed, signature.output_names, signature.check_feed(feed), response_format)
 
 
-def _read_column(name: str, data: object, signature: ModelSignature, literals: bool, text: bool) -> Array:
-    reader = signature.get_reader(name)
-    shape = _measure_nesting(name, data)
-    if len(shape) == 1 and reader.dims[1:] == (1,):
-        shape = (*shape, 1)  # a column of a table for an input of one feature
-    accepted, count = reader.check_shape(list(shape))
-    if literals and not text and len(reader.dims) == 2:
-        data = reader.fill_missing(data)
-    if reader.dims[1:] == (1,) and not text:
-        reader.check_column(data)
-    return reader.read_json(accepted, count, reader.convert_cells(data) if text else data, literals=literals)
-
-
-def _measure_nesting(name: str, data: Any) -> tuple[int, ...]:
+def _measure_nesting(name: str, data: Any) -> list[int]:
     """Return the shape by first elements; the reader checks all others."""
     shape: list[int] = []
-    while type(data) is list or isinstance(data, LazyArray):
-        if isinstance(data, LazyArray):
-            return (*shape, *data.shape)
+    while type(data) is list:
         if len(shape) == _MAX_DEPTH:
             raise UserError(f"tensor {name!r}: data is nested too deeply")
         shape.append(len(data))
-        if not data:
-            break
-        data = data[0]
-    return tuple(shape)
-
-
-def _read_instances(content: Any, signature: ModelSignature) -> Mapping[str, object]:
-    if isinstance(content, LazyArray):
-        return {signature.get_only_input("instances"): content}
-    if type(content) is not list or not content:
-        raise UserError("instances must be a list with at least one instance")
-    if type(content[0]) is not dict:
-        return {signature.get_only_input("instances"): content}
-    return _collect_columns(content, "instances")
+        data = data[0] if data else None
+    return [*shape, *data.shape] if isinstance(data, LazyArray) else shape
 
 
 def _collect_columns(rows: Sequence[Any], form: str) -> dict[str, list[Any]]:

@@ -134,15 +134,8 @@ def encode_outputs(
 ) -> tuple[bytes, HeaderPairs]:
     """Return the body of a response, and the headers that describe it.
 
-    JSON has no NaN and no infinities: they are written as null. The binary form keeps them.
-
-    Args:
-        request: the request.
-        signature: of the model.
-        arrays: one per output of `request.outputs`, in that order.
-
-    Raises:
-        UserError: a table was requested, and the outputs do not fit one.
+    JSON has no NaN and no infinities: they are written as null. The binary form keeps them. Raises UserError if a table
+    was requested, and the outputs do not fit one.
     """
     if request.response_format is not _INFER:
         return _encode_predictions(request, arrays), _JSON_PAIRS
@@ -182,18 +175,18 @@ def _encode_predictions(request: InferenceRequest, arrays: Sequence[Array]) -> b
             for name, array in named.items()
         }
     else:
-        columns = {name: _build_column(name, array) for name, array in named.items()}
+        columns: dict[str, list[Any]] = {}
+        for name, array in named.items():
+            if array.ndim == 0:
+                raise UserError(f"output {name!r} is a single value and does not fit a table; send inputs or instances")
+            flat = array[:, 0] if array.shape[1:] == (1,) else array
+            # Numbers through JSON, so that float32 keeps its short text and NaN becomes null, as in every other form.
+            columns[name] = (
+                flat.tolist()
+                if flat.dtype.kind == "O"
+                else orjson.loads(orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY))
+            )
         if len(set(map(len, columns.values()))) > 1:
             raise UserError("the outputs differ in length and do not fit a table; send inputs or instances")
         content = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return orjson.dumps({"predictions": content}, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _build_column(name: str, array: Array) -> list[Any]:
-    if array.ndim == 0:
-        raise UserError(f"output {name!r} is a single value and does not fit a table; send inputs or instances")
-    flat = array[:, 0] if array.shape[1:] == (1,) else array
-    if flat.dtype.kind == "O":
-        return list(flat.tolist())
-    # Through JSON, so that float32 keeps its short text and NaN becomes null, as in every other form.
-    return list(orjson.loads(orjson.dumps(np.ascontiguousarray(flat), option=orjson.OPT_SERIALIZE_NUMPY)))

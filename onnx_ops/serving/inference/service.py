@@ -89,19 +89,15 @@ class AccessLog:
         self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stopped.wait(_LOG_PAUSE_S):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        count = len(self._records)
-        if not count:
-            return
-        data = b"".join(_format_line(self._records.popleft()) for _ in range(count))
-        try:
-            os.write(self._file, data)
-        except OSError as error:
-            _log.warning("%d lines of the access log are lost: %s", count, error)
+        stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(_LOG_PAUSE_S)
+            lines = [_format_line(self._records.popleft()) for _ in range(len(self._records))]
+            try:
+                if lines:
+                    os.write(self._file, b"".join(lines))
+            except OSError as error:
+                _log.warning("%d lines of the access log are lost: %s", len(lines), error)
 
 
 def _format_line(record: LogRecord) -> bytes:
@@ -133,10 +129,7 @@ def _format_id(value: bytes | None) -> str | None:
 class InferenceService:
     """Answers inference requests. All methods but `run_batch` need its event loop.
 
-    Args:
-        unrouted: counters of requests that reach no deployment.
-        deadline_s: longest time in a queue.
-        outcomes: remembers which deployment answered a request id.
+    Requests that reach no deployment are counted in `unrouted`. `deadline_s` is the longest time in a queue.
     """
 
     def __init__(
@@ -173,7 +166,12 @@ class InferenceService:
                 if request.comparable:
                     request.loaded = loaded = control.replica
             if not loaded.should_run_inline(self.deployments.leader, request.head, request.body):
-                request.deadline = request.started_at + _get_timeout_s(request.head, self._deadline_s)
+                timeout_s = self._deadline_s
+                if (value := request.head.get(_TIMEOUT)) is not None:
+                    if not value.isdigit() or len(value) > 9:
+                        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
+                    timeout_s = min(int(value) / 1e3, timeout_s)
+                request.deadline = request.started_at + timeout_s
                 loaded.queue.put(request)
                 return None
             response = loaded.answer(loaded.decode(request.route.invocation, request.head, request.body))
@@ -187,12 +185,7 @@ class InferenceService:
         return response
 
     def choose(self, model: str, version: str | None, head: RequestHead) -> LoadedDeployment:
-        """Return the deployment that would answer a request about a model.
-
-        Raises:
-            NotFoundError: there is no such model, version or deployment.
-            ServiceUnavailableError: nothing is published, or the deployment is not loaded.
-        """
+        """Return the deployment that would answer a request; raises NotFoundError or ServiceUnavailableError."""
         return self._choose(self.deployments.get_current(), InferenceRoute(model=model, version=version), head)
 
     def count_rejected(self, status: int) -> None:
@@ -266,17 +259,11 @@ class InferenceService:
                 self._users.count_request(loaded.slot, bucket, status, service_seconds)
                 if request_id is not None:
                     self._outcomes.remember(request_id, loaded.slot, bucket)
-            if snapshot.shadow and status == 200:
-                self._mirror(request, loaded, snapshot, response)
+            for shadow, percent in snapshot.shadow if status == 200 else ():
+                if shadow is not loaded and self._draw() * 100 < percent:
+                    self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
         if self._access_log is not None:
             self._access_log.put(request, status, seconds)
-
-    def _mirror(
-        self, request: PendingRequest, loaded: LoadedDeployment, snapshot: TableSnapshot, response: RawResponse
-    ) -> None:
-        for shadow, percent in snapshot.shadow:
-            if shadow is not loaded and self._draw() * 100 < percent:
-                self._shadow.put(shadow, request, response, snapshot.table.state.split.shadow_tolerance)
 
     def _choose(self, snapshot: TableSnapshot, route: InferenceRoute, head: RequestHead) -> LoadedDeployment:
         if route.model is not None and route.model != snapshot.model:
@@ -291,23 +278,12 @@ class InferenceService:
         return snapshot.deployments.get(name) or snapshot.get_deployment(name)
 
 
-def _get_timeout_s(head: RequestHead, default_s: float) -> float:
-    """Return the longest time in the queue, for a request with these headers."""
-    value = head.get(_TIMEOUT)
-    if value is None:
-        return default_s
-    if not value.isdigit() or len(value) > 9:
-        raise UserError(f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds")
-    return min(int(value) / 1e3, default_s)
-
-
 def run_requests(
     loaded: LoadedDeployment, requests: Sequence[PendingRequest]
 ) -> tuple[list[Result], list[tuple[float, int]]]:
     """Run requests, in batches where the model allows it.
 
-    Returns:
-        The result of each request, and of each run of the model its seconds and the number of its requests.
+    Return the result of each request, and of each run of the model its seconds and the number of its requests.
     """
     results: dict[int, Result] = {}
     decoded: dict[int, InferenceRequest] = {}
@@ -319,13 +295,16 @@ def run_requests(
     runs: list[tuple[float, int]] = []
     for group in group_requests(decoded, batchable=loaded.deployment.batchable):
         batch = [decoded[position] for position in group]
-        outputs = _run_together(loaded, batch, runs) if len(batch) > 1 else None
-        if outputs is None:
-            results.update((position, _run_alone(loaded, decoded[position], runs)) for position in group)
-            continue
+        together = _run_together(loaded, batch, runs) if len(batch) > 1 else None
+        outputs: Sequence[tuple[Array, ...] | None] = [None] * len(batch) if together is None else together
         for position, member, arrays in zip(group, batch, outputs, strict=True):
             try:
-                results[position] = loaded.encode(member, arrays)
+                if arrays is not None:
+                    results[position] = loaded.encode(member, arrays)
+                    continue
+                started_at = time.perf_counter()
+                results[position] = loaded.answer(member)
+                runs.append((time.perf_counter() - started_at, 1))
             except OnnxOpsError as error:
                 results[position] = error
     return [results[position] for position in range(len(requests))], runs
@@ -367,13 +346,3 @@ def _run_together(
     runs.append((seconds, len(requests)))
     ends = np.cumsum(rows)[:-1]
     return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
-
-
-def _run_alone(loaded: LoadedDeployment, request: InferenceRequest, runs: list[tuple[float, int]]) -> Result:
-    started_at = time.perf_counter()
-    try:
-        response = loaded.answer(request)
-    except OnnxOpsError as error:
-        return error
-    runs.append((time.perf_counter() - started_at, 1))
-    return response

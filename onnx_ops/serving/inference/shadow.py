@@ -8,8 +8,8 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,21 +30,6 @@ _LENGTH = re.compile(rb"(?:%b: |json-header-size=)([0-9]+)" % BINARY_LENGTH_HEAD
 _FLOATS: Mapping[str, str] = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 
 
-@dataclass(frozen=True, slots=True)
-class _MirroredRequest:
-    """A request to mirror, with the response of the client.
-
-    It keeps no other deployment loaded, unlike `PendingRequest`.
-    """
-
-    loaded: LoadedDeployment
-    invocation: bool
-    head: RequestHead
-    body: bytes
-    expected: RawResponse
-    tolerance: float
-
-
 class ShadowQueue:
     """A bounded queue of mirrored requests, and one thread of lowest priority.
 
@@ -52,7 +37,8 @@ class ShadowQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_MirroredRequest] = deque()
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        """Size in bytes, and what runs the request."""
         self._bytes = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -64,8 +50,9 @@ class ShadowQueue:
             if len(self._queue) >= _MAX_QUEUED or self._bytes + size > _MAX_QUEUED_BYTES:
                 loaded.row[SHADOW_DROPPED] += 1
                 return
-            route, head, body = request.route, request.head, request.body
-            self._queue.append(_MirroredRequest(loaded, route.invocation, head, body, expected, tolerance))
+            # Not with `request`, which would keep other deployments loaded.
+            invocation, head, body = request.route.invocation, request.head, request.body
+            self._queue.append((size, partial(_run, loaded, invocation, head, body, expected, tolerance)))
             self._bytes += size
             loaded.row[SHADOW_SENT] += 1
             if self._thread is None:
@@ -80,18 +67,19 @@ class ShadowQueue:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                mirrored = self._queue.popleft()
-                self._bytes -= len(mirrored.body) + len(mirrored.expected.body)
-            _run(mirrored)
+                size, run = self._queue.popleft()
+                self._bytes -= size
+            run()
 
 
-def _run(mirrored: _MirroredRequest) -> None:
-    loaded = mirrored.loaded
+def _run(
+    loaded: LoadedDeployment, invocation: bool, head: RequestHead, body: bytes, expected: RawResponse, tolerance: float
+) -> None:
     try:
-        request = loaded.decode(mirrored.invocation, mirrored.head, mirrored.body)
+        request = loaded.decode(invocation, head, body)
         # Not `loaded.answer`: the run time at this priority must not enter the latency of the model.
         response = loaded.encode(request, loaded.run(request.outputs, request.feed))
-        if responses_differ(mirrored.expected, response, mirrored.tolerance):
+        if responses_differ(expected, response, tolerance):
             loaded.row[SHADOW_DIFFERING] += 1
     except OnnxOpsError:
         loaded.row[SHADOW_FAILED] += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -119,11 +119,7 @@ class RequestTemplate:
         self._misses = 0
 
     def read(self, body: bytes) -> InferenceRequest | None:
-        """Return the request of a body that differs only in its data, else None.
-
-        Raises:
-            UserError: the data does not fit the model; the message is the same as for any other body.
-        """
+        """Return the request of a body that differs only in its data, else None."""
         template = self._template
         if (
             template is None
@@ -142,13 +138,7 @@ class RequestTemplate:
         return template.request.with_feed({reader.name: array})
 
     def learn(self, body: bytes, document: dict[str, Any], request: InferenceRequest, reader: TensorReader) -> None:
-        """Take a request as the template, unless the present one is still in use.
-
-        Args:
-            body: of a request with one tensor.
-            document, request: the parsed and the decoded body.
-            reader: of the only tensor in it.
-        """
+        """Take a request with one tensor as the template, unless the present one is still in use."""
         if len(body) >= LARGE_BODY_BYTES:
             return
         self._misses -= 1
@@ -179,7 +169,6 @@ def _split_around_data(body: bytes) -> tuple[bytes, bytes] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSignature:
     """Inputs and outputs of a model, and what requests need of them.
 
@@ -188,55 +177,47 @@ class ModelSignature:
         inputs, outputs: by name, in the model's order.
         optional: inputs that a request may omit.
         refuses_nan: the source of the model refuses NaN, so the model's outputs for NaN are meaningless.
+
+    Attributes:
+        shared_dims: symbolic dimensions that occur more than once: input and axis of each place.
+        binary_only: outputs that JSON cannot represent.
+        has_text_input: elements of text are read one by one in every form.
+        has_fixed_rows: axis 0 of an output is fixed, so the rows of several requests could not be separated.
+        response_prefix: the start of every v2 response.
     """
 
-    model: str
-    version: str
-    inputs: Mapping[str, TensorSpec]
-    outputs: Mapping[str, TensorSpec]
-    optional: frozenset[str] = frozenset()
-    refuses_nan: bool = False
-    readers: Mapping[str, TensorReader] = field(init=False, repr=False, compare=False)
-    required: frozenset[str] = field(init=False, repr=False, compare=False)
-    output_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    shared_dims: Mapping[str, tuple[tuple[str, int], ...]] = field(init=False, repr=False, compare=False)
-    """Symbolic dimensions that occur more than once: input and axis of each place."""
-    binary_only: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Outputs that JSON cannot represent."""
-    has_bfloat16: bool = field(init=False, repr=False, compare=False)
-    has_text_input: bool = field(init=False, repr=False, compare=False)
-    """Elements of text are read one by one in every form."""
-    has_fixed_rows: bool = field(init=False, repr=False, compare=False)
-    """Axis 0 of an output is fixed, so the rows of several requests could not be separated."""
-    response_prefix: bytes = field(init=False, repr=False, compare=False)
-    """The start of every v2 response."""
-    writers: Mapping[str, TensorWriter] = field(init=False, repr=False, compare=False)
-    template: RequestTemplate = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        head = orjson.dumps({"model_name": self.model, "model_version": self.version})
-        derived = {
-            "readers": {name: TensorReader(spec) for name, spec in self.inputs.items()},
-            "required": frozenset(self.inputs) - self.optional,
-            "output_names": tuple(self.outputs),
-            "shared_dims": _find_shared_dims(self.inputs.values()),
-            "binary_only": frozenset(name for name, spec in self.outputs.items() if spec.dtype == "bfloat16"),
-            "has_bfloat16": any(s.dtype == "bfloat16" for s in (*self.inputs.values(), *self.outputs.values())),
-            "has_text_input": any(spec.dtype == "string" for spec in self.inputs.values()),
-            "has_fixed_rows": any(not spec.shape or isinstance(spec.shape[0], int) for spec in self.outputs.values()),
-            "response_prefix": head[:-1],
-            "writers": {name: TensorWriter(spec) for name, spec in self.outputs.items()},
-            "template": RequestTemplate(),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+    def __init__(
+        self,
+        *,
+        model: str,
+        version: str,
+        inputs: Mapping[str, TensorSpec],
+        outputs: Mapping[str, TensorSpec],
+        optional: frozenset[str] = frozenset(),
+        refuses_nan: bool = False,
+    ) -> None:
+        self.model, self.version = model, version
+        self.inputs, self.outputs = inputs, outputs
+        self.optional, self.required = optional, frozenset(inputs) - optional
+        self.refuses_nan = refuses_nan
+        self.readers = {name: TensorReader(spec) for name, spec in inputs.items()}
+        self.writers = {name: TensorWriter(spec) for name, spec in outputs.items()}
+        self.output_names = tuple(outputs)
+        places: dict[str, tuple[tuple[str, int], ...]] = {}
+        for spec in inputs.values():
+            for axis, symbol in enumerate(spec.shape):
+                if isinstance(symbol, str) and symbol != "?":  # `?` is a dimension without a name
+                    places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
+        self.shared_dims = {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
+        self.binary_only = frozenset(name for name, spec in outputs.items() if spec.dtype == "bfloat16")
+        self.has_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*inputs.values(), *outputs.values()))
+        self.has_text_input = any(spec.dtype == "string" for spec in inputs.values())
+        self.has_fixed_rows = any(not spec.shape or isinstance(spec.shape[0], int) for spec in outputs.values())
+        self.response_prefix = orjson.dumps({"model_name": model, "model_version": version})[:-1]
+        self.template = RequestTemplate()
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check that a feed is complete; return its rows (see `InferenceRequest`).
-
-        Raises:
-            UserError: an input is missing, or holds NaN that is refused, or a symbolic dimension has two sizes.
-        """
+        """Check that a feed is complete, and its sizes and NaN; return its rows (see `InferenceRequest`)."""
         if len(feed) != len(self.readers) and (missing := self.required - feed.keys()):
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
@@ -268,15 +249,6 @@ class ModelSignature:
         if len(names) != 1:
             raise UserError(f"the model has several inputs; {form} must name them: {', '.join(self.inputs)}")
         return names[0]
-
-
-def _find_shared_dims(specs: Iterable[TensorSpec]) -> dict[str, tuple[tuple[str, int], ...]]:
-    places: dict[str, tuple[tuple[str, int], ...]] = {}
-    for spec in specs:
-        for axis, symbol in enumerate(spec.shape):
-            if isinstance(symbol, str) and symbol != "?":  # `?` is a dimension without a name
-                places[symbol] = (*places.get(symbol, ()), (spec.name, axis))
-    return {symbol: listed for symbol, listed in places.items() if len(listed) > 1}
 
 
 def _check_symbol(symbol: str, places: tuple[tuple[str, int], ...], feed: Mapping[str, Array]) -> None:

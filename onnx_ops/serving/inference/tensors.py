@@ -108,17 +108,19 @@ class LazyArray:
 def parse_document(body: bytes) -> tuple[Any, bool]:
     """Parse a JSON body, with large arrays of numbers as `LazyArray`.
 
-    Returns:
-        The document, and whether it may contain booleans.
-
-    Raises:
-        UserError: the body is not strict JSON (NaN and infinities are not).
-        TooLargeError: it holds more values than the limits allow.
+    Returns the document, and whether it may contain booleans. NaN and infinities are errors, as in strict JSON.
     """
     literals = may_contain_literals(body)
     if len(body) >= LARGE_BODY_BYTES:
         if len(body) > _UNCHECKED_BYTES:
-            _check_limits(body)
+            letters = np.frombuffer(body, np.uint8)
+            values = np.count_nonzero(letters == ord(","))
+            containers = np.count_nonzero(letters == ord("[")) + np.count_nonzero(letters == ord("{"))
+            if values > MAX_VALUES or containers > MAX_CONTAINERS:
+                raise TooLargeError(
+                    f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
+                    remedy="Send large tensors in the binary form.",
+                )
         document = _parse_lazily(body)
         if document is not None:
             return document, literals
@@ -139,39 +141,25 @@ def to_plain(data: Any) -> Any:
     return data.to_lists() if isinstance(data, LazyArray) else data
 
 
-def _check_limits(body: bytes) -> None:
-    letters = np.frombuffer(body, np.uint8)
-    values = np.count_nonzero(letters == ord(","))
-    containers = np.count_nonzero(letters == ord("[")) + np.count_nonzero(letters == ord("{"))
-    if values > MAX_VALUES or containers > MAX_CONTAINERS:
-        raise TooLargeError(
-            f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists",
-            remedy="Send large tensors in the binary form.",
-        )
-
-
 def _parse_lazily(body: bytes) -> Any:
-    """Return None for a body that orjson must parse, as its arrays are irregular."""
+    """Return None for a body that orjson must parse, as its arrays are irregular.
+
+    A parser keeps about 14 times the bytes of its largest body, so a thread keeps one, whose memory is warm, only for
+    smaller bodies. It refuses to parse while a lazy array of the last body lives; orjson then takes over.
+    """
+    if len(body) > _CACHED_PARSER_BYTES:
+        parser = simdjson.Parser()
+    else:
+        if not hasattr(_threads, "parser"):
+            _threads.parser = simdjson.Parser()
+        parser = _threads.parser
     try:
         walk = _LazyWalk()
-        document = walk.convert(_get_parser(len(body)).parse(body), "")
+        document = walk.convert(parser.parse(body), "")
     except (ValueError, TypeError, LookupError, RuntimeError):
         return None
     # A list among the elements of a lazy array would be missed. Counting the brackets reveals it.
     return document if walk.brackets == np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")) else None
-
-
-def _get_parser(size: int) -> simdjson.Parser:
-    """Return the parser of this thread, whose memory is warm.
-
-    It keeps about 14 times the bytes of the largest body, so very large bodies get a new one. It refuses to parse
-    while a lazy array of the last body lives; orjson then takes over.
-    """
-    if size > _CACHED_PARSER_BYTES:
-        return simdjson.Parser()
-    if not hasattr(_threads, "parser"):
-        _threads.parser = simdjson.Parser()
-    return _threads.parser  # type: ignore[no-any-return]
 
 
 class _LazyWalk:
@@ -188,19 +176,21 @@ class _LazyWalk:
             return {name: self.convert(value[name], name) for name in keys}
         if type(value) is not simdjson.Array:
             return value
-        if key not in _SMALL_LISTS and _leads_to_number(value):
-            shape = self._measure(value)
-            return LazyArray(value, shape)
+        if key not in _SMALL_LISTS:
+            first: Any = value
+            while type(first) is simdjson.Array and len(first):
+                first = first[0]
+            if type(first) in (int, float):
+                return LazyArray(value, self._measure(value))
         self.brackets += 1
-        return [self._convert_item(item) for item in value]
-
-    def _convert_item(self, item: Any) -> Any:
-        """Convert an item of a list. Only values of objects become lazy arrays."""
-        if type(item) is simdjson.Array:
-            lists = item.as_list()
-            self.brackets += _count_lists(lists)
-            return lists
-        return self.convert(item, "")
+        items = []
+        for item in value:  # only values of objects become lazy arrays
+            if type(item) is simdjson.Array:
+                items.append(item.as_list())
+                self.brackets += _count_lists(items[-1])
+            else:
+                items.append(self.convert(item, ""))
+        return items
 
     def _measure(self, array: simdjson.Array) -> tuple[int, ...]:
         """Return the shape. Raises ValueError if it is not rectangular."""
@@ -215,14 +205,6 @@ class _LazyWalk:
             self.brackets += len(level)
             shape.append(size)
         return tuple(shape)
-
-
-def _leads_to_number(value: Any) -> bool:
-    while type(value) is simdjson.Array:
-        if not len(value):
-            return False
-        value = value[0]
-    return type(value) in (int, float)
 
 
 def _count_lists(value: Any) -> int:
@@ -279,14 +261,16 @@ class TensorReader:
     def read_json(self, shape: tuple[int, ...], count: int, data: object, *, literals: bool) -> Array:
         """Return an array from flat or nested lists.
 
-        Args:
-            shape, count: from `check_shape`.
-            data: parsed JSON.
-            literals: whether booleans may be in it.
+        `shape` and `count` are from `check_shape`; `literals` says whether booleans may be in `data`.
         """
         flat = data
         if type(data) is list and len(data) != count and len(shape) == 2:
-            flat = _join_rows(data, shape[1])
+            columns = shape[1]
+            for row in data:
+                if type(row) is not list or len(row) != columns:
+                    break
+            else:
+                flat = data[0] if len(data) == 1 else list(chain.from_iterable(data))
         if type(flat) is list and len(flat) == count and self.code:
             last, pack = self._pack
             if last != count:
@@ -310,7 +294,18 @@ class TensorReader:
     def _read_lists(self, shape: tuple[int, ...], data: object) -> Array:
         if self.spec.dtype == "bfloat16":
             raise self.error(" of BF16 is not supported in JSON", "Send it in the binary form.")
-        flat = self._flatten(shape, data)
+        flat: list[Any] = data if isinstance(data, list) else [data]
+        if flat is not data and shape != ():
+            raise self.error(": data must be a list")
+        if flat is data and any(isinstance(item, list) for item in flat):
+            flat = [flat]
+            for size in shape:
+                if not all(isinstance(item, list) and len(item) == size for item in flat):
+                    raise self.error(f": the nesting of data does not fit shape {list(shape)}")
+                flat = list(chain.from_iterable(flat))
+        count = math.prod(shape)
+        if len(flat) != count:
+            raise self.error(f": shape {list(shape)} needs {count} elements, not {len(flat)}")
         if unexpected := set(map(type, flat)) - self.elements:
             names = ", ".join(sorted(_JSON_NAMES.get(t, t.__name__) for t in unexpected))
             raise self.error(f" of {self.datatype} holds {names}")
@@ -321,23 +316,6 @@ class TensorReader:
                 return np.array(flat, dtype=self.dtype).reshape(shape)
         except (OverflowError, FloatingPointError) as error:
             raise self.error(f" holds a number that is too large for {self.datatype}") from error
-
-    def _flatten(self, shape: tuple[int, ...], data: object) -> list[Any]:
-        if shape == () and not isinstance(data, list):
-            return [data]
-        if not isinstance(data, list):
-            raise self.error(": data must be a list")
-        level: list[Any] = data
-        if any(isinstance(item, list) for item in level):
-            level = [level]
-            for size in shape:
-                if not all(isinstance(item, list) and len(item) == size for item in level):
-                    raise self.error(f": the nesting of data does not fit shape {list(shape)}")
-                level = list(chain.from_iterable(level))
-        count = math.prod(shape)
-        if len(level) != count:
-            raise self.error(f": shape {list(shape)} needs {count} elements, not {len(level)}")
-        return level
 
     def read_binary(self, shape: tuple[int, ...], body: bytes, start: int, size: int) -> Array:
         """Return an array from `size` bytes at `start`: little-endian, row-major."""
@@ -438,14 +416,6 @@ def join_text(values: Iterable[bytes]) -> bytes:
     for value in values:
         parts += (_TEXT_LENGTH.pack(len(value)), value)
     return b"".join(parts)
-
-
-def _join_rows(rows: list[Any], columns: int) -> list[Any]:
-    """Return the elements of the rows; the rows unchanged if they are irregular."""
-    for row in rows:
-        if type(row) is not list or len(row) != columns:
-            return rows
-    return rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
 
 
 def _is_in_range(flat: Array, dtype: np.dtype[Any]) -> bool:

@@ -35,11 +35,7 @@ class ListenerSockets:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket.
-
-    Raises:
-        ServiceUnavailableError: the port is in use, or this machine does not have the address.
-    """
+    """Return a listening TCP socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,11 +51,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Return a listening Unix socket for its owner only; replace the file.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Return a listening Unix socket for its owner only; replace the file."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

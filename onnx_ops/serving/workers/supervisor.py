@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,12 +37,13 @@ from onnx_ops.protocol.server_process import (
     signal_worker,
 )
 from onnx_ops.serving.admin import AdminApp, AuditTrail, read_token
+from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import SharedMetrics, SlotAllocator
 from onnx_ops.serving.rollout_counts import collect_counts
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp, listen_unix, receive_sockets
 from onnx_ops.serving.workers.trial_load import run_trial_load
-from onnx_ops.serving.workers.worker import SignalFreeServer, TableRevision, WorkerSetup, build_uvicorn_config
+from onnx_ops.serving.workers.worker import SignalFreeServer, WorkerSetup, build_uvicorn_config
 from onnx_ops.serving.workers.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -53,9 +54,6 @@ _ORPHAN_PAUSE_S = 0.02
 _KILL_MARGIN_S = 2
 _PREPARE_S = 280
 """Limit for a trial load and the workers' own loads together; clients wait a little longer for a publication."""
-
-Prepare = Callable[[TableRevision], Awaitable[None]]
-"""Lets every worker load what a revision needs; raises if one of them cannot."""
 
 
 class TablePublisher:
@@ -82,9 +80,7 @@ class TablePublisher:
     def is_published(self, state: EndpointState) -> bool:
         """Return whether exactly this state is published.
 
-        Raises:
-            ConflictError: the generation is older than the current one, or is the current one with another content.
-            UserError: the state names no deployment, or more than one model.
+        A generation that is older than the current one, or is the current one with another content, is a conflict.
         """
         if len({d.model for d in state.deployments}) != 1:
             raise UserError("an endpoint serves deployments of exactly one model")
@@ -103,25 +99,22 @@ class TablePublisher:
             )
         return current == state
 
-    async def publish(self, state: EndpointState, prepare: Prepare) -> TableRevision:
-        """Prepare a state, write it durably, publish it. An error changes nothing.
+    def build_revision(self, state: EndpointState) -> TableRevision:
+        """Return the revision that publishes a state; only if `is_published` is false."""
+        return self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
 
-        Call it only if `is_published` is false, and never concurrently.
+    def publish(self, revision: TableRevision) -> None:
+        """Write a revision durably and publish it, as soon as every worker has prepared it.
 
-        Raises:
-            ServiceUnavailableError: the table could not be written.
-            OnnxOpsError: a worker could not prepare it.
+        Nothing may be awaited in between: a worker that started meanwhile would not know the revision.
         """
-        revision = self._build_revision(build_next_table(None if self.current is None else self.current.table, state))
-        await prepare(revision)
-        # Nothing may be awaited from here on: a worker that started meanwhile would not know the revision.
         try:
             self._tables.write(revision.table)
         except OSError as error:
             raise ServiceUnavailableError("the table could not be written", why=str(error)) from error
         self._set_current(revision)
+        state = revision.table.state
         _log.info("generation %d is published: %s", state.generation, dict(state.split.weights))
-        return revision
 
     def _build_revision(self, table: RoutingTable) -> TableRevision:
         self._last += 1
@@ -171,29 +164,25 @@ class Supervisor:
         return AdminState(state=current, failed=failed)
 
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
-        """Return the counts of every published deployment, by user if requested."""
+        """Return the counts of every published deployment, by user if requested.
+
+        If a watched deployment gets neither traffic nor mirrored requests, cold starts are measured in the background.
+        """
         current = self._publisher.current
         if current is None:
             return collect_counts(self._shared, {}, request)
-        if request is not None and self._watch_cold_starts(current.table.state, request):
-            request = None  # users are counted from the first request on that the candidate may get
+        if request is not None:
+            split, listed = current.table.state.split, current.table.state.deployments
+            watched = [d for d in listed if d.name in request.limits_s]
+            if not all(split.weights.get(d.name) or split.shadow.get(d.name) for d in watched):
+                request = None  # users are counted from the first request on that the candidate may get
+                if self._cold_starts is None or self._cold_starts.done():
+                    self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
+                    if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
+                        self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
         cold_s = {deployment.name: loads_s for deployment, loads_s in self._cold_s.items()}
-        split = current.table.compute_split_digest()
-        return collect_counts(self._shared, current.slots, request, split=split, cold_s=cold_s)
-
-    def _watch_cold_starts(self, state: EndpointState, request: UserCountsRequest) -> bool:
-        """Return whether a watched deployment gets neither traffic nor mirrored requests.
-
-        If so, start to measure cold starts of the watched deployments in the background.
-        """
-        watched = [deployment for deployment in state.deployments if deployment.name in request.limits_s]
-        idle = [d for d in watched if not state.split.weights.get(d.name) and not state.split.shadow.get(d.name)]
-        if not idle or (self._cold_starts is not None and not self._cold_starts.done()):
-            return bool(idle)
-        self._cold_s = {deployment: self._cold_s.get(deployment, []) for deployment in watched}
-        if min(map(len, self._cold_s.values())) < COLD_START_SAMPLES:
-            self._cold_starts = asyncio.get_running_loop().create_task(self._measure_cold_starts())
-        return True
+        digest = current.table.compute_split_digest()
+        return collect_counts(self._shared, current.slots, request, split=digest, cold_s=cold_s)
 
     async def _measure_cold_starts(self) -> None:
         """Load the watched deployments in turn, without the cache of packed models."""
@@ -206,12 +195,7 @@ class Supervisor:
             _log.warning("a cold start could not be measured: %s", error)
 
     async def publish(self, state: EndpointState, actor: str) -> None:
-        """Serve a state: on return every response is by it or by a later one.
-
-        Raises:
-            ConflictError, UserError: see `TablePublisher.is_published`.
-            OnnxOpsError: it could not be prepared or written, and nothing is changed.
-        """
+        """Serve a state: on return every response is by it or by a later one. An error changes nothing."""
         if self._cold_starts is not None:
             self._cold_starts.cancel()
         async with self._publishing:
@@ -219,40 +203,32 @@ class Supervisor:
             if self._publisher.is_published(state) and not self.get_state().failed:
                 return
             self._audit.record_request(actor, state)
-            preparing: list[TableRevision] = []
-
-            async def prepare(revision: TableRevision) -> None:
-                started_at = time.monotonic()
-                if new := self._list_new(state):
-                    await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
-                preparing.append(revision)
-                await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
-
             before = self._publisher.state
+            revision: TableRevision | None = None
             try:
-                revision = await self._publisher.publish(state, prepare)
+                revision = self._publisher.build_revision(state)
+                started_at = time.monotonic()
+                failed = self._pool.get_failed()
+                states = [s for s in (before, self._previous) if s is not None]
+                loaded = {d for s in states for d in s.deployments if d.name not in failed}
+                if new := [d for d in state.deployments if d not in loaded]:
+                    await run_trial_load(new, self._folder, self._options, self._pool.pids, limit_s=_PREPARE_S)
+                await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
+                self._publisher.publish(revision)
             except OnnxOpsError as error:
-                for aborted in preparing:
-                    await self._pool.abort(aborted.number)
+                if revision is not None:
+                    await self._pool.finish(revision.number, is_published=False)
                 with contextlib.suppress(OnnxOpsError):  # the first error is the one to report
                     self._audit.record_result(actor, state, str(error))
                 raise
             self._previous = before
             if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
                 trust.bind(state)
-            self._pool.clear_load_failures()
-            await self._pool.commit(revision.number)
+            await self._pool.finish(revision.number, is_published=True)
             try:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
-
-    def _list_new(self, state: EndpointState) -> list[Deployment]:
-        """Return deployments of neither the published nor the previous state."""
-        failed = self._pool.get_failed()
-        states = [s for s in (self._publisher.state, self._previous) if s is not None]
-        loaded = {d for s in states for d in s.deployments if d.name not in failed}
-        return [d for d in state.deployments if d not in loaded]
 
     async def run(self, apps: list[tuple[Starlette, socket.socket]]) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -289,14 +265,7 @@ class Supervisor:
         )
         write_durably(self._folder / SERVER_FILE, codec.dumps(record))
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
-        await self._end_orphans()
-        self._orphans_ended.set()
-
-    async def _end_orphans(self) -> None:
-        """Drain workers of a supervisor that died. They would miss a publication.
-
-        They continue to answer, by the same table, until the new workers are ready.
-        """
+        # Workers of a supervisor that died would miss a publication. They have answered, by the same table, until now.
         if orphans := self._list_orphans():
             _log.warning("taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans)))
         for number, limit_s in ((signal.SIGTERM, self._options.drain + _KILL_MARGIN_S), (signal.SIGKILL, 5)):
@@ -305,6 +274,7 @@ class Supervisor:
             deadline = time.monotonic() + limit_s
             while self._list_orphans() and time.monotonic() < deadline:
                 await asyncio.sleep(_ORPHAN_PAUSE_S)
+        self._orphans_ended.set()
 
     def _list_orphans(self) -> list[int]:
         return [pid for pid in list_workers(self._folder) if pid not in self._pool.pids]
@@ -327,18 +297,8 @@ def serve(
 ) -> None:
     """Serve the folder's last published table until SIGTERM or SIGINT, then drain.
 
-    Args:
-        folder: of table, token and server record; created if missing.
-        host, port: of the public listener; port 0: any free port.
-        admin_port: of the admin listener on loopback; 0: any free port.
-        options: all other settings.
-        must_load: fail if a deployment of the table cannot be loaded. For servers to which nothing is published.
-
-    Raises:
-        ConflictError: another server runs on the folder.
-        ServiceUnavailableError: a port is in use.
-        RefusedError: other users can read the token's file.
-        InfrastructureError: the folder cannot be read or written, or what must be loaded cannot be.
+    A folder that is missing is created; port 0 is any free port. With `must_load`, a deployment that cannot be loaded
+    is an error: nothing is published to this server.
     """
     with ExitStack() as stack:
         try:

@@ -43,22 +43,25 @@ async def run_trial_load(
 ) -> float:
     """Load and run deployments in a separate process, as a worker does.
 
+    Returns the seconds until the models were verified, loaded and warm. Raises as `load_model`, and InfrastructureError
+    if the process crashed, or ran out of memory or time.
+
     Args:
-        deployments: what no worker has loaded yet.
-        folder: of the server.
         workers: process ids of the workers that will load the deployments next.
         limit_s: seconds after which the process is killed.
-
-    Returns:
-        Seconds until the models were verified, loaded and warm.
-
-    Raises:
-        OnnxOpsError: see `load_model`.
-        InfrastructureError: the process crashed, or ran out of memory or time.
     """
     with open(os.memfd_create("report"), "r+b") as report, open(os.memfd_create("output"), "r+b") as output:
         trial = partial(_run_trial, deployments, folder, options, workers, report.fileno(), output.fileno(), limit_s)
-        status = await _wait_for_exit(fork_child(trial, keep=(report.fileno(), output.fileno())))
+        pid = fork_child(trial, keep=(report.fileno(), output.fileno()))
+        loop, handle, exited = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
+        loop.add_reader(handle, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+            os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
+            _, status = os.waitpid(pid, 0)
         message, text = _read_tail(report), _read_tail(output).decode("utf-8", "replace").strip()
     if message.startswith(b"{"):
         raise error_from_bytes(message)
@@ -71,22 +74,6 @@ async def run_trial_load(
 def _read_tail(file: BinaryIO) -> bytes:
     file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
     return file.read()
-
-
-async def _wait_for_exit(pid: int) -> int:
-    """Return the wait status of a child; kill it on cancellation."""
-    loop = asyncio.get_running_loop()
-    handle = os.pidfd_open(pid)
-    exited = asyncio.Event()
-    loop.add_reader(handle, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
-        os.kill(pid, signal.SIGKILL)  # it has ended unless this was cancelled, and is not reaped yet
-        _, status = os.waitpid(pid, 0)
-    return status
 
 
 def _run_trial(
@@ -112,7 +99,10 @@ def _run_trial(
         seconds = time.perf_counter() - started_at
         for model in models:
             model.run_random()
-        _allocate((len(workers) - 1) * (_measure_private_bytes() - before))
+        others = (len(workers) - 1) * (_measure_private_bytes() - before)
+        if others > 0:  # they share a limit of the system
+            with suppress(OSError):  # beyond the limit of one process, which is no limit for several
+                mmap.mmap(-1, others, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
         os.write(report, f"{seconds:.6f}".encode())
     except MemoryError as error:
         os.write(report, error_to_bytes(_build_memory_error(str(error), limits, deployments)))
@@ -146,13 +136,6 @@ def _measure_private_bytes() -> int:
     """Return the bytes of memory that no other process shares."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * mmap.PAGESIZE
-
-
-def _allocate(size: int) -> None:
-    """Allocate memory for the other workers, which share a limit of the system."""
-    if size > 0:
-        with suppress(OSError):  # beyond the limit of one process, which is no limit for several
-            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
 def _build_crash_error(status: int, text: str, deployments: Sequence[Deployment], limit_s: int) -> InfrastructureError:

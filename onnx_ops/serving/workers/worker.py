@@ -25,12 +25,11 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.errors import InfrastructureError, OnnxOpsError
 from onnx_ops.protocol.messages import error_to_bytes
-from onnx_ops.protocol.routing_table import RoutingTable
 from onnx_ops.protocol.server_process import ServerOptions, register_worker
 from onnx_ops.serving.http.app import PublicApp
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import build_protocol
-from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments
+from onnx_ops.serving.inference.deployments import LoadedDeployment, LoadedDeployments, TableRevision
 from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.inference.models import LoadedModel, PackedModelCache, load_model
 from onnx_ops.serving.inference.request_queue import MAX_BATCH, LatencyEstimator, RequestQueue, WorkerThreads
@@ -50,15 +49,6 @@ _LENGTH = struct.Struct("!I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableRevision:
-    """A table to publish, with the slots of its deployments in the metrics."""
-
-    number: int
-    table: RoutingTable
-    slots: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareRevision:
     """To a worker: load what this revision needs, so that it can be published."""
 
@@ -67,19 +57,12 @@ class PrepareRevision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRevision:
-    """To a worker: a revision was published."""
+class FinishRevision:
+    """To a worker: a revision was published, or will not be."""
 
     number: int
-    kind: Literal["commit"] = "commit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortRevision:
-    """To a worker: a revision will not be published."""
-
-    number: int
-    kind: Literal["abort"] = "abort"
+    is_published: bool
+    kind: Literal["finish"] = "finish"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +82,7 @@ class RevisionPrepared:
     kind: Literal["prepared"] = "prepared"
 
 
-ControlMessage = PrepareRevision | CommitRevision | AbortRevision | WorkerReady | RevisionPrepared
+ControlMessage = PrepareRevision | FinishRevision | WorkerReady | RevisionPrepared
 
 
 class ControlChannel:
@@ -137,10 +120,7 @@ class ControlChannel:
 class WorkerSetup:
     """What a worker inherits.
 
-    Attributes:
-        number: its place among the workers.
-        revision: what was published when it was forked.
-        refusal: why it must not load that revision; empty if it may.
+    `revision` was published when it was forked; `refusal` is why it must not load that.
     """
 
     number: int
@@ -150,7 +130,7 @@ class WorkerSetup:
     listeners: ListenerSockets
     control: socket.socket
     revision: TableRevision | None
-    refusal: str = ""
+    refusal: str
 
 
 def run_worker(setup: WorkerSetup) -> None:
@@ -246,9 +226,8 @@ class _Worker:
 
         loop.add_signal_handler(signal.SIGTERM, drain)
         failed: Mapping[str, str] = {}
-        if (revision := setup.revision) is not None:
-            arguments = (revision.number, revision.table, revision.slots, setup.refusal)
-            failed = await loop.run_in_executor(self._loader, deployments.restore, *arguments)
+        if setup.revision is not None:
+            failed = await loop.run_in_executor(self._loader, deployments.restore, setup.revision, setup.refusal)
         watch = loop.create_task(limits.watch())
         control = loop.create_task(self._follow(channel, failed))
         await server.serve(sockets=[setup.listeners.public])
@@ -264,8 +243,8 @@ class _Worker:
             while (message := await channel.receive()) is not None:
                 if isinstance(message, PrepareRevision):
                     await channel.send(await self._prepare(message.revision))
-                elif isinstance(message, CommitRevision | AbortRevision):
-                    if isinstance(message, AbortRevision):
+                elif isinstance(message, FinishRevision):
+                    if not message.is_published:
                         self._deployments.discard(message.number)
                     await self._release()
         except ConnectionError:
@@ -280,9 +259,8 @@ class _Worker:
     async def _prepare(self, revision: TableRevision) -> RevisionPrepared:
         loop = asyncio.get_running_loop()
         await self._release()
-        arguments = (revision.number, revision.table, revision.slots)
         try:
-            await loop.run_in_executor(self._loader, self._deployments.prepare, *arguments)
+            await loop.run_in_executor(self._loader, self._deployments.prepare, revision)
         except OnnxOpsError as error:
             return RevisionPrepared(number=revision.number, error=error_to_bytes(error).decode())
         except Exception as error:

@@ -10,18 +10,16 @@ import signal
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from onnx_ops.errors import InfrastructureError, OnnxOpsError, ServiceUnavailableError
 from onnx_ops.protocol.messages import error_from_bytes
+from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.workers.worker import (
-    AbortRevision,
-    CommitRevision,
     ControlChannel,
-    ControlMessage,
+    FinishRevision,
     PrepareRevision,
     RevisionPrepared,
-    TableRevision,
     WorkerReady,
     WorkerSetup,
     run_worker,
@@ -43,12 +41,9 @@ BuildSetup = Callable[[int, socket.socket, str], WorkerSetup]
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One worker process, as the supervisor sees it.
+    """One worker process, as the supervisor sees it. It is `ready` once it accepts connections.
 
-    Attributes:
-        ready: done once the worker accepts connections.
-        exited: done once it has ended.
-        responses: to `PrepareRevision`, by number of the revision.
+    `responses` are to `PrepareRevision`, by number of the revision.
     """
 
     number: int
@@ -82,11 +77,6 @@ class WorkerPool:
         """Return deployments that a worker could not load, with the reason."""
         return {name: why for worker in self._workers.values() for name, why in worker.failed.items()}
 
-    def clear_load_failures(self) -> None:
-        """Note that all workers have loaded everything: a revision was published."""
-        for worker in self._workers.values():
-            worker.failed = {}
-
     async def start(self) -> None:
         """Fork all workers and wait until each accepts connections."""
         for number in self._numbers:
@@ -99,13 +89,12 @@ class WorkerPool:
     async def prepare(self, revision: TableRevision, limit_s: float) -> None:
         """Let every worker prepare a revision. One that dies is replaced and retries.
 
-        Args:
-            revision: to be published.
-            limit_s: workers that take longer are killed.
+        Workers that take longer than `limit_s` are killed.
 
         Raises:
             OnnxOpsError: of the first worker that cannot prepare it.
-            InfrastructureError: loading it kills workers, or takes too long.
+            InfrastructureError: loading it kills workers.
+            ServiceUnavailableError: loading it takes too long.
         """
         attempts = dict.fromkeys(self._numbers, _ATTEMPTS_PER_REVISION)
         prepared: set[int] = set()
@@ -134,15 +123,11 @@ class WorkerPool:
                 remedy="Publish it again when the machine is less busy.",
             ) from error
 
-    async def commit(self, number: int) -> None:
-        """Notify every worker that a revision was published."""
-        await self._send_all(CommitRevision(number=number))
-
-    async def abort(self, number: int) -> None:
-        """Notify every worker that a revision will not be published."""
-        await self._send_all(AbortRevision(number=number))
-
-    async def _send_all(self, message: ControlMessage) -> None:
+    async def finish(self, number: int, *, is_published: bool) -> None:
+        """Notify every worker that a revision was published, or will not be."""
+        message = FinishRevision(number=number, is_published=is_published)
+        for worker in self._workers.values() if is_published else ():
+            worker.failed = {}  # it has loaded everything
         for worker in tuple(self._workers.values()):
             if worker.channel is not None:
                 with contextlib.suppress(ConnectionError):
@@ -195,6 +180,7 @@ class WorkerPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, worker: WorkerProcess) -> None:
+        """Receive the messages of a worker until it ends, and replace it."""
         worker.channel = await ControlChannel.open(worker.control)
         while (message := await worker.channel.receive()) is not None:
             if isinstance(message, WorkerReady):
@@ -206,14 +192,10 @@ class WorkerPool:
                 response = worker.responses.pop(message.number, None)
                 if response is not None and not response.done():
                     response.set_result(error_from_bytes(message.error.encode()) if message.error else None)
-        await self._on_exit(worker)
-
-    async def _on_exit(self, worker: WorkerProcess) -> None:
-        """Replace a worker. It has closed its socket, which it does only by ending."""
+        # It has closed its socket, which it does only by ending.
         _kill(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
-        if worker.channel is not None:
-            worker.channel.close()
+        worker.channel.close()
         del self._workers[worker.number]
         was_ready = worker.ready.done()
         worker.ready.cancel()
@@ -231,35 +213,23 @@ class WorkerPool:
 
 
 def fork_child(run: Callable[[], None], *, keep: Collection[int]) -> int:
-    """Fork a child that runs a function and exits. Needs a single thread.
+    """Fork a child that runs a function and exits; return its process id. Needs a single thread.
 
-    Args:
-        run: what the child does; it ends with exit code 1 if this raises.
-        keep: open files that the child inherits, besides the standard ones.
-
-    Returns:
-        The child's process id.
+    The child ends with exit code 1 if `run` raises. It inherits the standard files and those to `keep`.
     """
     # Handlers of this process would take a signal that arrives before the child has its own.
     signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
-    if pid == 0:
-        _become_child(run, keep)
-    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-    return pid
-
-
-def _become_child(run: Callable[[], None], keep: Collection[int]) -> NoReturn:
-    """Run the child's side of a fork.
-
-    All other inherited files are closed by number, and their objects are never used again: the parent's event loop
-    shares its selector with the child, and a clean-up here would unregister the parent.
-    """
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        return pid
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all processes; the supervisor decides
+        # Other files are closed by number, and their objects are never used again: the parent's event loop shares its
+        # selector with the child, and a clean-up here would unregister the parent.
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in {0, 1, 2, *keep}:
                 with contextlib.suppress(OSError):

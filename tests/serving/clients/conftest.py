@@ -31,15 +31,10 @@ TYPES = {
 
 def serve(root: Path, model: onnx.ModelProto) -> Iterator[Server]:
     (root / "model").mkdir()
-    (root / "state").mkdir()
     onnx.save_model(model, root / "model" / "model.onnx")
-    server = Server(root / "state")
-    server.start()
-    try:
+    with Server(folder=root / "state") as server:
         assert server.publish(state_of(deploy(root / "model"), blue=100), 1).status == 200
         yield server
-    finally:
-        server.end()
 
 
 @pytest.fixture(scope="session")

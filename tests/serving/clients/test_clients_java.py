@@ -28,20 +28,17 @@ def java() -> str:
 
 @pytest.mark.services
 def test_the_client_of_the_jdk_gets_the_answers_to_its_bodies(types: Server, java: str) -> None:
-    tensor = {"name": "fp32", "datatype": "FP32", "shape": [1, 2], "data": [1.5, 2]}
-    others = [
-        {"name": name, "datatype": datatype, "shape": [1, 2], "data": data}
-        for name, datatype, data in (
-            ("fp16", "FP16", [1, 2]),
-            ("fp64", "FP64", [1, 2]),
-            ("int64", "INT64", [1, 2]),
-            ("int8", "INT8", [1, 2]),
-            ("uint64", "UINT64", [1, 2]),
-            ("bool", "BOOL", [True, False]),
-            ("text", "BYTES", ["a", "b"]),
-        )
+    data = {"bool": [True, False], "text": ["a", "b"], "fp32": [1.5, 2]}
+    tensors = [
+        {
+            "name": name,
+            "datatype": "BYTES" if name == "text" else name.upper(),
+            "shape": [1, 2],
+            "data": data.get(name, [1, 2]),
+        }
+        for name in ("fp32", "fp16", "fp64", "int64", "int8", "uint64", "bool", "text")
     ]
-    body = json.dumps({"inputs": [tensor, *others], "outputs": [{"name": "fp32_out"}]})
+    body = json.dumps({"inputs": tensors, "outputs": [{"name": "fp32_out"}]})
     command = [java, str(HERE / "InferClient.java"), f"http://127.0.0.1:{types.port}/v2/models/m/infer", body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, Server, infer_body
+from onnx_ops.testing.endpoints import state_of
+from tests.serving.serving_process import INFER, infer_body
+from tests.serving.serving_worker import Worker
+from tests.support.server import scaled
 
 OFFERS = {
     "no offer": "",
@@ -21,44 +20,18 @@ OFFERS = {
     "websocket": "connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
     "twice": "upgrade: h2c\r\nconnection: keep-alive\r\nconnection: upgrade\r\nupgrade: TLS/1.0\r\n",
 }
-JAVA = """
-import java.net.URI;
-import java.net.http.*;
-
-public class Post {
-    public static void main(String[] arguments) throws Exception {
-        HttpClient client = HttpClient.newHttpClient();
-        for (int i = 0; i < 4; i++) {
-            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
-                .header("Content-Type", "application/json")
-                .expectContinue(i == 1)
-                .POST(HttpRequest.BodyPublishers.ofString(arguments[1]))
-                .build();
-            HttpResponse<String> answer = client.send(request, HttpResponse.BodyHandlers.ofString());
-            System.out.println(answer.statusCode() + " " + answer.body());
-        }
-    }
-}
-"""
-"""Java's client with its defaults, which offers h2c with every request."""
 DELIVERIES = ("one packet", "head and body apart", "byte by byte")
 Request = tuple[bytes, bytes]
 """A head and a body."""
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("framing")
-    blue = scaling_deployment(root / "blue", name="blue", version="1", scale=2.0, model="m")
-    (root / "state").mkdir()
-    server = Server(root / "state")
-    server.start()
-    assert server.publish(state_of(blue, blue=100), 1).status == 200
-    yield server
-    server.end()
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with Worker(state_of(scaled(tmp_path_factory.mktemp("framing"), "blue"), blue=100)).running() as worker:
+        yield worker
 
 
-def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
+def infer(server: Worker, x: int, *, offer: str = "", framing: str = "content-length") -> Request:
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}"
     body = infer_body([x, 1])
     if framing == "content-length":
@@ -68,15 +41,15 @@ def infer(server: Server, x: int, *, offer: str = "", framing: str = "content-le
     return f"{start}transfer-encoding: chunked\r\n\r\n".encode(), chunked
 
 
-def live(server: Server, offer: str = "") -> Request:
+def live(server: Worker, offer: str = "") -> Request:
     return f"GET /v2/health/live HTTP/1.1\r\nhost: 127.0.0.1:{server.port}\r\n{offer}\r\n".encode(), b""
 
 
 class Client:
     """One connection, on which bytes are sent as they are."""
 
-    def __init__(self, server: Server) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    def __init__(self, server: Worker) -> None:
+        self._socket = server.connect()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._data = b""
 
@@ -98,10 +71,15 @@ class Client:
 
     def answer(self) -> tuple[int, bytes]:
         """Status and body of the next answer."""
-        head = self._until(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
+        while b"\r\n\r\n" not in self._data:
+            self._receive()
+        head, _, self._data = self._data.partition(b"\r\n\r\n")
         lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-        return status, self._read(int(lengths[0]) if lengths else 0)
+        size = int(lengths[0]) if lengths else 0
+        while len(self._data) < size:
+            self._receive()
+        body, self._data = self._data[:size], self._data[size:]
+        return int(head.split(b" ", 2)[1]), body
 
     def rest(self) -> bytes:
         """What comes after the answers that were read, until the server has closed the connection."""
@@ -112,18 +90,6 @@ class Client:
 
     def is_closed_by_server(self) -> bool:
         return not self._data and not self._socket.recv(1)
-
-    def _until(self, mark: bytes) -> bytes:
-        while mark not in self._data:
-            self._receive()
-        head, _, self._data = self._data.partition(mark)
-        return head
-
-    def _read(self, size: int) -> bytes:
-        while len(self._data) < size:
-            self._receive()
-        body, self._data = self._data[:size], self._data[size:]
-        return body
 
     def _receive(self) -> None:
         piece = self._socket.recv(1 << 16)
@@ -142,7 +108,7 @@ def product(answer: tuple[int, bytes]) -> float:
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 def test_a_body_is_read_as_the_body_of_its_request(
-    endpoint: Server, offer: str, delivery: str, pipelined: bool
+    endpoint: Worker, offer: str, delivery: str, pipelined: bool
 ) -> None:
     requests = [
         infer(endpoint, 1, offer=offer),
@@ -172,7 +138,7 @@ def test_a_body_is_read_as_the_body_of_its_request(
 @pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_a_request_within_a_body_is_not_answered(endpoint: Server, offer: str, framing: str, delivery: str) -> None:
+def test_a_request_within_a_body_is_not_answered(endpoint: Worker, offer: str, framing: str, delivery: str) -> None:
     head, inner = b"".join(live(endpoint)), b"".join(infer(endpoint, 1))
     body = head + inner
     start = f"POST {INFER} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{offer}".encode()
@@ -188,7 +154,7 @@ def test_a_request_within_a_body_is_not_answered(endpoint: Server, offer: str, f
         assert client.rest() == b""
 
 
-def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Server) -> None:
+def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Worker) -> None:
     with Client(endpoint) as client:
         client.send("one packet", *[live(endpoint, OFFERS["h2c"])] * 1500)
         for _ in range(1500):
@@ -197,7 +163,7 @@ def test_many_offers_in_one_packet_are_answered_once_each(endpoint: Server) -> N
 
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Server, offer: str) -> None:
+def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Worker, offer: str) -> None:
     head, body = infer(endpoint, 3, offer=f"{offer}expect: 100-Continue\r\n")
     with Client(endpoint) as client:
         for _ in range(2):
@@ -210,24 +176,7 @@ def test_a_client_that_waits_for_100_gets_it_and_then_one_answer(endpoint: Serve
         assert client.rest() == b""
 
 
-@pytest.mark.nightly
-def test_javas_client_is_answered(endpoint: Server, tmp_path: Path) -> None:
-    java = shutil.which("java")
-    if java is None:
-        pytest.skip("NOT TESTED: there is no java here")
-    (tmp_path / "Post.java").write_text(JAVA)
-    url = f"http://127.0.0.1:{endpoint.port}{INFER}"
-    done = subprocess.run(
-        [java, str(tmp_path / "Post.java"), url, infer_body([3, 1]).decode()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answers = [line.partition(" ") for line in done.stdout.splitlines()]
-    assert [product((int(status), body.encode())) for status, _, body in answers] == [6.0] * 4
-
-
-def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
+def test_an_expectation_in_http_1_0_is_ignored(endpoint: Worker) -> None:
     head, body = infer(endpoint, 3, offer="expect: 100-continue\r\n")
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"HTTP/1.1", b"HTTP/1.0"), body))
@@ -236,7 +185,7 @@ def test_an_expectation_in_http_1_0_is_ignored(endpoint: Server) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"inputs": []}', b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"])
-def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, body: bytes) -> None:
+def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Worker, body: bytes) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with Client(endpoint) as client:
         client.send("one packet", infer(endpoint, 1), (head, body[:5]))
@@ -253,7 +202,7 @@ def test_a_body_that_comes_after_its_answer_is_still_a_body(endpoint: Server, bo
     ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
 )
 def test_a_wrong_body_that_comes_after_its_answer_gets_no_second_one(
-    endpoint: Server, begin: bytes, spaces: int
+    endpoint: Worker, begin: bytes, spaces: int
 ) -> None:
     head = f"POST /unrouted HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with Client(endpoint) as client:
@@ -279,7 +228,7 @@ WRONG = {
 
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, name: str, offer: str) -> None:
+def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Worker, name: str, offer: str) -> None:
     lines, status = WRONG[name]
     lines = lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port)
     head = b"POST %b HTTP/1.1\r\n%b%b\r\n\r\n" % (INFER.encode(), offer.encode(), lines)
@@ -291,7 +240,7 @@ def test_a_wrong_head_is_refused_once_and_ends_the_connection(endpoint: Server, 
         assert client.is_closed_by_server()
 
 
-def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Server) -> None:
+def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint: Worker) -> None:
     lines, status = WRONG["too large"]
     head = b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (INFER.encode(), lines.replace(b"HOST", b"127.0.0.1:%d" % endpoint.port))
     with Client(endpoint) as client:
@@ -301,16 +250,9 @@ def test_a_head_that_becomes_too_large_with_its_last_packet_is_refused(endpoint:
 
 @pytest.mark.parametrize("version", [b"2.0", b"0.9"])
 @pytest.mark.parametrize("offer", [OFFERS["no offer"], OFFERS["h2c"]], ids=["no offer", "h2c"])
-def test_another_version_of_http_is_refused(endpoint: Server, version: bytes, offer: str) -> None:
+def test_another_version_of_http_is_refused(endpoint: Worker, version: bytes, offer: str) -> None:
     head, _ = live(endpoint, offer)
     with Client(endpoint) as client:
         client.send("one packet", (head.replace(b"1.1", version), b""), live(endpoint))
         assert client.answer()[0] == 505
         assert client.is_closed_by_server()
-
-
-def test_the_admin_listener_reads_the_body_of_a_request_that_offers_another_protocol(endpoint: Server) -> None:
-    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
-    token = (endpoint.folder / "token").read_text()
-    answer = endpoint.call("PUT", "/admin/state", b"[1]", {"authorization": f"Bearer {token}", **offer}, admin=True)
-    assert (answer.status, b"not a JSON object" in answer.body) == (400, True)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +11,14 @@ from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.inference.responses import encode_outputs
 from onnx_ops.serving.inference.tensors import DATATYPE_OF
 from tests.serving.inference.tensor_cases import encode, signature, spec
+from tests.serving.serving_process import X
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
-MODEL = signature(
-    [spec("x", "float32", "batch", 2), spec("t", "int8", 1)], [spec("y", "float16", "b"), spec("s", "string", "b")]
-)
-X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+INPUTS = [spec("x", "float32", "batch", 2), spec("t", "int8", 1)]
+OUTPUTS = [spec("y", "float16", "b"), spec("s", "string", "b")]
+MODEL = signature(INPUTS, OUTPUTS)
 T = {"name": "t", "datatype": "INT8", "shape": [1], "data": [3]}
 
 
@@ -60,7 +59,7 @@ def test_every_type_and_several_deployments_are_described() -> None:
     from jsonschema import Draft202012Validator
 
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])
-    document = build_openapi([every, replace(MODEL, version="4"), replace(MODEL, version="5")])
+    document = build_openapi([every, *(signature(INPUTS, OUTPUTS, version=version) for version in "45")])
     assert len(document["components"]["schemas"]["InferRequest"]["anyOf"]) == 2
     path = document["paths"]["/v2/models/m/versions/{version}/infer"]
     assert path["parameters"][0]["schema"] == {"enum": ["3", "4", "5"]}

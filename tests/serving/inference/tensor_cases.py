@@ -18,16 +18,11 @@ def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
 
 
 def signature(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] = (), optional: frozenset[str] = frozenset()
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec] = (), *, version: str = "3", **more: Any
 ) -> ModelSignature:
     outputs = outputs or [spec("y", "float32", "batch", 2)]
-    return ModelSignature(
-        model="m",
-        version="3",
-        inputs={tensor.name: tensor for tensor in inputs},
-        outputs={tensor.name: tensor for tensor in outputs},
-        optional=optional,
-    )
+    given, found = ({tensor.name: tensor for tensor in tensors} for tensors in (inputs, outputs))
+    return ModelSignature(model="m", version=version, inputs=given, outputs=found, **more)
 
 
 def encode(document: object) -> bytes:

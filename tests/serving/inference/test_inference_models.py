@@ -21,7 +21,7 @@ from onnx_ops.errors import DigestMismatchError, InfrastructureError, NotFoundEr
 from onnx_ops.serving.inference import models
 from onnx_ops.serving.inference.models import PackedModelCache, load_model
 from onnx_ops.serving.inference.responses import InputsRejectedError
-from tests.serving.serving_process import deploy
+from tests.serving.serving_process import deploy, save_graph
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -30,16 +30,17 @@ def external_model(folder: Path, location: str) -> None:
     weight = TensorProto(name="w", data_type=FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     for key, value in (("location", location), ("offset", "0"), ("length", "16")):
         weight.external_data.add(key=key, value=value)
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "w"], ["y"])],
-        "m",
-        [helper.make_tensor_value_info("x", FLOAT, ["b", 4])],
-        [helper.make_tensor_value_info("y", FLOAT, ["b", 4])],
-        [weight],
-    )
-    folder.mkdir(exist_ok=True)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    add = helper.make_node("Add", ["x", "w"], ["y"])
+    save_graph(folder, [add], [("x", FLOAT, ["b", 4])], [("y", FLOAT, ["b", 4])], [weight])
+
+
+def rewrite(deployment: Deployment, change: Callable[[onnx.ModelProto], object]) -> Deployment:
+    """Change the file of a model; return its deployment."""
+    path = Path(deployment.location) / "model.onnx"
+    model = onnx.load(path)
+    change(model)
+    onnx.save_model(model, path)
+    return deploy(path.parent)
 
 
 def test_a_loaded_model_knows_its_tensors_and_runs(blue: Deployment) -> None:
@@ -87,12 +88,9 @@ def test_files_that_are_missing_or_broken(tmp_path: Path, blue: Deployment) -> N
 
 def test_outputs_that_the_protocol_cannot_carry_are_refused_with_a_remedy(build: Callable[..., Deployment]) -> None:
     deployment = build([helper.make_node("SequenceConstruct", ["x"], ["s"])], [("x", FLOAT, ["b", 2])], [])
-    path = Path(deployment.location) / "model.onnx"
-    model = onnx.load(path)
-    model.graph.output.append(helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2]))
-    onnx.save_model(model, path)
+    output = helper.make_tensor_sequence_value_info("s", FLOAT, ["b", 2])
     with pytest.raises(UserError, match="has no datatype") as caught:
-        load_model(deploy(path.parent))
+        load_model(rewrite(deployment, lambda model: model.graph.output.append(output)))
     assert "ZipMap" in caught.value.remedy
 
 
@@ -125,33 +123,25 @@ def test_inputs_that_the_runtime_refuses_are_unfit(blue: Deployment) -> None:
         load_model(blue).run(("y",), {"x": np.zeros((1, 2), np.float64)})
 
 
-def test_optional_inputs_and_defaults_may_be_left_out(tmp_path: Path) -> None:
+def test_optional_inputs_and_defaults_may_be_left_out(build: Callable[..., Deployment]) -> None:
     maybe = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, ["b"]))
-    tensors = [
-        helper.make_tensor_value_info("x", FLOAT, ["b", 2]),
-        helper.make_value_info("o", maybe),
-        helper.make_tensor_value_info("scale", FLOAT, [1]),
-        helper.make_tensor_value_info("weights", FLOAT, [2]),
-    ]
-    graph = helper.make_graph(
-        [
-            helper.make_node("Mul", ["x", "scale"], ["scaled"]),
-            helper.make_node("Add", ["scaled", "weights"], ["y"]),
-            helper.make_node("OptionalHasElement", ["o"], ["has"]),
-        ],
-        "m",
-        tensors,
-        [
-            helper.make_tensor_value_info("y", FLOAT, ["b", 2]),
-            helper.make_tensor_value_info("has", TensorProto.BOOL, []),
-        ],
-        [helper.make_tensor("scale", FLOAT, [1], [2.0]), helper.make_tensor("weights", FLOAT, [2], [0.0, 1.0])],
+    loaded = load_model(
+        build(
+            [
+                helper.make_node("Mul", ["x", "scale"], ["scaled"]),
+                helper.make_node("Add", ["scaled", "weights"], ["y"]),
+                helper.make_node("OptionalHasElement", ["o"], ["has"]),
+            ],
+            [
+                ("x", FLOAT, ["b", 2]),
+                helper.make_value_info("o", maybe),
+                ("scale", FLOAT, [1]),
+                ("weights", FLOAT, [2]),
+            ],
+            [("y", FLOAT, ["b", 2]), ("has", TensorProto.BOOL, [])],
+            [helper.make_tensor("scale", FLOAT, [1], [2.0]), helper.make_tensor("weights", FLOAT, [2], [0.0, 1.0])],
+        )
     )
-    folder = tmp_path / "m"
-    folder.mkdir()
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save_model(model, folder / "model.onnx")
-    loaded = load_model(deploy(folder))
     assert list(loaded.signature.inputs) == ["x", "o", "scale"]  # weights are nobody's input
     assert loaded.signature.optional == {"o", "scale"}
     x = np.ones((1, 2), np.float32)
@@ -176,40 +166,29 @@ def test_bfloat16_runs_by_its_bits(build: Callable[..., Deployment]) -> None:
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT8E4M3FN, TensorProto.INT4])
 def test_types_without_a_name_in_the_protocol_are_refused(build: Callable[..., Deployment], kind: int) -> None:
     deployment = build([helper.make_node("Cast", ["x"], ["y"], to=FLOAT)], [("x", kind, ["b"])], [("y", FLOAT, ["b"])])
-    path = Path(deployment.location) / "model.onnx"
-    model = onnx.load(path)
-    model.opset_import[0].version = 21
-    onnx.save_model(model, path)
     with pytest.raises(UserError, match="has no datatype"):
-        load_model(deploy(path.parent))
+        load_model(rewrite(deployment, lambda model: setattr(model.opset_import[0], "version", 21)))
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Deployment:
+def network(build: Callable[..., Deployment]) -> Deployment:
     """Convolution and matrix product, whose weights the runtime packs."""
     random = np.random.default_rng(0)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
         return numpy_helper.from_array(random.standard_normal(shape).astype(np.float32), name)
 
-    graph = helper.make_graph(
+    return build(
         [
             helper.make_node("Conv", ["x", "k", "kb"], ["c"], pads=[1, 1, 1, 1]),
             helper.make_node("Relu", ["c"], ["r"]),
             helper.make_node("Flatten", ["r"], ["f"]),
             helper.make_node("Gemm", ["f", "w", "b"], ["y"]),
         ],
-        "m",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 10])],
+        [("x", FLOAT, ["n", 3, 8, 8])],
+        [("y", FLOAT, ["n", 10])],
         [weight("k", 16, 3, 3, 3), weight("kb", 16), weight("w", 16 * 64, 10), weight("b", 10)],
     )
-    folder = tmp_path / "network"
-    folder.mkdir()
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), folder / "model.onnx"
-    )
-    return deploy(folder)
 
 
 @pytest.fixture
@@ -246,36 +225,32 @@ def test_what_was_measured_on_a_device_that_is_not_here_is_not_served_on_the_pro
             load_model(elsewhere, prepacked)
 
 
-@pytest.mark.parametrize(("operator", "arena"), [("Identity", True), ("Loop", False), ("Scan", False)])
+VALUE = helper.make_tensor_value_info
+LOOP = helper.make_graph(
+    [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Relu", ["in"], ["out"])],
+    "body",
+    [VALUE("i", INT, []), VALUE("go", TensorProto.BOOL, []), VALUE("in", FLOAT, [4])],
+    [VALUE("on", TensorProto.BOOL, []), VALUE("out", FLOAT, [4])],
+)
+SCAN = helper.make_graph(
+    [helper.make_node("Relu", ["in"], ["out"])], "body", [VALUE("in", FLOAT, [4])], [VALUE("out", FLOAT, [4])]
+)
+
+
+@pytest.mark.parametrize(
+    ("node", "shape", "arena"),
+    [
+        (helper.make_node("Identity", ["x"], ["y"]), [4], True),
+        (helper.make_node("Loop", ["n", "", "x"], ["y"], body=LOOP), [4], False),
+        (helper.make_node("Scan", ["x"], ["y"], body=SCAN, num_scan_inputs=1), ["n", 4], False),
+    ],
+    ids=lambda value: getattr(value, "op_type", ""),
+)
 def test_models_with_loops_take_their_memory_without_the_arenas_lock(
-    tmp_path: Path, operator: str, arena: bool
+    tmp_path: Path, node: onnx.NodeProto, shape: list[int | str], arena: bool
 ) -> None:
-    value = helper.make_tensor_value_info
-    single, many = value("x", onnx.TensorProto.FLOAT, [4]), value("y", onnx.TensorProto.FLOAT, ["n", 4])
-    body = {
-        "Loop": helper.make_graph(
-            [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Relu", ["in"], ["out"])],
-            "body",
-            [value("i", onnx.TensorProto.INT64, []), value("go", onnx.TensorProto.BOOL, []), value("in", 1, [4])],
-            [value("on", onnx.TensorProto.BOOL, []), value("out", 1, [4])],
-        ),
-        "Scan": helper.make_graph(
-            [helper.make_node("Relu", ["in"], ["out"])], "body", [value("in", 1, [4])], [value("out", 1, [4])]
-        ),
-    }
-    node, given, found = {
-        "Identity": (helper.make_node("Identity", ["x"], ["y"]), single, value("y", 1, [4])),
-        "Loop": (helper.make_node("Loop", ["n", "", "x"], ["y"], body=body["Loop"]), single, value("y", 1, [4])),
-        "Scan": (
-            helper.make_node("Scan", ["x"], ["y"], body=body.get("Scan"), num_scan_inputs=1),
-            value("x", 1, ["n", 4]),
-            many,
-        ),
-    }[operator]
-    times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if operator == "Loop" else []
-    graph = helper.make_graph([node], "m", [given], [found], times)
-    path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
+    times = [numpy_helper.from_array(np.array(3, np.int64), "n")] if node.op_type == "Loop" else []
+    path = save_graph(tmp_path, [node], [("x", FLOAT, shape)], [("y", FLOAT, shape)], times)
     assert models.open_session(path).get_session_options().enable_cpu_mem_arena is arena
 
 

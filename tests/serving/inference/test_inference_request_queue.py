@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from onnx_ops.serving.inference.request_queue import INLINE_S, LatencyEstimator, RequestQueue, WorkerThreads
 from onnx_ops.serving.inference.responses import QueueFullError
 from onnx_ops.serving.metrics import IN_PROGRESS, QUEUED, MetricsRow, SharedMetrics
+from tests.serving.serving_process import wait_until
 
 PATIENCE_S = 20.0
 
@@ -39,27 +41,22 @@ class Work:
     def threads(self) -> set[int]:
         return {thread for _, thread in self.done}
 
+    @property
+    def items(self) -> list[list[int]]:
+        """The items of each batch that is done."""
+        return [items for items, _ in self.done]
+
+    def wait(self, which: threading.Semaphore, count: int = 1) -> None:
+        """Wait until so many more batches have begun, or ended."""
+        for _ in range(count):
+            assert which.acquire(timeout=PATIENCE_S)
+
 
 def build_queue(
-    threads: WorkerThreads, work: Work, row: MetricsRow, *, limit: int = 8, max_batch: int = 1, max_batches: int = 1
+    threads: WorkerThreads, work: Work, row: MetricsRow, *, run_s: float = 0.0, batch_s: float = 0.0, **limits: int
 ) -> RequestQueue[int]:
-    return RequestQueue(
-        threads, work, limit=limit, max_batch=max_batch, max_batches=max_batches, row=row, latency=LatencyEstimator()
-    )
-
-
-def idle(threads: WorkerThreads) -> Callable[[], bool]:
-    """Return whether every thread is idle."""
-    return lambda: bool(threads._idle)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    woken = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.001)):
-        if condition():
-            return
-        woken.wait(0.001)
-    raise AssertionError("it never came to that")
+    given: dict[str, Any] = {"limit": 8, "max_batch": 1, "max_batches": 1, **limits}
+    return RequestQueue(threads, work, row=row, latency=LatencyEstimator(run_s), batch_s=batch_s, **given)
 
 
 def test_worker_threads_with_two_alternating_queues_use_one_thread(row: MetricsRow) -> None:
@@ -68,9 +65,9 @@ def test_worker_threads_with_two_alternating_queues_use_one_thread(row: MetricsR
     queues = [build_queue(threads, work, row) for _ in range(2)]
     for turn in range(20):
         queues[turn % 2].put(turn)
-        assert work.ended.acquire(timeout=PATIENCE_S)
-        until(idle(threads))
-    assert [items for items, _ in work.done] == [[turn] for turn in range(20)]
+        work.wait(work.ended)
+        wait_until(lambda: threads._idle)
+    assert work.items == [[turn] for turn in range(20)]
     assert len(work.threads) == 1
 
 
@@ -79,16 +76,15 @@ def test_worker_threads_with_a_hanging_queue_run_the_other(row: MetricsRow) -> N
     free.gate.set()
     held, other = build_queue(threads, stuck, row), build_queue(threads, free, row)
     held.put(0)
-    assert stuck.begun.acquire(timeout=PATIENCE_S)
+    stuck.wait(stuck.begun)
     held.put(1)
     other.put(2)
-    assert free.ended.acquire(timeout=PATIENCE_S)
-    assert [items for items, _ in free.done] == [[2]]
+    free.wait(free.ended)
+    assert free.items == [[2]]
     assert stuck.done == []
     stuck.gate.set()
-    for _ in range(2):
-        assert stuck.ended.acquire(timeout=PATIENCE_S)
-    assert [items for items, _ in stuck.done] == [[0], [1]]
+    stuck.wait(stuck.ended, 2)
+    assert stuck.items == [[0], [1]]
     assert free.threads.isdisjoint(stuck.threads)
 
 
@@ -97,70 +93,60 @@ def test_request_queue_runs_at_most_max_batches(row: MetricsRow) -> None:
     wide = build_queue(threads, work, row, max_batches=2)
     for item in range(3):
         wide.put(item)
-    for _ in range(2):
-        assert work.begun.acquire(timeout=PATIENCE_S)
+    work.wait(work.begun, 2)
     assert not work.begun.acquire(timeout=0.05)
     assert (row[QUEUED], row[IN_PROGRESS]) == (1, 2)
     work.gate.set()
-    for _ in range(3):
-        assert work.ended.acquire(timeout=PATIENCE_S)
-    assert sorted(items[0] for items, _ in work.done) == [0, 1, 2]
-    until(lambda: (row[QUEUED], row[IN_PROGRESS]) == (0, 0))
+    work.wait(work.ended, 3)
+    assert sorted(work.items) == [[0], [1], [2]]
+    wait_until(lambda: (row[QUEUED], row[IN_PROGRESS]) == (0, 0))
 
 
 def test_request_queue_batches_items_and_rejects_when_full(row: MetricsRow) -> None:
     threads, work = WorkerThreads(), Work()
     batches = build_queue(threads, work, row, limit=3, max_batch=2)
     batches.put(0)
-    assert work.begun.acquire(timeout=PATIENCE_S)
+    work.wait(work.begun)
     for item in (1, 2, 3):
         batches.put(item)
     with pytest.raises(QueueFullError):
         batches.put(4)
     work.gate.set()
-    for _ in range(3):
-        assert work.ended.acquire(timeout=PATIENCE_S)
-    assert [items for items, _ in work.done] == [[0], [1, 2], [3]]
+    work.wait(work.ended, 3)
+    assert work.items == [[0], [1, 2], [3]]
 
 
 def test_worker_threads_run_requests_in_order_of_arrival(row: MetricsRow) -> None:
     threads, work = WorkerThreads(), Work()
     queues = [build_queue(threads, work, row) for _ in range(3)]
     queues[0].put(0)
-    assert work.begun.acquire(timeout=PATIENCE_S)
+    work.wait(work.begun)
     for item, which in enumerate((1, 0, 0, 2, 1, 0), 1):
         queues[which].put(item)
     work.gate.set()
-    for _ in range(7):
-        assert work.ended.acquire(timeout=PATIENCE_S)
-    assert [items for items, _ in work.done] == [[item] for item in range(7)]
+    work.wait(work.ended, 7)
+    assert work.items == [[item] for item in range(7)]
     assert len(work.threads) == 1
 
 
 def test_worker_threads_limit_applies_to_all_queues_together(row: MetricsRow) -> None:
     threads, work = WorkerThreads(2), Work()
-    slow = LatencyEstimator(1.0)
-    queues = [
-        RequestQueue(threads, work, limit=9, max_batch=1, max_batches=2, row=row, latency=slow, batch_s=60.0)
-        for _ in range(3)
-    ]
+    queues = [build_queue(threads, work, row, max_batches=2, run_s=1.0, batch_s=60.0) for _ in range(3)]
     for each in queues:
         each.put(0)
-    for _ in range(2):
-        assert work.begun.acquire(timeout=PATIENCE_S)
+    work.wait(work.begun, 2)
     assert not work.begun.acquire(timeout=0.1)
     work.gate.set()
-    for _ in range(3):
-        assert work.ended.acquire(timeout=PATIENCE_S)
+    work.wait(work.ended, 3)
 
 
 def test_request_queue_limit_ignores_hanging_queues(row: MetricsRow) -> None:
     threads, stuck, free = WorkerThreads(), Work(), Work()
     held, other = build_queue(threads, stuck, row, limit=2), build_queue(threads, free, row, limit=2)
     held.put(0)
-    assert stuck.begun.acquire(timeout=PATIENCE_S)
+    stuck.wait(stuck.begun)
     other.put(1)
-    assert free.begun.acquire(timeout=PATIENCE_S)
+    free.wait(free.begun)
     held.put(2)
     held.put(3)
     with pytest.raises(QueueFullError):
@@ -172,28 +158,21 @@ def test_request_queue_limit_ignores_hanging_queues(row: MetricsRow) -> None:
     for work in (free, stuck):
         work.gate.set()
     for work, number in ((free, 3), (stuck, 3)):
-        for _ in range(number):
-            assert work.ended.acquire(timeout=PATIENCE_S)
+        work.wait(work.ended, number)
 
 
 def test_request_queue_limit_is_shared_by_waiting_queues(row: MetricsRow) -> None:
     threads, work = WorkerThreads(), Work()
-    queues = [
-        RequestQueue(
-            threads, work, limit=3, max_batch=1, max_batches=1, row=row, latency=LatencyEstimator(), batch_s=60.0
-        )
-        for _ in range(2)
-    ]
+    queues = [build_queue(threads, work, row, limit=3, batch_s=60.0) for _ in range(2)]
     queues[0].put(0)
-    assert work.begun.acquire(timeout=PATIENCE_S)
+    work.wait(work.begun)
     for item in (1, 2, 3):
         queues[item % 2].put(item)
     for each in queues:
         with pytest.raises(QueueFullError):
             each.put(4)
     work.gate.set()
-    for _ in range(4):
-        assert work.ended.acquire(timeout=PATIENCE_S)
+    work.wait(work.ended, 4)
 
 
 def test_request_queue_under_load_runs_single_requests(row: MetricsRow) -> None:
@@ -202,25 +181,19 @@ def test_request_queue_under_load_runs_single_requests(row: MetricsRow) -> None:
     for item in range(70):
         batches.put(item)
     work.gate.set()
-    until(lambda: sum(len(items) for items, _ in work.done) == 70)
-    sizes = [len(items) for items, _ in work.done]
+    wait_until(lambda: sum(map(len, work.items)) == 70)
+    sizes = [len(items) for items in work.items]
     assert sizes[:17] == [1, *[4] * 15, 1]
-    assert [item for items, _ in work.done for item in items] == list(range(70))
+    assert [item for items in work.items for item in items] == list(range(70))
 
 
 def test_fast_models_run_at_once_and_slow_ones_do_not() -> None:
     latency = LatencyEstimator(20e-6)
-    latency.observe(5e-3)  # the system took the processor away once
-    fast = [latency.is_fast]
-    for _ in range(3):
-        latency.observe(5e-3)
-    fast.append(latency.is_fast)
-    for _ in range(30):
-        latency.observe(20e-6)
-    fast.append(latency.is_fast)
-    latency.observe(10.0)
-    fast.append(latency.is_fast)
-    assert fast == [True, False, True, False]
+    # At first, the system takes the processor away once.
+    for seconds, runs, is_fast in ((5e-3, 1, True), (5e-3, 3, False), (20e-6, 30, True), (10.0, 1, False)):
+        for _ in range(runs):
+            latency.observe(seconds)
+        assert latency.is_fast is is_fast
 
 
 @pytest.mark.parametrize("seconds", [INLINE_S * 1.02, INLINE_S * 1.2])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,15 @@ from onnx_ops.serving.inference.service import group_requests
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.metrics import WARM_UP_REQUESTS
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
+from tests.serving.serving_process import INFER, ODD, infer_body, wait_until
 from tests.serving.serving_worker import Worker, post, received
 
-INFER = "/v2/models/m/infer"
+BODY = infer_body([1, 1])
+REQUEST = post(INFER, BODY)
 
 
-def body(*rows: Sequence[float]) -> bytes:
-    tensor = {"name": "x", "datatype": "FP32", "shape": [len(rows), 2], "data": [v for row in rows for v in row]}
-    return json.dumps({"inputs": [tensor]}).encode()
+def status(answer: bytes) -> int:
+    return int(answer[9:12])
 
 
 @dataclass
@@ -63,35 +66,40 @@ def batchable(blue: Deployment) -> Deployment:
     return replace(blue, batchable=True)
 
 
-def status(answer: bytes) -> int:
-    return int(answer[9:12])
+def behind(gate: Gate, deployment: Deployment, **more: Any) -> AbstractContextManager[Worker]:
+    """A worker that queues its requests, whose model runs behind the gate."""
+    return Worker(state_of(deployment, **{deployment.name: 100}), wrap=gate.wrap, slow=True, **more).running()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def queue_up(worker: Worker, gate: Gate, *requests: bytes) -> list[socket.socket]:
+    """Send a request that the gate holds, and others that queue behind it."""
+    clients = [worker.connect() for _ in requests]
+    for client, request in zip(clients, requests, strict=True):
+        client.sendall(request)
+        if client is clients[0]:
+            assert gate.entered.acquire(timeout=30)
+    wait_until(lambda: worker.shared.sum_slot(1)[metrics.QUEUED] == len(requests) - 1)
+    return clients
 
 
-def queued(worker: Worker, slot: int = 1) -> int:
-    return worker.shared.sum_slot(slot)[metrics.QUEUED]
+def answers_to(gate: Gate, clients: Sequence[socket.socket]) -> list[bytes]:
+    gate.open.set()
+    answers = [received(client) for client in clients]
+    for client in clients:
+        client.close()
+    return answers
+
+
+def data_of(answer: bytes) -> list[float]:
+    return list(json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"])
 
 
 def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: Deployment) -> None:
-    with Worker(state_of(batchable, blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        clients = [worker.connect() for _ in range(5)]
-        clients[0].sendall(post(INFER, body([0, 0])))
-        assert gate.entered.acquire(timeout=30)
-        for number, client in enumerate(clients[1:], start=1):
-            client.sendall(post(INFER, body(*([number, number + 0.5] for _ in range(number)))))
-        wait_until(lambda: queued(worker) == 4)
-        gate.open.set()
-        for number, client in enumerate(clients):
-            answer = received(client)
-            data = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
-            assert data == [2.0 * number, 2.0 * number + (1 if number else 0)] * max(1, number)
-            client.close()
+    rows: list[list[list[float]]] = [[[0, 0]], *([[number, number + 0.5]] * number for number in range(1, 5))]
+    with behind(gate, batchable) as worker:
+        clients = queue_up(worker, gate, *(post(INFER, infer_body(*each)) for each in rows))
+        for each, answer in zip(rows, answers_to(gate, clients), strict=True):
+            assert data_of(answer) == [2 * value for row in each for value in row]
         totals = worker.shared.sum_slot(1)
     assert gate.rows == [1, 1 + 2 + 3 + 4]
     assert totals[metrics.RUNS] == 2
@@ -100,129 +108,81 @@ def test_what_queued_up_during_a_run_is_run_as_one_batch(gate: Gate, batchable: 
 
 
 def test_without_evidence_nothing_is_run_together(gate: Gate, blue: Deployment) -> None:
-    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        clients = [worker.connect() for _ in range(4)]
-        for client in clients:
-            client.sendall(post(INFER, body([1, 1], [2, 2])))
-        wait_until(lambda: queued(worker) == 3)
-        assert gate.entered.acquire(timeout=30)
-        gate.open.set()
-        assert [status(received(client)) for client in clients] == [200] * 4
-        for client in clients:
-            client.close()
+    with behind(gate, blue) as worker:
+        clients = queue_up(worker, gate, *[post(INFER, infer_body([1, 1], [2, 2]))] * 4)
+        assert [status(answer) for answer in answers_to(gate, clients)] == [200] * 4
     assert gate.rows == [2, 2, 2, 2]
 
 
 def test_one_bad_request_of_a_batch_fails_alone(gate: Gate, batchable: Deployment) -> None:
-    with Worker(state_of(batchable, blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        clients = [worker.connect() for _ in range(4)]
-        bodies = [body([1, 1]), body([2, 2]), b'{"inputs": []}', body([3, 3])]
-        for client, content in zip(clients, bodies, strict=True):
-            client.sendall(post(INFER, content))
-            if client is clients[0]:
-                assert gate.entered.acquire(timeout=30)
-        wait_until(lambda: queued(worker) == 3)
-        gate.open.set()
-        assert [status(received(client)) for client in clients] == [200, 200, 400, 200]
-        for client in clients:
-            client.close()
+    with behind(gate, batchable) as worker:
+        clients = queue_up(worker, gate, REQUEST, REQUEST, post(INFER, b'{"inputs": []}'), REQUEST)
+        assert [status(answer) for answer in answers_to(gate, clients)] == [200, 200, 400, 200]
 
 
-def test_batch_with_inseparable_outputs_runs_one_by_one(build: Callable[..., Deployment]) -> None:
+def test_batch_with_inseparable_outputs_runs_one_by_one(gate: Gate, build: Callable[..., Deployment]) -> None:
     """The model leaves out rows that occur twice: of two equal requests one row comes back."""
     unique = helper.make_node("Unique", ["x"], ["y"], axis=0)
     model = build([unique], [("x", TensorProto.FLOAT, ["b", 2])], [("y", TensorProto.FLOAT, ["c", 2])])
-    gate = Gate()
-    with Worker(state_of(replace(model, batchable=True), blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        clients = [worker.connect() for _ in range(3)]
-        for client in clients:
-            client.sendall(post(INFER, body([5, 5])))
-            if client is clients[0]:
-                assert gate.entered.acquire(timeout=30)
-        wait_until(lambda: queued(worker) == 2)
-        gate.open.set()
-        answers = [json.loads(received(client).partition(b"\r\n\r\n")[2]) for client in clients]
-        for client in clients:
-            client.close()
-    assert [answer["outputs"][0]["data"] for answer in answers] == [[5.0, 5.0]] * 3
+    with behind(gate, replace(model, batchable=True)) as worker:
+        clients = queue_up(worker, gate, *[post(INFER, infer_body([5, 5]))] * 3)
+        assert [data_of(answer) for answer in answers_to(gate, clients)] == [[5.0, 5.0]] * 3
     assert gate.rows == [1, 2, 1, 1]
 
 
 def test_full_queue_returns_retry_after(gate: Gate, blue: Deployment) -> None:
-    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True, queue=2).running() as worker:
-        clients = [worker.connect() for _ in range(3)]
-        for client in clients:
-            client.sendall(post(INFER, body([1, 1])))
-            if client is clients[0]:
-                assert gate.entered.acquire(timeout=30)
-        wait_until(lambda: queued(worker) == 2)
-        answer = worker.send(post(INFER, body([1, 1])))
+    with behind(gate, blue, queue=2) as worker:
+        clients = queue_up(worker, gate, REQUEST, REQUEST, REQUEST)
+        answer = worker.send(REQUEST)
         assert status(answer) == 429
         assert b"\r\nretry-after: 2\r\n" in answer
         assert b"\r\nx-onnx-ops-deployment: blue\r\n" in answer
-        gate.open.set()
-        assert [status(received(client)) for client in clients] == [200] * 3
-        for client in clients:
-            client.close()
+        assert [status(answer) for answer in answers_to(gate, clients)] == [200] * 3
         assert worker.shared.sum_slot(1)[metrics.get_column(429)] == 1
 
 
 def test_who_waited_too_long_is_not_run(gate: Gate, blue: Deployment) -> None:
-    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        first, late, patient = (worker.connect() for _ in range(3))
-        first.sendall(post(INFER, body([1, 1])))
-        assert gate.entered.acquire(timeout=30)
-        late.sendall(post(INFER, body([1, 1]), {"x-request-timeout-ms": "1"}))
-        patient.sendall(post(INFER, body([1, 1]), {"x-request-timeout-ms": "10000"}))
-        wait_until(lambda: queued(worker) == 2)
+    late, patient, wrong = (post(INFER, BODY, {"x-request-timeout-ms": value}) for value in ("1", "10000", "soon"))
+    with behind(gate, blue) as worker:
+        clients = queue_up(worker, gate, REQUEST, late, patient)
         time.sleep(0.02)
-        gate.open.set()
-        assert [status(received(client)) for client in (first, late, patient)] == [200, 504, 200]
-        for client in (first, late, patient):
-            client.close()
-        assert status(worker.send(post(INFER, body([1, 1]), {"x-request-timeout-ms": "soon"}))) == 400
+        assert [status(answer) for answer in answers_to(gate, clients)] == [200, 504, 200]
+        assert status(worker.send(wrong)) == 400
     assert len(gate.rows) == 2
 
 
 def test_who_went_away_is_not_run(gate: Gate, blue: Deployment) -> None:
-    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker:
-        first, gone = worker.connect(), worker.connect()
-        first.sendall(post(INFER, body([1, 1])))
-        assert gate.entered.acquire(timeout=30)
-        gone.sendall(post(INFER, body([1, 1])))
-        wait_until(lambda: queued(worker) == 1)
+    with behind(gate, blue) as worker:
+        first, gone = queue_up(worker, gate, REQUEST, REQUEST)
         gone.close()
         wait_until(lambda: len(worker.server.server_state.connections) == 1)
-        gate.open.set()
-        assert status(received(first)) == 200
-        first.close()
+        assert status(*answers_to(gate, [first])) == 200
         wait_until(lambda: worker.shared.sum_slot(1)[metrics.get_column(499)] == 1)
     assert len(gate.rows) == 1
 
 
 def test_request_behind_a_queued_one_waits(gate: Gate, blue: Deployment) -> None:
-    with Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True).running() as worker, worker.connect() as client:
-        client.sendall(post(INFER, body([1, 1])) + post("/ping", b"", method="GET") + post(INFER, body([3, 3])))
+    ping = post("/ping", b"", method="GET")
+    with behind(gate, blue) as worker, worker.connect() as client:
+        client.sendall(REQUEST + ping + post(INFER, infer_body([3, 3])))
         assert gate.entered.acquire(timeout=30)
-        assert status(worker.send(post("/ping", b"", method="GET"))) == 200
+        assert status(worker.send(ping)) == 200
         gate.open.set()
         answers = received(client, 3).split(b"HTTP/1.1 ")[1:]
     assert [b'"data":[2.0' in answers[0], b'"ready":true' in answers[1], b'"data":[6.0' in answers[2]] == [True] * 3
 
 
-def test_a_drain_finishes_what_waits_and_what_is_being_read(gate: Gate, blue: Deployment) -> None:
-    worker = Worker(state_of(blue, blue=100), wrap=gate.wrap, slow=True)
-    with worker.running():
-        waits, reads, idle = (worker.connect() for _ in range(3))
-        request = post(INFER, body([1, 1]))
-        waits.sendall(request)
-        assert gate.entered.acquire(timeout=30)
-        reads.sendall(request[:-5])
+def test_a_drain_finishes_what_runs_and_what_is_being_read(gate: Gate, blue: Deployment, green: Deployment) -> None:
+    with behind(gate, blue) as worker:
+        (waits,) = queue_up(worker, gate, REQUEST)
+        worker.publish(state_of(green, green=100))  # drops the deployment that runs
+        reads, idle = worker.connect(), worker.connect()
+        reads.sendall(REQUEST[:-5])
         wait_until(lambda: len(worker.server.server_state.connections) == 3)
         worker.loop.call_soon_threadsafe(worker._stop)
         assert idle.recv(1) == b""
         idle.close()
-        reads.sendall(request[-5:])
+        reads.sendall(REQUEST[-5:])
         gate.open.set()
         for client in (waits, reads):
             answer = received(client)
@@ -232,15 +192,28 @@ def test_a_drain_finishes_what_waits_and_what_is_being_read(gate: Gate, blue: De
             client.close()
 
 
-def with_shadow(state: EndpointState, **shadow: int) -> EndpointState:
-    return replace(state, split=TrafficSplit(weights=state.split.weights, shadow=shadow))
+def shadowed(serving: Deployment, shadow: Deployment, **more: Any) -> EndpointState:
+    """Everything to one deployment, and all of it mirrored to the other."""
+    split = TrafficSplit(weights={serving.name: 100}, shadow={shadow.name: 100}, **more)
+    return EndpointState(deployments=(serving, shadow), split=split)
+
+
+def only(name: str, wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the runs of one deployment."""
+    return lambda run: wrap(run) if run.__self__.deployment.name == name else run
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return lambda _: fail
 
 
 def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green: Deployment) -> None:
-    state = with_shadow(state_of(blue, green, blue=100), green=100)
-    with Worker(state).running() as worker:
+    with Worker(shadowed(blue, green)).running() as worker:
         for number in range(20):
-            answer = worker.send(post(INFER, body([number, 1])))
+            answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
         assert status(worker.send(post(INFER, b"{"))) == 400  # not copied: it says nothing about the shadow
@@ -251,67 +224,44 @@ def test_a_shadow_gets_copies_and_no_client_its_answers(blue: Deployment, green:
     assert totals[metrics.get_column(200)] == 0
 
 
-def test_a_shadow_that_answers_alike_differs_in_nothing(blue: Deployment, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tolerance", "differing"), [(1e-3, 0), (1e-4, 3)])
+def test_a_shadow_differs_beyond_its_tolerance(
+    blue: Deployment, tmp_path: Path, tolerance: float, differing: int
+) -> None:
     replica = scaling_deployment(tmp_path / "replica", name="replica", version="3", scale=2.0005, model="m")
-    for tolerance, differing in ((1e-3, 0), (1e-4, 3)):
-        state = with_shadow(state_of(blue, replica, blue=100), replica=100)
-        state = replace(state, split=replace(state.split, shadow_tolerance=tolerance))
-        with Worker(state).running() as worker:
-            for number in range(3):
-                worker.send(post(INFER, body([number, 1])))
-
-            def done(worker: Worker = worker) -> bool:
-                return worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 3
-
-            wait_until(done)
-            assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == differing
+    with Worker(shadowed(blue, replica, shadow_tolerance=tolerance)).running() as worker:
+        for number in range(3):
+            worker.send(post(INFER, infer_body([number, 1])))
+        wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 3)
+        assert worker.shared.sum_slot(2)[metrics.SHADOW_DIFFERING] == differing
 
 
 def test_what_the_shadows_queue_cannot_hold_is_dropped_and_counted(
     gate: Gate, blue: Deployment, green: Deployment
 ) -> None:
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        return gate.wrap(run) if run.__self__.deployment.name == "green" else run  # type: ignore[attr-defined]
-
-    with Worker(with_shadow(state_of(blue, green, blue=100), green=100), wrap=wrap).running() as worker:
+    with Worker(shadowed(blue, green), wrap=only("green", gate.wrap)).running() as worker:
         for _ in range(100):
-            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+            assert status(worker.send(REQUEST)) == 200
         totals = worker.shared.sum_slot(2)
         assert totals[metrics.SHADOW_SENT] + totals[metrics.SHADOW_DROPPED] == 100
-        assert totals[metrics.SHADOW_DROPPED] in (
-            35,
-            36,
-        )  # 64 wait, one is held by the gate unless it was not taken yet
+        assert totals[metrics.SHADOW_DROPPED] in (35, 36)  # 64 wait, and one is held by the gate, if it was taken yet
         gate.open.set()
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == totals[metrics.SHADOW_SENT])
 
 
-def test_failing_shadow_does_not_affect_clients(blue: Deployment, tmp_path: Path) -> None:
-    other = scaling_deployment(tmp_path / "other", name="other", version="3", scale=1.0, model="m")
-
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def broken(*_: Any) -> Any:
-            raise ValueError("a fault that nobody foresaw")
-
-        return broken if run.__self__.deployment.name == "other" else run  # type: ignore[attr-defined]
-
-    with Worker(with_shadow(state_of(blue, other, blue=100), other=100), wrap=wrap).running() as worker:
+def test_failing_shadow_does_not_affect_clients(blue: Deployment, green: Deployment) -> None:
+    wrap = only("green", failing(ValueError("a fault that nobody foresaw")))
+    with Worker(shadowed(blue, green), wrap=wrap).running() as worker:
         for _ in range(3):
-            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+            assert status(worker.send(REQUEST)) == 200
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_FAILED] == 3)
 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_unexpected_error_is_a_500_without_details(blue: Deployment, slow: bool) -> None:
-    def wrap(_: Callable[..., Any]) -> Callable[..., Any]:
-        def broken(*_: Any) -> Any:
-            raise ZeroDivisionError("secret")
-
-        return broken
-
-    with Worker(state_of(blue, blue=100), wrap=wrap, slow=slow).running() as worker:
-        for headers in ({}, {"x-odd": "1\r\nx-odd: 2"}):
-            answer = worker.send(post(INFER, body([1, 1]), headers))
+    with Worker(state_of(blue, blue=100), wrap=failing(ZeroDivisionError("secret")), slow=slow).running() as worker:
+        for headers in ({}, ODD):
+            answer = worker.send(post(INFER, infer_body([1, 1]), headers))
             assert status(answer) == 500
             assert answer.endswith(b'{"error":"internal error"}')
 
@@ -335,10 +285,10 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
     with Worker(state_of(blue, green, blue=70, green=30)).running() as worker:
         for number in range(30):
             headers = {"azureml-model-deployment": "blue" if number % 3 else "green"}
-            headers |= {"x-odd": "1\r\nx-odd: 2"} if number % 2 else {}
-            worker.send(post(INFER, body([1, 1]) if number % 5 else b"{", headers))
+            headers |= ODD if number % 2 else {}
+            worker.send(post(INFER, infer_body([1, 1]) if number % 5 else b"{", headers))
         worker.send(post(INFER, b"", {"content-encoding": "gzip"}))
-        worker.send(post("/v2/models/z/infer", body([1, 1])))
+        worker.send(post("/v2/models/z/infer", infer_body([1, 1])))
         unrouted, first, second = (worker.shared.sum_slot(slot) for slot in range(3))
         text = worker.metrics()
     assert (first[metrics.get_column(200)], first[metrics.get_column(400)]) == (16, 4)
@@ -348,6 +298,11 @@ def test_counts_are_right_whatever_the_way(blue: Deployment, green: Deployment) 
     blue_labels = 'endpoint="e",deployment="blue",version="1",variant="fp32"'
     assert f'onnx_ops_request_duration_seconds_bucket{{{blue_labels},le="+Inf"}} 20\n' in text
     assert f"onnx_ops_model_runs_total{{{blue_labels}}} 16\n" in text
+    assert f'onnx_ops_requests_total{{{blue_labels},status="200"}} 16\n' in text
+    assert f'onnx_ops_errors_total{{{blue_labels},reason="input"}} 4\n' in text
+    assert 'onnx_ops_requests_total{endpoint="e",deployment="",version="",variant="",status="404"} 1\n' in text
+    assert 'onnx_ops_generation{endpoint="e"} 0\n' in text
+    assert 'onnx_ops_traffic_weight_ratio{endpoint="e",deployment="green",version="2",variant="fp32"} 0.3\n' in text
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -355,7 +310,7 @@ def test_versions_are_compared_by_as_many_requests_of_either(blue: Deployment, g
     """The version with most of the traffic by those that its replica answers, which counts as the version does."""
     with Worker(state_of(blue, green, blue=80, green=20), slow=slow, queue=1000).running() as worker:
         for _ in range(800):
-            assert status(worker.send(post(INFER, body([1, 1])))) == 200
+            assert status(worker.send(REQUEST)) == 200
         first, second = (worker.shared.sum_slot(slot) for slot in (1, 2))
         control = worker.deployments.get_current().control
         assert control is not None
@@ -381,8 +336,8 @@ def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]
 @pytest.mark.parametrize(
     ("request_body", "headers", "at_once"),
     [
-        (body([1, 2]), {}, True),
-        (body([1, 2]).ljust(66_000), {}, False),
+        (infer_body([1, 2]), {}, True),
+        (infer_body([1, 2]).ljust(66_000), {}, False),
         (*in_binary(60_000), True),
         (*in_binary(60_000, json_bytes=66_000), False),
         (*in_binary(140_000), False),

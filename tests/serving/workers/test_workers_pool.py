@@ -18,13 +18,12 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.protocol.server_process import AUDIT_FILE
 from onnx_ops.testing.endpoints import state_of
-from tests.serving.serving_process import INFER, Clients, Server, infer_body, wait_until
-
-BODY = infer_body([1, 2])
+from tests.serving.serving_process import INFER, Server, after, infer_body, serving, wait_until
+from tests.support.load import LoadPlan, Payload
+from tests.support.storm import storm
 
 
 def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(two_workers: Server, blue: Deployment) -> None:
-    assert two_workers.publish(state_of(blue, blue=100), 1).status == 200
     first = set(two_workers.workers())
     for pid in first:
         os.kill(pid, signal.SIGKILL)
@@ -35,10 +34,8 @@ def test_a_killed_worker_is_replaced_and_its_neighbour_answers_meanwhile(two_wor
     assert two_workers.generation() == 2
 
 
-def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: Server, blue: Deployment) -> None:
-    two_workers.publish(state_of(blue, blue=100), 1)
-    assert two_workers.process is not None
-    assert len(os.listdir(f"/proc/{two_workers.process.pid}/task")) == 1
+def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: Server) -> None:
+    assert len(os.listdir(f"/proc/{two_workers.supervisor}/task")) == 1
     for pid in two_workers.workers():
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
@@ -46,21 +43,13 @@ def test_the_supervisor_has_no_thread_and_workers_share_its_memory(two_workers: 
         assert private < kib["Rss"] / 2
 
 
-def test_connections_that_wait_while_all_workers_are_dead_are_answered(two_workers: Server, blue: Deployment) -> None:
-    two_workers.publish(state_of(blue, blue=100), 1)
-    for pid in two_workers.workers():
-        os.kill(pid, signal.SIGKILL)
-    assert two_workers.infer([1, 2]).status == 200
-
-
-def test_counts_add_up_over_workers_and_survive_them(two_workers: Server, blue: Deployment) -> None:
-    two_workers.publish(state_of(blue, blue=100), 1)
+def test_while_all_workers_are_dead_connections_wait_and_counts_survive(two_workers: Server) -> None:
     for _ in range(30):
         two_workers.infer([1, 2])
     for pid in two_workers.workers():
         os.kill(pid, signal.SIGKILL)
     for _ in range(10):
-        two_workers.infer([1, 2])
+        assert two_workers.infer([1, 2]).status == 200
     labels = 'endpoint="state",deployment="blue",version="1",variant="fp32"'
     text = two_workers.call("GET", "/metrics").body.decode()
     counts = [line for line in text.splitlines() if line.startswith("onnx_ops_requests_total")]
@@ -69,36 +58,11 @@ def test_counts_add_up_over_workers_and_survive_them(two_workers: Server, blue: 
     assert 'onnx_ops_workers{endpoint="state"} 2\n' in text
 
 
-def test_publishing_to_several_workers_under_load_is_never_stale(
-    two_workers: Server, blue: Deployment, green: Deployment
-) -> None:
-    two_workers.publish(state_of(blue, blue=100), 1)
-    published = 1
-    stale: list[str] = []
-
-    def one() -> None:
-        before = published
-        connection = http.client.HTTPConnection("127.0.0.1", two_workers.port, timeout=30)
-        for _ in range(10):
-            before = published
-            connection.request("POST", INFER, BODY)
-            response = connection.getresponse()
-            response.read()
-            assert response.status == 200
-            name = response.headers["x-onnx-ops-deployment"] or ""
-            number = int(name.removeprefix("g")) if name.startswith("g") else 1
-            if number < before:
-                stale.append(f"{name} after {before}")
-        connection.close()
-
-    with Clients(one, 3) as clients:
-        for number in range(2, 42):
-            base = blue if number % 2 else green  # every second one is a way back, whose model is loaded
-            deployment = replace(base, name=f"g{number}")
-            assert two_workers.publish(state_of(deployment, **{deployment.name: 100}), number).status == 200
-            published = number
-    assert clients.errors == []
-    assert stale == []
+def test_publishing_to_several_workers_under_load_is_never_stale(two_workers: Server, blue: Deployment) -> None:
+    plan = LoadPlan(url=two_workers.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=3, seconds=300)
+    seen = storm(two_workers, blue, plan, publications=40)
+    assert seen.records.failures() == {}
+    assert seen.stale == 0
 
 
 POISON = """
@@ -113,60 +77,44 @@ worker._Worker._load = poisoned
 """
 
 
-def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(
-    tmp_path: Path, blue: Deployment, green: Deployment
-) -> None:
-    (tmp_path / "state").mkdir()
-    server = Server(tmp_path / "state", flags=["--workers=2"], preamble=POISON)
-    server.start()
-    try:
-        assert server.publish(state_of(blue, blue=100), 1).status == 200
+def test_a_model_that_kills_its_workers_is_refused_and_nothing_changes(tmp_path: Path, green: Deployment) -> None:
+    with serving(tmp_path, "--workers=2", program=after(POISON), blue=100) as server:
         poison = replace(green, name="poison")
         answer = server.publish(state_of(poison, poison=100), 2)
         assert answer.status == 422
-        error = json.loads(answer.body)
+        error = answer.json()
         assert error["what"] == "a worker process ended whenever it loaded the state"
         assert error["why"]
         assert error["remedy"]
         assert server.generation() == 1
-        assert [server.who_answers() for _ in range(10)] == ["blue"] * 10
+        assert {server.who_answers() for _ in range(10)} == {"blue"}
         assert server.publish(state_of(green, green=100), 2).status == 200
-        assert [server.who_answers() for _ in range(10)] == ["green"] * 10
-    finally:
-        server.kill_all()
+        assert {server.who_answers() for _ in range(10)} == {"green"}
 
 
 @pytest.mark.nightly
 def test_a_table_that_kills_workers_leaves_a_server_that_can_be_published_to(
-    tmp_path: Path, blue: Deployment, green: Deployment
+    server: Server, blue: Deployment, green: Deployment
 ) -> None:
-    (tmp_path / "state").mkdir()
-    server = Server(tmp_path / "state")
     poison = replace(green, name="poison")
+    assert server.publish(state_of(poison, poison=100), 1).status == 200
+    server.stop()
+    server.program = after(POISON)
     server.start()
-    try:
-        assert server.publish(state_of(poison, poison=100), 1).status == 200
-        server.end()
-        server.preamble = POISON
-        server.start()
-        answer = server.infer([1, 2])
-        assert answer.status == 503
-        assert "died repeatedly" in answer.json()["error"]
-        assert server.call("GET", "/v2/health/ready").status == 503
-        assert set(server.admin("GET").json()["failed"]) == {"poison"}
-        assert server.publish(state_of(blue, blue=100), 2).status == 200
-        assert server.who_answers() == "blue"
-    finally:
-        server.kill_all()
+    answer = server.infer([1, 2])
+    assert answer.status == 503
+    assert "died repeatedly" in answer.json()["error"]
+    assert server.call("GET", "/v2/health/ready").status == 503
+    assert set(server.admin("GET").json()["failed"]) == {"poison"}
+    assert server.publish(state_of(blue, blue=100), 2).status == 200
+    assert server.who_answers() == "blue"
 
 
 def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Path, blue: Deployment) -> None:
     folder = tmp_path / ("deep" * 30) / "state"  # longer than the address of a Unix socket may be
     folder.mkdir(parents=True)
     address = folder / "admin.sock"
-    server = Server(folder, flags=[f"--admin-socket={address}"])
-    server.start()
-    try:
+    with Server(folder=folder, options=[f"--admin-socket={address}"]) as server:
         assert address.stat().st_mode & 0o777 == 0o600
         handle = os.open(folder, os.O_RDONLY)
         connection = http.client.HTTPConnection("localhost", timeout=30)
@@ -192,25 +140,17 @@ def test_the_admin_socket_needs_no_token_and_lets_only_its_owner_in(tmp_path: Pa
         assert lines[0]["deployments"] == {"blue": "m/1"}
         assert "does not exist" in lines[-1]["why"]
         assert (folder / AUDIT_FILE).stat().st_mode & 0o777 == 0o600
-    finally:
-        server.kill_all()
 
 
-def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: Path, blue: Deployment) -> None:
-    (tmp_path / "state").mkdir()
+def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
-    server = Server(tmp_path / "state", flags=["--workers=2", f"--access-log={log}", "--endpoint=digits"])
-    server.start()
-    try:
-        server.publish(state_of(blue, blue=100), 1)
+    with serving(tmp_path, "--workers=2", f"--access-log={log}", "--endpoint=digits", blue=100) as server:
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         for number in range(60):
             server.infer([1, 2] if number % 3 else ["a"], {"x-request-id": f"r{number}", "traceparent": trace})
         text = server.call("GET", "/metrics").body.decode()
         assert 'onnx_ops_generation{endpoint="digits"} 1\n' in text
-        assert server.end() == 0  # what is left is written at the end
-    finally:
-        server.kill_all()
+        assert server.stop() == 0  # what is left is written at the end
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(line["request_id"] for line in lines) == sorted(f"r{number}" for number in range(60))
     assert {line["traceparent"] for line in lines} == {trace}
@@ -219,8 +159,7 @@ def test_the_access_log_of_several_workers_is_one_file_of_whole_lines(tmp_path: 
     assert all(line["duration_ms"] >= line["waited_ms"] >= 0 for line in lines)
 
 
-def test_a_thousand_connections_and_the_next_good_request_is_answered(two_workers: Server, blue: Deployment) -> None:
-    two_workers.publish(state_of(blue, blue=100), 1)
+def test_a_thousand_connections_and_the_next_good_request_is_answered(two_workers: Server) -> None:
     clients = [socket.create_connection(("127.0.0.1", two_workers.port), timeout=30) for _ in range(1000)]
     try:
         for number, client in enumerate(clients):
@@ -234,8 +173,7 @@ def test_a_thousand_connections_and_the_next_good_request_is_answered(two_worker
 
 @pytest.mark.parametrize("flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"])
 def test_options_are_checked(tmp_path: Path, flag: str) -> None:
-    server = Server(tmp_path)
-    found = subprocess.run(server.command("--port=0", flag), capture_output=True, text=True, check=False)
+    found = subprocess.run(Server(folder=tmp_path).command(flag), capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert flag.partition("=")[0][2:].replace("-", "_") in found.stderr
     assert "Traceback" not in found.stderr

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.testing.endpoints import scaling_deployment, state_of
-from tests.serving.serving_process import INFER, Server, deploy, infer_body, wait_until
+from tests.serving.serving_process import (
+    INFER,
+    Server,
+    after,
+    deploy,
+    infer_body,
+    save_graph,
+    serving,
+    wait_until,
+)
 from tests.support.load import LoadPlan, LoadProcess, Payload
 from tests.support.operators import build_library, write_softsign
 from tests.support.processes import ROOT
+from tests.support.server import scaled
 
 GIB = 1 << 30
 LIMIT = 6 * GIB
@@ -52,47 +60,30 @@ def fatal(folder: Path, fate: str) -> Deployment:
 
 def large(folder: Path, size: int) -> Deployment:
     """A small file whose model takes so many bytes: y = x + a constant that the runtime computes when it loads it."""
-    folder.mkdir()
-    length = helper.make_tensor("n", TensorProto.INT64, [1], [size // 4])
-    first = helper.make_tensor("i", TensorProto.INT64, [1], [0])
-    graph = helper.make_graph(
+    node, tensor = helper.make_node, helper.make_tensor
+    save_graph(
+        folder,
         [
-            helper.make_node("Constant", [], ["length"], value=length),
-            helper.make_node("ConstantOfShape", ["length"], ["zeros"]),
-            helper.make_node("Cast", ["i"], ["index"], to=TensorProto.INT64),
-            helper.make_node("Gather", ["zeros", "index"], ["zero"]),
-            helper.make_node("Add", ["x", "zero"], ["y"]),
+            node("Constant", [], ["length"], value=tensor("n", TensorProto.INT64, [1], [size // 4])),
+            node("ConstantOfShape", ["length"], ["zeros"]),
+            node("Cast", ["i"], ["index"], to=TensorProto.INT64),
+            node("Gather", ["zeros", "index"], ["zero"]),
+            node("Add", ["x", "zero"], ["y"]),
         ],
-        "m",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 2]),
-            helper.make_tensor_value_info("i", TensorProto.INT64, [1]),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 2])],
-        [first],
+        [("x", TensorProto.FLOAT, ["batch", 2]), ("i", TensorProto.INT64, [1])],
+        [("y", TensorProto.FLOAT, ["batch", 2])],
+        [tensor("i", TensorProto.INT64, [1], [0])],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save_model(model, folder / "model.onnx")
     return deploy(folder, name="large", version="2")
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start a server that serves blue."""
-    servers = []
-
-    def make(preamble: str = "", *flags: str) -> Server:
-        (tmp_path / "state").mkdir()
-        server = Server(tmp_path / "state", preamble=preamble, flags=list(flags))
-        servers.append(server)
-        server.start()
-        blue = scaling_deployment(tmp_path / "blue", name="blue", version="1", scale=2.0, model="m")
-        assert server.publish(state_of(blue, blue=100), 1).status == 200
-        return server
-
-    yield make
-    for server in servers:
-        server.kill_all()
+    with ExitStack() as stack:
+        yield lambda preamble="", *flags: stack.enter_context(
+            serving(tmp_path, *flags, program=after(preamble), blue=100)
+        )
 
 
 def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
@@ -102,10 +93,10 @@ def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
     assert answer.status == 422
     assert server.workers() == workers
     assert (server.generation(), server.who_answers()) == (1, "blue")
-    error = json.loads(answer.body)
+    error: dict[str, Any] = answer.json()
     assert error["why"]
     assert error["remedy"]
-    return dict(error)
+    return error
 
 
 @pytest.mark.parametrize(
@@ -203,10 +194,8 @@ supervisor.run_trial_load = recorded
 
 def test_only_what_is_new_to_the_workers_is_tried(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start(RECORDED, "--workers=2")
-    blue = scaling_deployment(tmp_path / "again", name="blue", version="1", scale=2.0, model="m")
-    blue = replace(blue, location=str(tmp_path / "blue"))
-    green = scaling_deployment(tmp_path / "green", name="green", version="2", scale=3.0, model="m")
-    red = scaling_deployment(tmp_path / "red", name="red", version="3", scale=4.0, model="m")
+    blue = replace(scaled(tmp_path / "again", "blue"), location=str(tmp_path / "blue"))
+    green, red = scaled(tmp_path, "green"), scaled(tmp_path, "red")
     steps = [
         (state_of(blue, green, blue=90, green=10), ["green"]),
         (state_of(blue, green, blue=50, green=50), []),
@@ -230,17 +219,12 @@ def test_publishing_bad_models_fails_no_live_request(
         "signal 6 (SIGABRT)": fatal(tmp_path / "abort", "abort"),
         f"limited to {LIMIT >> 20} MiB": large(tmp_path / "large", 2 * LIMIT),
     }
-    plan = LoadPlan(
-        url=f"http://127.0.0.1:{server.port}{INFER}",
-        payloads=[Payload(body=infer_body([1, 2]))],
-        connections=8,
-        seconds=600,
-    )
+    plan = LoadPlan(url=server.url(INFER), payloads=[Payload(body=infer_body([1, 2]))], connections=8, seconds=600)
     with LoadProcess(plan) as load:
         for why, deployment in [*bad.items()] * rounds:
             answer = server.publish(state_of(deployment, **{deployment.name: 100}), 2)
             assert answer.status == 422
-            assert why in json.loads(answer.body)["why"]
+            assert why in answer.json()["why"]
         records = load.stop()
     assert records.failures() == {}
     assert records.by_deployment() == {"blue": len(records)}

@@ -19,7 +19,7 @@ import uvloop
 
 from onnx_ops.errors import OnnxOpsError, UserError
 from tests.support.load.client import Load
-from tests.support.load.plan import LoadPlan, Payload, payloads_from
+from tests.support.load.plan import LoadPlan, Payload
 from tests.support.load.records import Records
 
 RUNNING = "running"
@@ -55,8 +55,6 @@ async def _run(plan: LoadPlan) -> Records:
 
 
 def _plan(given: argparse.Namespace) -> LoadPlan:
-    payloads = list(payloads_from(given.payloads, given.seed)) if given.payloads else []
-    payloads += [Payload(body=path.read_bytes()) for path in given.body]
     headers = {}
     for text in given.header:
         name, colon, value = text.partition(":")
@@ -65,7 +63,7 @@ def _plan(given: argparse.Namespace) -> LoadPlan:
         headers[name.strip()] = value.strip()
     return LoadPlan(
         url=given.url,
-        payloads=payloads,
+        payloads=[Payload(body=path.read_bytes()) for path in given.body],
         headers=headers,
         connections=given.connections,
         seconds=given.seconds,
@@ -86,7 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("url", help="where requests are posted to")
     add("--body", type=Path, action="append", default=[], help="file with a body; several are sent in turn")
-    add("--payloads", default="", metavar="MODULE:FUNCTION", help="function that gives the payloads for a seed")
     add("--header", action="append", default=[], metavar="'NAME: VALUE'", help="sent with every request")
     add("--connections", type=int, default=1, help="keep-alive connections, one request at a time on each (1)")
     add("--seconds", type=float, default=5.0, help="how long requests are begun (5)")
@@ -94,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=0.0, help="requests a second whether or not answers come (closed loop)")
     add("--keys", type=int, default=0, help="how many users send, each with its x-user-key (no key)")
     add("--timeout", type=float, default=10.0, help="seconds until a request without an answer has failed (10)")
-    add("--seed", type=int, default=0, help="of the arrivals and the payloads (0)")
+    add("--seed", type=int, default=0, help="of the arrivals (0)")
     add("--records", type=Path, help="file for one row a request (.npz)")
     add("--json", action="store_true", help="one JSON document")
     return parser

@@ -177,7 +177,8 @@ class Load:
             arrivals.cancel()
         for connection in self._connections:
             connection.close()
-        return self._records()
+        rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, _ROW)
+        return Records.from_rows(rows, [name.decode("latin-1") for name in self._names])
 
     def record(self, connection: Connection, number: int, due: int, status: int, answering: bytes) -> None:
         done, sent, names = monotonic_ns(), connection.sent_ns, self._names
@@ -232,17 +233,3 @@ class Load:
             for connection in self._connections:
                 if connection.busy and connection.sent_ns < latest:
                     connection.give_up()
-
-    def _records(self) -> Records:
-        rows = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, _ROW)
-        due, sent, done, status, deployment, number, key = (column.copy() for column in rows.T)
-        return Records(
-            due_ns=due,
-            sent_ns=sent,
-            done_ns=done,
-            status=status,
-            deployment=deployment,
-            number=number,
-            key=key,
-            names=tuple(name.decode("latin-1") for name in self._names),
-        )

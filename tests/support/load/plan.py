@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -90,19 +89,3 @@ def _head(target: str, host: str, headers: Mapping[str, str], body: bytes) -> by
         raise UserError("a header must not hold a line break")
     lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
     return f"POST {target} HTTP/1.1\r\n{lines}".encode("latin-1")
-
-
-def payloads_from(reference: str, seed: int) -> Sequence[Payload]:
-    """What the function `package.module:function` gives for the seed: a sequence of payloads.
-
-    Raises:
-        UserError: there is no such function, or it gives something else.
-    """
-    module, _, name = reference.partition(":")
-    try:
-        made = getattr(importlib.import_module(module), name)(seed)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{reference!r} cannot be called", why=str(error), remedy="Give MODULE:FUNCTION.") from error
-    if not isinstance(made, Sequence) or not all(isinstance(payload, Payload) for payload in made):
-        raise UserError(f"{reference} must give a sequence of Payload")
-    return made

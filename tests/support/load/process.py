@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from onnx_ops.errors import MeasurementError
 from tests.support.load.plan import LoadPlan
@@ -18,30 +17,18 @@ _GRACE_S = 30.0
 
 
 class LoadProcess:
-    """Runs a plan between `start` and `stop`, or as a context manager.
+    """Runs a plan between `start` and `stop` or `wait`, or as a context manager. `start` returns once it sends."""
 
-    `start` returns once all connections stand. After `stop`, or after `wait`, `records` holds every request.
-    """
-
-    def __init__(self, plan: LoadPlan, *, nice: int = 0) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._nice = nice
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._records: Records | None = None
-
-    @property
-    def records(self) -> Records:
-        if self._records is None:
-            raise MeasurementError("the load has not ended yet")
-        return self._records
 
     def start(self) -> None:
         """Raises MeasurementError if the load does not begin, for one because the server takes no connection."""
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
-        self._process = subprocess.Popen(
-            self._command(Path(self._folder.name)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        command = self._command(Path(self._folder.name))
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
         line = self._process.stderr.readline()
         if not line.startswith(b"running"):
@@ -63,25 +50,22 @@ class LoadProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None:
-            self._discard()
-        elif self._records is None:
-            self.stop()
+    def __exit__(self, *_: object) -> None:
+        self._discard()
 
     def _collect(self, patience_s: float) -> Records:
         assert self._process is not None
         assert self._folder is not None
         try:
             _, stderr = self._process.communicate(timeout=patience_s)
-            self._records = Records.read(Path(self._folder.name) / "records.npz")
+            records = Records.read(Path(self._folder.name) / "records.npz")
         except (subprocess.TimeoutExpired, FileNotFoundError) as error:
             raise MeasurementError("the load did not end as it should", why=str(error)) from error
         finally:
             self._discard()
         if stderr:
             raise MeasurementError("the load complained", why=stderr.decode("utf-8", "replace")[-500:])
-        return self._records
+        return records
 
     def _discard(self) -> None:
         if self._process is not None:
@@ -95,8 +79,6 @@ class LoadProcess:
     def _command(self, folder: Path) -> list[str]:
         plan = self._plan
         command = [sys.executable, "-m", "tests.support.load", plan.url, "--json"]
-        if self._nice:
-            command = ["nice", "-n", str(self._nice), *command]
         options: dict[str, int | float | Path] = {
             "--connections": plan.connections,
             "--seconds": plan.seconds,
@@ -111,14 +93,10 @@ class LoadProcess:
             command += [flag, str(value)]
         for name, text in plan.headers.items():
             command += ["--header", f"{name}: {text}"]
-        return command + self._bodies(folder)
-
-    def _bodies(self, folder: Path) -> list[str]:
-        arguments = []
-        for number, payload in enumerate(self._plan.payloads):
+        for number, payload in enumerate(plan.payloads):
             if payload.headers:
                 raise MeasurementError("a load in a process of its own sends the plan's headers, not a payload's own")
             path = folder / f"body-{number}"
             path.write_bytes(payload.body)
-            arguments += ["--body", str(path)]
-        return arguments
+            command += ["--body", str(path)]
+        return command

@@ -56,6 +56,11 @@ class Records:
     key: Column
     names: tuple[str, ...]
 
+    @classmethod
+    def from_rows(cls, rows: NDArray[np.int64], names: Sequence[str]) -> Records:
+        """Return the records of rows, whose columns are in the order of the fields."""
+        return cls(**dict(zip(_COLUMNS, rows.T.copy(), strict=True)), names=tuple(names))
+
     def __len__(self) -> int:
         return len(self.status)
 
