@@ -16,13 +16,14 @@ from onnx_ops.domain.rollout_observations import (
     UnitSums,
 )
 from onnx_ops.errors import ServiceUnavailableError
+from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
 
 _SAME = 1e-9
 
 
-class ServerMetrics:
+class ServerMetrics(MetricsSource):
     """Counts of all servers of an endpoint.
 
     Args:

@@ -184,13 +184,12 @@ def _lacking(project: Project, stage: Stage) -> Iterator[OnnxOpsError]:
     """Yield what a stage that deploys lacks here, as far as that shows without network."""
     from onnx_ops.app.handler import binding
     from onnx_ops.domain.pipeline import StageKind
-    from onnx_ops.ports import PrerequisiteChecker
 
     if stage.kind is not StageKind.DEPLOY:
         return
     config, _ = binding(stage)
     for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
-        if isinstance(part, PrerequisiteChecker) and (error := part.find_missing_requirement(config)):
+        if error := part.find_missing_requirement(config):
             yield error
 
 

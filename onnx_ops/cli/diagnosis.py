@@ -21,7 +21,6 @@ from onnx_ops.config.settings import Settings
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import NotFoundError, OnnxOpsError
-from onnx_ops.ports import Diagnosable, EnvironmentRuntime
 from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 
@@ -68,9 +67,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         if config is not None and config.provider == name:
             settings.setdefault(endpoint, config.settings)
     provider = project.ports.provider(name)
-    if not isinstance(provider, Diagnosable):
-        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
     findings = list(provider.diagnose(settings))
+    if not findings:
+        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
     if not settings:
         findings.append(
             Diagnosis(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look")
@@ -117,7 +116,7 @@ def _optional(check: str, missing: Sequence[str], text: str) -> Diagnosis:
 def _own(kind: str, name: str) -> Iterable[Diagnosis]:
     """Yield the findings of a runtime."""
     runtime = plugins.load(kind, name) if kind == "runtimes" else None
-    return runtime.diagnose() if isinstance(runtime, EnvironmentRuntime) else ()
+    return () if runtime is None else runtime.diagnose()
 
 
 def _providers(project: Project) -> Iterator[Diagnosis]:

@@ -18,7 +18,7 @@ from onnx_ops.domain.notification import (
     list_pending_notifications,
 )
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
-from onnx_ops.ports import Notifier, Ports, StepNotifier
+from onnx_ops.ports import Notifier, Ports
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.retry import Backoff, retry_on_conflict
 
@@ -147,8 +147,7 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
     sent: list[Notification] = []
     try:
         after = _find_position(ports, endpoint, name, entries)
-        steps = isinstance(notifier, StepNotifier) and notifier.follows
-        for notification in list_pending_notifications(endpoint, entries, after=after, progress=steps):
+        for notification in list_pending_notifications(endpoint, entries, after=after, progress=notifier.wants_steps):
             result = _send(_add_link(ports, notification), name, notifier)
             if result.trouble:
                 return replace(result, sent=tuple(sent))

@@ -172,7 +172,7 @@ class Counting(TorchExporter):
         return super().load(folder)
 
 
-class Blind:
+class Blind(Exporter):
     """An exporter that cannot look inside."""
 
     tools: tuple[str, ...] = ()

@@ -24,8 +24,8 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import NotFoundError
 from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import Exporter, ExportRequest
-from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
+from onnx_ops.ports.export import Exporter, ExportRequest, TrainingExporter
+from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 
 _EXPORTER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_exporter"
 
@@ -42,7 +42,7 @@ class RemoteModel:
 
 
 @dataclass(slots=True, kw_only=True)
-class IsolatedExporter:
+class IsolatedExporter(TrainingExporter):
     """Runs an exporter in another process, which ends with the loaded model.
 
     Args:
@@ -149,7 +149,7 @@ _OPTIMIZER_WORKER = "onnx_ops.adapters.isolation.isolated_tools:run_optimizer"
 
 
 @dataclass(slots=True, kw_only=True)
-class IsolatedOptimizer:
+class IsolatedOptimizer(Optimizer):
     """Runs an optimizer in another process.
 
     What needs none of its packages is done in this process.
@@ -176,15 +176,15 @@ class IsolatedOptimizer:
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the files that the section names."""
-        return self.here.files(section) if isinstance(self.here, ConfiguredOptimizer) else ()
+        return self.here.files(section)
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names."""
-        return self.here.settle(section, root) if isinstance(self.here, ConfiguredOptimizer) else section
+        return self.here.settle(section, root)
 
     def quantizes(self, section: Quantize) -> bool:
         """Return whether the section changes what is computed."""
-        return self.here.quantizes(section) if isinstance(self.here, ConfiguredOptimizer) else self.quantized
+        return self.here.quantizes(section)
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer in a process of the environment."""

@@ -39,7 +39,7 @@ from onnx_ops.onnx_graph.compatibility import explain_incompatibility
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.onnx_graph.model_info import count_operators, read_model_info
 from onnx_ops.pipeline.stages.champion import Champion, read_champion
-from onnx_ops.ports import Dataset, PackagingRuntime, Ports, Runtime
+from onnx_ops.ports import Dataset, Ports, Runtime
 from onnx_ops.scratch import Scratch
 from onnx_ops.statistics.rules.metric import explain_unscored
 from onnx_ops.statistics.scores import CANDIDATE
@@ -158,12 +158,6 @@ def _make_package(context: BenchmarkContext, folder: Path, ports: Ports) -> dict
     """Return the files of a target with its own model format."""
     if context.target.ort_format is None:
         return {}
-    if not isinstance(context.runtime, PackagingRuntime):
-        raise UserError(
-            f"runtime {context.target.runtime} makes no .ort files",
-            where=f"target {context.target.name}: ort_format",
-            remedy="Use runtime onnxruntime, node or browser.",
-        )
     folder.mkdir()
     context.runtime.package(context.candidate, context.target, folder)
     return put_folder(ports.store, folder, PACKAGE)
