@@ -1,4 +1,4 @@
-"""The main job on scikit-learn's bundled digits: one pipeline file, three releases under load, and the way back.
+"""The main job on scikit-learn's bundled digits: one pipeline file, three releases under load, and a rollback.
 
 The first release serves at once. The second goes through a canary. The third fails a gate, is promoted all the same,
 and is rolled back by its canary. Then an operator goes back to the first.
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PIPELINE = "configs/pipelines/digits-mlp.yaml"
 ENDPOINT, MODEL = "digits", "digits-mlp"
 REQUEST = ROOT / ".onnx-ops" / "request.json"
+BEGUN = REQUEST.with_name("demo-begun")
+"""Marks a folder whose releases can no longer be repeated: one that was rolled back is not released again."""
 ONNX_OPS = str(Path(sys.executable).with_name("onnx-ops"))
 CONNECTIONS, USERS = 4, 2000
 CALM_S = 6
@@ -39,6 +41,9 @@ def main() -> int:
     parser.add_argument("--stop", action="store_true", help="stop the endpoint's server")
     if parser.parse_args().stop:
         return stop()
+    if BEGUN.exists():
+        print("The demo has run here already. To run it again: make demo-stop && rm -r .onnx-ops && make demo")
+        return 2
     heading("1. A first release: from training to an answering endpoint")
     if code := onnx_ops("run", PIPELINE):
         return code
@@ -58,7 +63,8 @@ def main() -> int:
 
 
 def releases(load: Load) -> None:
-    """A good second release, a bad third one, and the way back; raises SystemExit where one does not end so."""
+    """Make a good second release, a bad third one, and a rollback; raise SystemExit where one ends otherwise."""
+    BEGUN.touch()
     load.run_for(CALM_S)
     heading("2. A second release: 10 %, 50 %, 100 % of the traffic, judged at each step")
     release("train.with.seed=8", passes=True)
@@ -165,7 +171,7 @@ def expect(code: int, *arguments: str) -> None:
 
 
 def release(change: str, *, passes: bool) -> str:
-    """Run the pipeline with a change, tell in short what came of it, and return the version of its fp32 variant."""
+    """Run the pipeline with a change, print its verdicts, and return the version of its fp32 variant."""
     show_command("run", PIPELINE, "--set", change)
     command = [ONNX_OPS, "run", PIPELINE, "--set", change, "--json"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)

@@ -10,10 +10,19 @@ from importlib import metadata
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points
 from typing import Any
 
-from onnx_ops.errors import MissingPackageError, NotFoundError
+from onnx_ops.errors import MissingPackageError, NotFoundError, UserError
 
-KINDS = ("exporters", "optimizers", "runtimes", "data", "endpoints", "metrics", "notifiers", "pools")
-"""Kinds of plugin; the entry-point group is `onnx_ops.<kind>`."""
+KINDS = {
+    "exporters": "Exporter",
+    "optimizers": "Optimizer",
+    "runtimes": "Runtime",
+    "data": "DataSource",
+    "endpoints": "EndpointProvider",
+    "metrics": "MetricsSource",
+    "notifiers": "Notifier",
+    "pools": "Pools",
+}
+"""Base class in `onnx_ops.ports` by kind of plugin; the entry-point group is `onnx_ops.<kind>`."""
 
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -73,12 +82,22 @@ def load(kind: str, name: str, *arguments: object) -> Any:
     Raises:
         NotFoundError: no installed distribution offers it.
         MissingPackageError: it is there, but a package that it needs is not.
+        UserError: it does not derive from the base class of its kind.
     """
+    from onnx_ops import ports
+
     point = find(kind, name)
     try:
-        return point.load()(*arguments)
+        plugin = point.load()(*arguments)
     except ModuleNotFoundError as error:
         raise missing_package(imported(error), where=f"{kind} plugin {name}") from error
+    if not isinstance(plugin, getattr(ports, KINDS[kind])):
+        raise UserError(
+            f"{point.value} is no {KINDS[kind]}",
+            where=f"{kind} plugin {name}",
+            remedy=f"Derive its class from onnx_ops.ports.{KINDS[kind]}.",
+        )
+    return plugin
 
 
 def find(kind: str, name: str) -> EntryPoint:

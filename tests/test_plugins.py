@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import plugins
-from onnx_ops.errors import MissingPackageError, NotFoundError
+from onnx_ops.errors import MissingPackageError, NotFoundError, UserError
 from tests.support.extras import hide
 
 MODULES = {
-    "good": "class Plugin:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n",
+    "good": """
+from onnx_ops.ports import Exporter
+
+class Plugin(Exporter):
+    save = load = export = reference = None
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+""",
+    "underived": "class Plugin:\n    pass\n",
     "needy": "import a_package_that_nobody_has.part\n",
 }
 
@@ -60,6 +69,13 @@ def test_a_plugin_of_another_distribution_is_found_and_made() -> None:
     assert {"good", "needy", "sklearn", "torch"} <= set(names)
     assert list(names) == sorted(names)
     assert plugins.load("exporters", "good", 1, "two").arguments == (1, "two")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plugin_that_does_not_derive_from_its_base_class_is_refused() -> None:
+    with pytest.raises(UserError, match="acme_underived:Plugin is no Exporter") as caught:
+        plugins.load("exporters", "underived")
+    assert caught.value.remedy == "Derive its class from onnx_ops.ports.Exporter."
 
 
 @pytest.mark.usefixtures("installed")

@@ -20,13 +20,16 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
 from onnx_ops.ports import (
+    Exporter,
     ExportRequest,
     LoadSamples,
     LoadSchedule,
+    Optimizer,
     OptimizeRequest,
     PairedBenchmarkSamples,
     PairedBenchmarkSchedule,
     RunSamples,
+    Runtime,
     StartSamples,
     StartSchedule,
 )
@@ -41,7 +44,7 @@ def train(data: Mapping[str, Any], seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((FEATURES, CLASSES)).astype(np.float32)
 
 
-class SyntheticExporter:
+class SyntheticExporter(Exporter):
     tools = ("onnx",)
 
     def save(self, model: Any, folder: Path) -> None:
@@ -69,7 +72,7 @@ class SyntheticExporter:
         return {"scores": _product(inputs["x"].astype(precision), model.astype(precision))}
 
 
-class SyntheticOptimizer:
+class SyntheticOptimizer(Optimizer):
     """A copy under another name."""
 
     tools = ("onnx",)
@@ -81,7 +84,7 @@ class SyntheticOptimizer:
         return ("A copy.",)
 
 
-class SyntheticRuntime:
+class SyntheticRuntime(Runtime):
     """Variants take nine tenths of the time of what they are compared with, with a little noise that is always the
     same."""
 

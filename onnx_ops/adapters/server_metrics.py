@@ -17,11 +17,12 @@ from onnx_ops.domain.rollout_observations import (
     UnitSums,
 )
 from onnx_ops.errors import ServiceUnavailableError
+from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol import messages
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES, Counts, DeploymentCounts, UserCountsRequest
 
 
-class ServerMetrics:
+class ServerMetrics(MetricsSource):
     """Counts of all servers of an endpoint, which `counts` requests from them, by user if requested."""
 
     def __init__(self, counts: Callable[[EndpointConfig, UserCountsRequest | None], Sequence[Counts]]) -> None:

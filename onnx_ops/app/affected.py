@@ -17,7 +17,6 @@ from onnx_ops.domain.quantization import AUTO
 from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stages.data import get_source_name
-from onnx_ops.ports import ConfiguredOptimizer, TracedSource
 
 PIPELINES = Path("configs") / "pipelines"
 
@@ -94,8 +93,8 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
         source = project.ports.source(get_source_name(section))
         if isinstance(section, FileData):
             yield from (section.file, f"{section.file}.dvc")
-        elif isinstance(source, TracedSource):
-            yield from source.rests_on(section)
+        else:
+            yield from source.list_dependencies(section)
     if pipeline.parameters:
         yield PARAMETERS_FILE
     if pipeline.model:
@@ -107,9 +106,8 @@ def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[s
     if table := pipeline.export.translations:
         yield from collect_user_code((table,), root).files
     for entry in pipeline.quantize:
-        optimizer = None if entry.method == AUTO else project.ports.optimizer(entry.method, entry.env)
-        if isinstance(optimizer, ConfiguredOptimizer):
-            yield from optimizer.files(entry)
+        if entry.method != AUTO:
+            yield from project.ports.optimizer(entry.method, entry.env).files(entry)
     for gate in pipeline.gates:
         if isinstance(gate, MetricGate) and gate.use:
             yield from collect_user_code((gate.use,), root).files

@@ -26,8 +26,6 @@ from onnx_ops.errors import InfrastructureError, UserError
 from onnx_ops.ports import (
     DataSource,
     EndpointProvider,
-    EnvironmentRuntime,
-    EnvironmentSource,
     Exporter,
     MetricsSource,
     Notifier,
@@ -63,8 +61,8 @@ def build_ports(settings: Settings) -> Ports:
         signer=_once(lambda: _signer(settings)),
         provider=provider,
         metrics=lambda config: _metrics(config, provider),
-        exporter=lambda name, env=None: load_exporter(settings, name, env),
-        optimizer=lambda name, env=None: load_optimizer(settings, name, env),
+        exporter=functools.partial(load_exporter, settings),
+        optimizer=functools.partial(load_optimizer, settings),
         runtime=functools.cache(lambda name: _runtime(settings, name)),
         source=functools.cache(lambda name: _source(settings, name)),
         notifiers=_once(lambda: _notifiers(settings)),
@@ -76,12 +74,12 @@ def build_ports(settings: Settings) -> Ports:
 
 def _runtime(settings: Settings, name: str) -> Runtime:
     runtime: Runtime = plugins.load("runtimes", name)
-    return runtime.housed(settings.environments) if isinstance(runtime, EnvironmentRuntime) else runtime
+    return runtime.with_environments(settings.environments)
 
 
 def _source(settings: Settings, name: str) -> DataSource:
     source: DataSource = plugins.load("data", name)
-    return source.housed(settings.environments, settings.state) if isinstance(source, EnvironmentSource) else source
+    return source.with_folders(settings.environments, settings.state)
 
 
 def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:

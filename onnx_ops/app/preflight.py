@@ -23,7 +23,7 @@ from onnx_ops.domain.pipeline import FileData, PluginData
 from onnx_ops.domain.quantization import find_type_conflict
 from onnx_ops.errors import MissingPackageError, OnnxOpsError
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems, get_source_name
-from onnx_ops.ports import Dataset, Ports, SampledSource
+from onnx_ops.ports import Dataset, Ports
 
 if TYPE_CHECKING:
     from onnx_ops.config.rules import Draft
@@ -83,8 +83,7 @@ class Preflight:
         if get_source_name(section) not in plugins.names("data"):
             return  # a finding about the plugin
         try:
-            source = self.ports.source(get_source_name(section))
-            sample = source.sample(section, self.ports.root) if isinstance(source, SampledSource) else None
+            sample = self.ports.source(get_source_name(section)).sample(section, self.ports.root)
         except MissingPackageError:
             return  # a finding about the machine
         except OnnxOpsError as error:

@@ -16,7 +16,7 @@ from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.pipeline import UserCode, collect_user_code
 from onnx_ops.pipeline.stage_settings import REQUIREMENTS
 from onnx_ops.pipeline.stages.data import get_source_name
-from onnx_ops.ports import ConfiguredOptimizer, Ports, TracedSource
+from onnx_ops.ports import Ports
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class ProjectProbe:
 
     def origin(self, section: DataSection) -> Mapping[str, str]:
         """Return where the data of a data set comes from."""
-        source = self.ports.source(get_source_name(section))
-        return source.origin(section, self.ports.root) if isinstance(source, TracedSource) else {}
+        return self.ports.source(get_source_name(section)).origin(section, self.ports.root)
 
     def code(self, reference: str, depends: tuple[str, ...] = ()) -> UserCode:
         """Return the project's code that a function runs."""
@@ -61,17 +60,11 @@ class ProjectProbe:
 
     def settled(self, entry: Quantize) -> Quantize:
         """Return the entry with the files that its optimizer reads put in."""
-        optimizer = self.ports.optimizer(entry.method, entry.env)
-        return optimizer.settle(entry, self.ports.root) if isinstance(optimizer, ConfiguredOptimizer) else entry
+        return self.ports.optimizer(entry.method, entry.env).settle(entry, self.ports.root)
 
     def is_quantizer(self, entry: Quantize) -> bool:
         """Return whether the variant of an entry computes something else than its source."""
-        optimizer = self.ports.optimizer(entry.method, entry.env)
-        return (
-            optimizer.quantizes(self.settled(entry))
-            if isinstance(optimizer, ConfiguredOptimizer)
-            else optimizer.quantized
-        )
+        return self.ports.optimizer(entry.method, entry.env).quantizes(self.settled(entry))
 
     def hardware(self, target: Target) -> Digest:
         """Return the digest of the machine that measures a target."""

@@ -151,7 +151,6 @@ def _machine_findings(
     from onnx_ops.config.document import Issue
     from onnx_ops.domain.pipeline import StageKind
     from onnx_ops.pipeline import plan
-    from onnx_ops.ports import PrerequisiteChecker
 
     probe = OutlineProbe(project.ports, signing=project.settings.signing)
     try:
@@ -169,7 +168,7 @@ def _machine_findings(
             continue
         config, _ = binding(stage)
         for part in (project.ports.provider(config.provider), project.ports.metrics(config)):
-            lack = part.find_missing_requirement(config) if isinstance(part, PrerequisiteChecker) else None
+            lack = part.find_missing_requirement(config)
             if lack is not None and lack.what not in seen:  # a provider's own metrics need what it needs itself
                 seen.add(lack.what)
                 findings.append(Issue(_location(pipeline, stage), lack.without_place(), environment=True))

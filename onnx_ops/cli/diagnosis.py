@@ -20,7 +20,6 @@ from onnx_ops.cli.endpoints import describe_pending
 from onnx_ops.domain.artifact import short_digest
 from onnx_ops.domain.target import Diagnosis
 from onnx_ops.errors import NotFoundError, OnnxOpsError
-from onnx_ops.ports import Diagnosable, EnvironmentRuntime
 from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
 from onnx_ops.release.status import read_statuses
 
@@ -72,9 +71,9 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
         if config is not None and config.provider == name:
             settings.setdefault(endpoint, config.settings)
     provider = project.ports.provider(name)
-    if not isinstance(provider, Diagnosable):
-        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
     findings = list(provider.diagnose(settings))
+    if not findings:
+        return [Diagnosis(check=name, ok=True, found="has nothing to look at")]
     if not settings:
         findings.append(
             Diagnosis(check=f"endpoints of {name}", ok=True, found="none yet; name a pipeline file to look")
@@ -110,7 +109,7 @@ def _plugins(project: Project) -> Iterator[Diagnosis]:
     for kind in ("exporters", "optimizers", "runtimes", "data"):
         for name in plugins.names(kind):
             plugin = plugins.load(kind, name)
-            own = tuple(plugin.diagnose()) if kind == "runtimes" and isinstance(plugin, EnvironmentRuntime) else ()
+            own = tuple(plugin.diagnose()) if kind == "runtimes" else ()
             missing = plugins.absent(plugins.tools(plugin))
             yield from own or (_optional(f"{kind} {name}", missing, f"not installed: {', '.join(missing)}"),)
 

@@ -94,7 +94,7 @@ def quantize(
     project = open_project()
     ports = project.ports
     if method != AUTO:
-        require(*tools(ports.optimizer(method)), where=f"method {method}")
+        require(*tools(ports.optimizer(method, None)), where=f"method {method}")
     chosen = [project.targets.load(name, where="--target") for name in targets or ["cpu-1t"]]
     section = Quantize(
         name=out.stem,

@@ -15,7 +15,7 @@ from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
 from onnx_ops.onnx_graph.int8_coverage import advise, measure_int8_coverage
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.ort_format import is_ort_format
-from onnx_ops.ports import RewritingRuntime, Runtime
+from onnx_ops.ports import Runtime
 from onnx_ops.scratch import Scratch
 
 _INTEGERS = frozenset(
@@ -62,7 +62,7 @@ def inspect_execution(
 
     `source` is the float export, whose node names are reported; `excluded` names nodes that should stay in float.
     """
-    if not isinstance(runtime, RewritingRuntime) or is_ort_format(variant):
+    if is_ort_format(variant):
         return ExecutionReport()
     with Scratch() as folder:
         copy = folder / "rewritten.onnx"

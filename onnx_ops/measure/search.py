@@ -250,7 +250,7 @@ class TrialRunner:
             calibration=context.calibration,
             machines=context.machines,
         )
-        return request.path, context.ports.optimizer(recipe.method).optimize(request)
+        return request.path, context.ports.optimizer(recipe.method, None).optimize(request)
 
     def probe(self, action: ProbeNode) -> Sensitivity:
         """Measure the error of the outputs if only one node is quantized."""

@@ -24,7 +24,7 @@ from onnx_ops.domain.notification import (
 from onnx_ops.domain.pipeline import Pipeline, StageStatus
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Notifier, Ports
 
 if TYPE_CHECKING:
     from prefect.events import Event as PrefectEvent
@@ -36,8 +36,8 @@ PATIENCE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class PrefectEvents:
-    """Fulfils `ports.Notifier` and `ports.Following`: an event for every notification and every step.
+class PrefectEvents(Notifier):
+    """An event for every notification and every step of a rollout.
 
     Flows have it by themselves where a server is set; named in `notify`, the commands and the watch have it too. The
     ledger remembers what it was told under its name, so that nobody tells it twice.
@@ -46,7 +46,7 @@ class PrefectEvents:
         UserError: it is given a place.
     """
 
-    follows = True
+    wants_steps = True
     tools = EXTRAS["prefect"]
 
     def __init__(self, place: str = "", state: Path = Path()) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS
+from onnx_ops.ports import Notifier
 
 
-class PrefectNotifier:
+class PrefectNotifier(Notifier):
     """Calls `notify` of a block that somebody made in Prefect.
 
     Args:

@@ -11,6 +11,7 @@ from uuid import UUID
 
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, ServiceUnavailableError, UserError
+from onnx_ops.ports import Pools
 
 if TYPE_CHECKING:
     from prefect import State
@@ -27,7 +28,7 @@ class _WorkerDied(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefectPools:
+class PrefectPools(Pools):
     """Runs the deployment `measure/POOL` for each request. Durations are seconds.
 
     A worker that is killed together with its flow run tells nobody. If its runs send Prefect's heartbeats, `silence`

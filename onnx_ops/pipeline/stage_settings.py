@@ -14,7 +14,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.pipeline.user_code import UserCode
-from onnx_ops.ports import Exporter, Ports, SessionExporter
+from onnx_ops.ports import Exporter, Ports
 
 REQUIREMENTS = "requirements"
 """Key among a stage's tools that marks an isolated environment."""
@@ -168,7 +168,7 @@ def get_exporter(stage: Stage, ports: Ports, framework: str) -> Exporter:
     """Return the exporter, in the environment of the stage's hints."""
     exporter = ports.exporter(framework, read_environment(stage))
     operators = read_reference_operators(stage)
-    return exporter.with_custom_ops(operators) if operators and isinstance(exporter, SessionExporter) else exporter
+    return exporter.with_custom_ops(operators) if operators else exporter
 
 
 def read_environment(stage: Stage) -> Environment | None:

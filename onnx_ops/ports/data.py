@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.pipeline import DataSection
@@ -77,17 +78,18 @@ def frame_of(inputs: Tensors) -> Any:
     return pandas.DataFrame({name: array.reshape(-1) for name, array in inputs.items()})
 
 
-class DataSource(Protocol):
+class DataSource(ABC):
     """Brings a data set."""
 
+    @abstractmethod
     def fingerprint(self, section: DataSection, root: Path) -> str:
         """Return what changes when the data changes, without loading it or importing a heavy package.
 
         Raises:
             NotFoundError: the data does not exist.
         """
-        ...
 
+    @abstractmethod
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """All arrays of the set, by their own names.
 
@@ -95,16 +97,32 @@ class DataSource(Protocol):
             NotFoundError: the data does not exist.
             UserError: it is not what it should be.
         """
-        ...
-
-
-@runtime_checkable
-class SampledSource(DataSource, Protocol):
-    """A data source that shows its first rows in a moment, without network."""
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Return the first rows; None if they are not at hand. Raises as `load` does, as far as these rows show it."""
-        ...
+        """Return the first rows, in a moment and without network; None if they are not at hand.
+
+        Raises:
+            NotFoundError, UserError: as `load`, as far as these rows show it.
+        """
+        return None
+
+    def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
+        """Return where the data of `fingerprint` comes from; empty if it has no history.
+
+        The keys are `kind` and what that kind has: repository, commit, path.
+
+        Raises:
+            NotFoundError, ServiceUnavailableError: as `fingerprint`.
+        """
+        return {}
+
+    def list_dependencies(self, section: DataSection) -> Iterable[str]:
+        """Return the project's files whose change may bring other data; they need not exist."""
+        return ()
+
+    def with_folders(self, environments: Path, state: Path) -> DataSource:
+        """Return the source with its environments, and what it keeps between runs, below these folders."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,32 +131,6 @@ class Sample:
 
     arrays: Tensors
     whole: bool
-
-
-@runtime_checkable
-class TracedSource(DataSource, Protocol):
-    """A data source whose data has a history."""
-
-    def origin(self, section: DataSection, root: Path) -> Mapping[str, str]:
-        """Where the data of `fingerprint` comes from: `kind`, and what that kind tells (repository, commit, path …).
-
-        Raises:
-            as `fingerprint` does.
-        """
-        ...
-
-    def rests_on(self, section: DataSection) -> Iterable[str]:
-        """Paths relative to the project's root, of files whose change may bring other data; they need not exist."""
-        ...
-
-
-@runtime_checkable
-class EnvironmentSource(DataSource, Protocol):
-    """A data source that keeps something between runs."""
-
-    def housed(self, environments: Path, kept: Path) -> DataSource:
-        """Return the source with its environments below one folder, and its other data below the other."""
-        ...
 
 
 class ModelSource(Protocol):

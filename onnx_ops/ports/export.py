@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
-from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import CustomOps
@@ -27,21 +27,22 @@ class ExportRequest:
     path: Path
 
 
-class Exporter(Protocol):
+class Exporter(ABC):
     """Turns a framework's model into an ONNX file and runs the original for comparison."""
 
     tools: tuple[str, ...]
     """Distributions whose versions shape the trained model and its answers; an exporter may name further ones, which
     shape the export only, as `converters`."""
 
+    @abstractmethod
     def save(self, model: object, folder: Path) -> None:
         """Write a trained model into an empty folder."""
-        ...
 
+    @abstractmethod
     def load(self, folder: Path) -> object:
         """Read what `save` wrote."""
-        ...
 
+    @abstractmethod
     def export(self, model: object, request: ExportRequest) -> None:
         """Write the ONNX file to `request.path` at the opset and IR version asked for.
 
@@ -49,8 +50,8 @@ class Exporter(Protocol):
             UserError: the model or an option does not fit this exporter.
             StageError: the converter failed.
         """
-        ...
 
+    @abstractmethod
     def reference(
         self, model: object, inputs: Tensors, precision: Literal["float32", "float64"]
     ) -> Mapping[str, Array] | None:
@@ -58,33 +59,22 @@ class Exporter(Protocol):
 
         None if the source cannot be run in that precision; parity then falls back on fixed tolerances.
         """
-        ...
+
+    def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
+        """Return the exporter with libraries of operators for the sessions that run its source, if any do."""
+        return self
 
 
-@runtime_checkable
-class TrainingExporter(Exporter, Protocol):
+class TrainingExporter(Exporter):
     """An exporter that trains where its framework is, which is not here."""
 
+    @abstractmethod
     def train(self, run: str, data: Mapping[str, Dataset], parameters: Mapping[str, Json], folder: Path) -> None:
         """Call the training function `package.module:function` and save its model into an empty folder.
 
         Raises:
             StageError: it failed, or its process crashed.
         """
-        ...
-
-
-class Exporters(Protocol):
-    """Exporters by the name of their framework."""
-
-    def __call__(self, name: str, env: Environment | None = None, /) -> Exporter:
-        """Return the exporter, in the given environment, else in its own default or here.
-
-        Raises:
-            NotFoundError: there is no such exporter.
-            MissingPackageError: a package that it needs is not installed.
-        """
-        ...
 
 
 Tracer = Callable[[Tensors, Collection[str]], tuple[Tensors, Tensors | None]]
@@ -94,17 +84,16 @@ Raises ValueError if the source refuses the inputs.
 """
 
 
-@runtime_checkable
-class TracingExporter(Exporter, Protocol):
+class TracingExporter(Exporter):
     """An exporter that can also look inside its source."""
 
+    @abstractmethod
     def tracer(self, model: object, request: ExportRequest) -> Tracer:
         """Return the source's intermediate values under their names in the export; write no file.
 
         Raises:
             UserError, StageError: as for `export`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +109,9 @@ class Tree:
     weights: npt.NDArray[np.float32]
 
 
-@runtime_checkable
-class TreeExporter(Exporter, Protocol):
+class TreeExporter(Exporter):
     """An exporter that can tell the trees of its source."""
 
+    @abstractmethod
     def trees(self, model: object) -> tuple[Tree, ...] | None:
         """Return the trees in the order of the file, or None if unknown."""
-        ...
-
-
-@runtime_checkable
-class SessionExporter(Exporter, Protocol):
-    """An exporter whose source is run by ONNX Runtime, which may lack its operators."""
-
-    def with_custom_ops(self, libraries: tuple[CustomOps, ...]) -> Exporter:
-        """Return the exporter with libraries of operators for its sessions."""
-        ...

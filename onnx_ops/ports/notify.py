@@ -1,18 +1,19 @@
-"""Telling people."""
+"""The port of notifications."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
 
 from onnx_ops.domain.notification import Notification
 
 
-class Notifier(Protocol):
+class Notifier(ABC):
     """A way to reach people: a chat, an issue tracker, a mailbox.
 
     What it raises never holds a secret: no token, and no address that is one.
     """
 
+    @abstractmethod
     def send(self, notification: Notification) -> None:
         """Send, and return once the service has accepted it, within seconds. Sending twice does no harm.
 
@@ -21,8 +22,8 @@ class Notifier(Protocol):
             RefusedError: it does not let us, or where it is asks for what may not be sent there.
             UserError: a setting or a secret is missing or wrong.
         """
-        ...
 
+    @abstractmethod
     def check(self) -> str:
         """Return where it would send to, without secrets. Nothing is sent.
 
@@ -30,14 +31,8 @@ class Notifier(Protocol):
             RefusedError: others may read the secret.
             UserError: a setting or a secret is missing or wrong.
         """
-        ...
-
-
-@runtime_checkable
-class StepNotifier(Protocol):
-    """A notifier that is also told every step of a rollout that goes well."""
 
     @property
-    def follows(self) -> bool:
-        """Whether it gets every step of a rollout."""
-        ...
+    def wants_steps(self) -> bool:
+        """Whether it also gets every step of a rollout that passes."""
+        return False

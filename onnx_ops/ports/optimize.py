@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.ports.data import Tensors
@@ -26,7 +25,7 @@ class OptimizeRequest:
     machines: tuple[Arithmetic, ...] = ()
 
 
-class Optimizer(Protocol):
+class Optimizer(ABC):
     """Derives one ONNX file from another.
 
     `quantized`: the variant differs from its source by design, so that its weights and a task metric are judged and
@@ -37,6 +36,7 @@ class Optimizer(Protocol):
     quantized: bool
     needs_calibration: bool
 
+    @abstractmethod
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Write the derived file to `request.path`, and tell in a sentence each what was decided and why.
 
@@ -44,16 +44,10 @@ class Optimizer(Protocol):
             UserError: an option does not fit, or an excluded node took no effect.
             StageError: the library failed.
         """
-        ...
-
-
-@runtime_checkable
-class ConfiguredOptimizer(Optimizer, Protocol):
-    """An optimizer whose options may name files of the project, and decide what kind of variant it makes."""
 
     def files(self, section: Quantize) -> tuple[str, ...]:
-        """Those files, relative to the project's folder."""
-        ...
+        """Return the files that the options name, relative to the project's folder."""
+        return ()
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names, for the stage's key.
@@ -61,20 +55,8 @@ class ConfiguredOptimizer(Optimizer, Protocol):
         Raises:
             NotFoundError, UserError: a file is not there, or an option does not fit.
         """
-        ...
+        return section
 
     def quantizes(self, section: Quantize) -> bool:
-        """Return what `quantized` says for a settled section."""
-        ...
-
-
-class Optimizers(Protocol):
-    """Optimizers by the name of their method."""
-
-    def __call__(self, name: str, env: Environment | None = None, /) -> Optimizer:
-        """Return the optimizer, in the given environment, else in its own default or here.
-
-        Raises:
-            NotFoundError: there is no such optimizer.
-        """
-        ...
+        """Return what `quantized` says for a settled section: options may decide the kind of variant."""
+        return self.quantized

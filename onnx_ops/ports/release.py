@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointState, OrphanedResource
@@ -142,44 +143,45 @@ class Ledger(Protocol):
         ...
 
 
-class EndpointProvider(Protocol):
+class EndpointProvider(ABC):
     """Makes an endpoint be what a state says."""
 
+    @abstractmethod
     def capabilities(self, settings: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return what this provider can do for an endpoint with these settings.
 
         These are `split`, `sticky`, `shadow`, `guarded`, and
         the capabilities of its own metrics source."""
-        ...
 
+    @abstractmethod
     def validate_settings(self, settings: Mapping[str, Json]) -> None:
         """Look at an endpoint's settings without touching anything.
 
         Raises:
             UserError: a setting is not known, or its value cannot be used.
         """
-        ...
 
+    @abstractmethod
     def explain_unservable(self, target: Target) -> str:
         """Why no endpoint here can run models as they were measured on the target; empty if one can."""
-        ...
 
+    @abstractmethod
     def place(self, config: EndpointConfig) -> str:
         """Where the endpoint stands, for people. Two configs of one place are the same endpoint; nobody is asked."""
-        ...
 
+    @abstractmethod
     def validate_change(self, before: EndpointConfig, after: EndpointConfig) -> None:
         """Look at a change of an endpoint's settings that exists, and stays where it is.
 
         Raises:
             UserError: what exists cannot be changed so.
         """
-        ...
 
+    @abstractmethod
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return what the endpoint does, and its drift from its settings; None if it does not answer."""
-        ...
 
+    @abstractmethod
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Make it so, by the endpoint's settings. Applying the same state twice changes nothing. No request is dropped.
 
@@ -188,8 +190,8 @@ class EndpointProvider(Protocol):
             AlarmRollbackError: alarms guard the endpoint, and one took this state back.
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
-        ...
 
+    @abstractmethod
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the one deployment of `state` that has any.
 
@@ -202,24 +204,24 @@ class EndpointProvider(Protocol):
             ConflictError: a later generation was applied already.
             ServiceUnavailableError: the endpoint could not be reached or started.
         """
-        ...
 
+    @abstractmethod
     def address(self, config: EndpointConfig) -> str | None:
         """Where clients call it, if it exists: they send their requests to `<address>/invocations`."""
-        ...
 
+    @abstractmethod
     def metrics(self) -> MetricsSource:
         """Where this provider's endpoints are counted if nothing else is said."""
-        ...
 
+    @abstractmethod
     def list_orphans(self, config: EndpointConfig, needed: frozenset[Digest]) -> Sequence[OrphanedResource]:
         """Return resources of this endpoint that neither its deployments nor a manifest in `needed` uses.
 
         Raises:
             ServiceUnavailableError: the provider does not answer.
         """
-        ...
 
+    @abstractmethod
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
         """Remove a leftover. No error if it is gone.
 
@@ -227,57 +229,48 @@ class EndpointProvider(Protocol):
             ConflictError: it is in use by now.
             ServiceUnavailableError: it could not be removed.
         """
-        ...
 
+    @abstractmethod
     def remove(self, config: EndpointConfig) -> None:
         """End the endpoint and let go of what it served. Removing one that does not exist is no error.
 
         Raises:
             ServiceUnavailableError: it could not be ended.
         """
-        ...
-
-
-@runtime_checkable
-class DetachedServing(Protocol):
-    """An endpoint provider whose endpoints may outlive what manages them."""
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Whether clients are answered, by what was published last, although `observe` sees nothing. Applying a state
-        brings back what is missing."""
-        ...
+        """Return whether clients are answered, by what was published last, although `observe` sees nothing.
 
-
-@runtime_checkable
-class Diagnosable(Protocol):
-    """An endpoint provider that can look into its surroundings: packages, credentials, permissions, quotas."""
+        Applying a state brings back what is missing.
+        """
+        return False
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
-        """Return diagnoses for endpoints with these settings, by name, and of what every one needs."""
-        ...
+        """Return diagnoses of packages, credentials, permissions and quotas.
 
-
-@runtime_checkable
-class PrerequisiteChecker(Protocol):
-    """An endpoint provider, or a source of metrics, that knows what it needs of this machine."""
+        Args:
+            endpoints: settings by endpoint; what every endpoint needs is diagnosed without any.
+        """
+        return ()
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what is missing here for the endpoint, as far as known without network, or None."""
-        ...
+        """Return what is missing on this machine for the endpoint, as far as known without network."""
+        return None
 
 
-class MetricsSource(Protocol):
+class MetricsSource(ABC):
     """Counts of what an endpoint answered, from wherever they are kept: the server itself, a metrics service.
 
     A source only reads. It may be behind by a minute, as cloud metrics are: then every reading is, alike for all
     deployments.
     """
 
+    @abstractmethod
     def capabilities(self) -> frozenset[str]:
         """Return what it can report: `exceedances` (requests over a latency) or `quantiles`; `shadow`, `outcomes`,
         `cold_starts`."""
-        ...
 
+    @abstractmethod
     def latencies(self, config: EndpointConfig, deployment: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Histogram of a deployment's latencies: upper bounds in seconds, ascending, and one count more than bounds.
 
@@ -286,8 +279,8 @@ class MetricsSource(Protocol):
         Raises:
             ServiceUnavailableError: the source does not answer.
         """
-        ...
 
+    @abstractmethod
     def read(self, config: EndpointConfig, deployments: Mapping[str, LatencyThresholds | None]) -> MetricsReading:
         """Return the counts of these deployments until now, all at the same moment, each against its thresholds.
 
@@ -297,7 +290,10 @@ class MetricsSource(Protocol):
         Raises:
             ServiceUnavailableError: the source does not answer; a driver then waits.
         """
-        ...
+
+    def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
+        """Return what is missing on this machine for the endpoint, as far as known without network."""
+        return None
 
 
 class ModelFiles(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -65,9 +66,10 @@ class Observer(Protocol):
         ...
 
 
-class Pools(Protocol):
+class Pools(ABC):
     """Machines elsewhere, reached through pools of workers."""
 
+    @abstractmethod
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
         """Have a worker of the pool answer the request, and wait until it has; what it found lies in the store.
 
@@ -82,7 +84,6 @@ class Pools(Protocol):
             ServiceUnavailableError: whoever hands out the work does not answer.
             MeasurementError: no worker took it, or workers died, or it took longer than `timeout`.
         """
-        ...
 
 
 class Host(Protocol):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
+from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.ports.data import Array, Tensors
 
 
@@ -100,72 +101,54 @@ class StartSamples:
     peak_bytes: Array
 
 
-class Runtime(Protocol):
+class Runtime(ABC):
     """Runs ONNX files on one kind of target.
 
     Where it does so in another process, every method raises StageError if that ended, or did not answer in time: that
     says nothing about the model.
     """
 
+    @abstractmethod
     def fingerprint(self, target: Target) -> HardwareFingerprint:
         """Return the machine and runtime build, without importing the runtime."""
-        ...
 
+    @abstractmethod
     def facts(self, model: Path, target: Target) -> RuntimeFacts:
         """Which providers and how many nodes each really took.
 
         Raises:
             MeasurementError: a provider is missing, or the runtime refuses the model.
         """
-        ...
 
+    @abstractmethod
     def run(self, model: Path, target: Target, batches: tuple[Tensors, ...]) -> tuple[Mapping[str, Array], ...]:
         """Return the outputs for each batch, from one session.
 
         Raises:
             MeasurementError: the session could not be built or a run failed.
         """
-        ...
 
+    @abstractmethod
     def sample(self, model: Path, target: Target, feed: Tensors, *, runs: int, warmup: int) -> RunSamples:
         """Time single runs of one session."""
-        ...
 
+    @abstractmethod
     def race(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: PairedBenchmarkSchedule
     ) -> PairedBenchmarkSamples:
         """Time models side by side; one that stands there twice gets two sessions."""
-        ...
 
+    @abstractmethod
     def under_load(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: LoadSchedule) -> LoadSamples:
         """Time windows of requests that several threads send to one session, the models in turns."""
-        ...
 
+    @abstractmethod
     def starts(self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule) -> StartSamples:
         """Load models in fresh processes, in turns, and have each answer requests.
 
         Raises:
             MeasurementError: a process crashed, or could not run its model.
         """
-        ...
-
-
-@runtime_checkable
-class EnvironmentRuntime(Runtime, Protocol):
-    """A runtime whose packages may live in environments of their own."""
-
-    def housed(self, folder: Path) -> Runtime:
-        """Return the runtime with its environments below a folder."""
-        ...
-
-    def diagnose(self) -> Iterable[Diagnosis]:
-        """Return diagnoses of what it needs of this machine. Changes nothing."""
-        ...
-
-
-@runtime_checkable
-class RewritingRuntime(Runtime, Protocol):
-    """A runtime that can show the graph that it really runs."""
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
         """Write the graph after the runtime's own optimizations on the target to `copy`.
@@ -173,17 +156,25 @@ class RewritingRuntime(Runtime, Protocol):
         Raises:
             MeasurementError: the session could not be built, or its graph cannot be written.
         """
-        ...
-
-
-@runtime_checkable
-class PackagingRuntime(Runtime, Protocol):
-    """A runtime that runs another file than the ONNX model where a target has an `ort_format`."""
+        raise MeasurementError(f"runtime {target.runtime} does not show the graph that it runs")
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
-        """Write what such a target gets of a model into `folder`: `model.ort`, and what is known of it.
+        """Write what a target with an `ort_format` gets of a model into `folder`: `model.ort`, and its facts.
 
         Raises:
-            MeasurementError: it cannot be made.
+            UserError: the runtime has no such format.
+            MeasurementError: the file cannot be made.
         """
-        ...
+        raise UserError(
+            f"runtime {target.runtime} makes no .ort files",
+            where=f"target {target.name}: ort_format",
+            remedy="Use runtime onnxruntime, node or browser.",
+        )
+
+    def with_environments(self, folder: Path) -> Runtime:
+        """Return the runtime with the environments of its packages below a folder."""
+        return self
+
+    def diagnose(self) -> Iterable[Diagnosis]:
+        """Return diagnoses of what it needs of this machine. Changes nothing."""
+        return ()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from onnx_ops.domain.artifact import Digest
 from onnx_ops.domain.endpoint import EndpointConfig
+from onnx_ops.domain.execution import Environment
 from onnx_ops.ports.data import DataSource, ModelSource
-from onnx_ops.ports.export import Exporters
+from onnx_ops.ports.export import Exporter
 from onnx_ops.ports.notify import Notifier
-from onnx_ops.ports.optimize import Optimizers
+from onnx_ops.ports.optimize import Optimizer
 from onnx_ops.ports.release import EndpointProvider, Ledger, MetricsSource, ModelFiles, Registry
 from onnx_ops.ports.run import Clock, Host
 from onnx_ops.ports.runtime import Runtime
@@ -27,8 +28,9 @@ class Ports:
     """The outside world of one project.
 
     `root` is the project's folder, on which user code and relative paths stand. `signer` gives None where decisions
-    are not signed. `notifiers` are the ways to reach people, by name. `conditions` tells the state of the machine
-    (load, governor, limits) as text. `journal` is that of the stage with a key, `tell` hears what a long stage is at.
+    are not signed. `exporter` and `optimizer` run in the given environment, else in their default one or in this
+    process. `notifiers` are by name. `conditions` describes the state of the machine (load, governor, limits).
+    `journal` is that of the stage with a key, `tell` gets the progress of a long stage.
     """
 
     root: Path
@@ -43,8 +45,8 @@ class Ports:
     signer: Callable[[], Signer | None]
     provider: Callable[[str], EndpointProvider]
     metrics: Callable[[EndpointConfig], MetricsSource]
-    exporter: Exporters
-    optimizer: Optimizers
+    exporter: Callable[[str, Environment | None], Exporter]
+    optimizer: Callable[[str, Environment | None], Optimizer]
     runtime: Callable[[str], Runtime]
     source: Callable[[str], DataSource]
     notifiers: Callable[[], Mapping[str, Notifier]]

@@ -18,7 +18,7 @@ from onnx_ops.domain.notification import (
     list_pending_notifications,
 )
 from onnx_ops.errors import ConflictError, CorruptStateError, OnnxOpsError
-from onnx_ops.ports import Notifier, Ports, StepNotifier
+from onnx_ops.ports import Notifier, Ports
 from onnx_ops.release.journal import Backoff, Journal
 
 _log = logging.getLogger(__name__)
@@ -143,8 +143,9 @@ def _send_through(ports: Ports, endpoint: str, name: str, notifier: Notifier) ->
             oldest = ports.clock.now() - REPEAT_INTERVAL_S
             positions = [max((entry.sequence for entry in entries if entry.at < oldest), default=0)]
             _record_position(ports, endpoint, name, positions[-1])
-        steps = isinstance(notifier, StepNotifier) and notifier.follows
-        for notification in list_pending_notifications(endpoint, entries, after=positions[-1], progress=steps):
+        for notification in list_pending_notifications(
+            endpoint, entries, after=positions[-1], progress=notifier.wants_steps
+        ):
             result = _send(_add_link(ports, notification), name, notifier)
             if result.trouble:
                 return replace(result, sent=tuple(sent))

@@ -35,7 +35,7 @@ from onnx_ops.domain.rollout import Action, ActionKind, AnalysisResult
 from onnx_ops.domain.rollout_observations import EvidencePath, LatencyThresholds, Observations
 from onnx_ops.domain.rollout_policy import LATENCY_QUANTILES, PlannedStep, RolloutPolicy
 from onnx_ops.errors import CorruptStateError, NotFoundError, OnnxOpsError
-from onnx_ops.ports import DetachedServing, Ports
+from onnx_ops.ports import Ports
 from onnx_ops.release.journal import Journal, call_each, list_bound_endpoints, read_readable_state
 from onnx_ops.release.reconcile import choose_action, read_metrics
 from onnx_ops.release.registry_sync import DesiredState
@@ -141,7 +141,7 @@ def read_status(ports: Ports, endpoint: str) -> EndpointStatus:
         state=journal.state,
         actual=actual,
         address=provider.address(config),
-        unsupervised=actual is None and isinstance(provider, DetachedServing) and provider.is_unsupervised(config),
+        unsupervised=actual is None and provider.is_unsupervised(config),
     )
 
 

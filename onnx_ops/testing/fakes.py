@@ -39,7 +39,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
-from onnx_ops.ports import Ledger, Ports
+from onnx_ops.ports import EndpointProvider, Ledger, MetricsSource, Notifier, Ports
 
 
 class FakeClock:
@@ -101,7 +101,7 @@ class FakeSigner:
         self._trusted.verify(data, signature, key)
 
 
-class FakeProvider:
+class FakeProvider(EndpointProvider):
     """Endpoints that exist in memory and take effects in the order of their generations.
 
     While `down`, `apply` cannot reach them and `observe` sees nothing. `applied` lists every change of every endpoint.
@@ -194,7 +194,7 @@ class FakeProvider:
             self._states[endpoint] = state
 
 
-class FakeMetrics:
+class FakeMetrics(MetricsSource):
     """Counts that a test writes. While `down`, they cannot be read; `clock` says when they were."""
 
     def __init__(self) -> None:
@@ -388,7 +388,7 @@ class FakeRegistry:
             raise ServiceUnavailableError("the registry does not answer", where="memory")
 
 
-class FakeNotifier:
+class FakeNotifier(Notifier):
     """People who read what they get in `received`. While `down`, nothing reaches them."""
 
     def __init__(self) -> None:

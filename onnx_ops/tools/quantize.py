@@ -23,7 +23,6 @@ from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import copy_model, iterate_tensors, parse_model, refuse_ort
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import (
-    ConfiguredOptimizer,
     Dataset,
     OptimizeRequest,
     PairedBenchmarkSchedule,
@@ -98,10 +97,8 @@ def quantize_file(
     with Scratch() as folder:
         temporary = folder / MODEL_FILE
         optimizer = ports.optimizer(section.method, section.env)
-        quantized = optimizer.quantized
-        if isinstance(optimizer, ConfiguredOptimizer):
-            section = optimizer.settle(section, ports.root)
-            quantized = optimizer.quantizes(section)
+        section = optimizer.settle(section, ports.root)
+        quantized = optimizer.quantizes(section)
         recipe = optimizer.optimize(
             OptimizeRequest(section=section, source=source, path=temporary, calibration=calibration, machines=machines)
         )

@@ -158,7 +158,7 @@ def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
 
 def source(state: Path) -> DvcSource:
     """Return a source with its state below `state`, in the shared environments."""
-    return DvcSource().housed(ENVIRONMENTS, state)
+    return DvcSource().with_folders(ENVIRONMENTS, state)
 
 
 def dvc(repository: Repository, environments: Path, *commands: tuple[str, ...], packages: tuple[str, ...] = ()) -> str:

@@ -152,9 +152,9 @@ def test_what_is_no_repository_is_told(tmp_path: Path, reads: DvcSource, reposit
 
 
 def test_only_what_is_checked_out_rests_on_pointers(reads: DvcSource) -> None:
-    assert list(reads.rests_on(section(rev="v1"))) == []
-    assert list(reads.rests_on(section(repo="https://example.org/r.git"))) == []
-    assert list(reads.rests_on(section())) == ["data/train.npz.dvc", "data/dvc.lock", "data.dvc", "dvc.lock"]
+    assert list(reads.list_dependencies(section(rev="v1"))) == []
+    assert list(reads.list_dependencies(section(repo="https://example.org/r.git"))) == []
+    assert list(reads.list_dependencies(section())) == ["data/train.npz.dvc", "data/dvc.lock", "data.dvc", "dvc.lock"]
 
 
 def test_many_read_one_repository_at_once(repository: Repository, reads: DvcSource) -> None:

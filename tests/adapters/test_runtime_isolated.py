@@ -18,7 +18,6 @@ from onnx_ops.adapters.runtimes.placement import GuardedRuntime, TargetedRuntime
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
-from onnx_ops.ports import EnvironmentRuntime, RewritingRuntime
 from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.runtime_places import ended_in_the_middle, write_identity
@@ -54,7 +53,6 @@ def test_it_answers_to_the_bit_what_this_process_answers(runtime: IsolatedRuntim
     for a, b in zip(here, runtime.run(file, APART, batches), strict=True):
         np.testing.assert_array_equal(a["scores"], b["scores"])
         assert a["scores"].dtype == b["scores"].dtype
-    assert isinstance(runtime, RewritingRuntime)
     runtime.rewritten(file, APART, tmp_path / "copy.onnx")
     assert (tmp_path / "copy.onnx").stat().st_size > 0
     assert runtime.facts(file, APART).clock_resolution_ns
@@ -96,8 +94,7 @@ def test_a_target_must_say_which_build_it_measures(runtime: IsolatedRuntime, req
 
 
 def test_each_target_says_where_it_runs(tmp_path: Path, file: Path) -> None:
-    runtime = TargetedRuntime().housed(tmp_path)
-    assert isinstance(runtime, EnvironmentRuntime)
+    runtime = TargetedRuntime().with_environments(tmp_path)
     here = replace(APART, env=None)
     assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)
     assert runtime.fingerprint(APART).runtime_version == "1.31.1 (onnxruntime)"

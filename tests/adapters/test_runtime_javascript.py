@@ -20,7 +20,7 @@ from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
 from onnx_ops.errors import MeasurementError, StageError, UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
-from onnx_ops.ports import PairedBenchmarkSchedule, RewritingRuntime, Runtime
+from onnx_ops.ports import PairedBenchmarkSchedule, Runtime
 from onnx_ops.testing.models import rows
 from onnx_ops.testing.runtimes import RuntimeSuite
 from tests.adapters.model_runs import run
@@ -56,7 +56,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> BrowserRuntime:
 def other_node(node: NodeRuntime) -> Iterator[NodeRuntime]:
     """For other targets, so that the module's processes stay."""
     assert node.folder is not None
-    runtime = node.housed(node.folder)
+    runtime = node.with_environments(node.folder)
     yield runtime
     runtime._held.stop()
 
@@ -64,7 +64,7 @@ def other_node(node: NodeRuntime) -> Iterator[NodeRuntime]:
 @pytest.fixture
 def other_browser(browser: BrowserRuntime) -> Iterator[NodeRuntime]:
     assert browser.folder is not None
-    runtime = browser.housed(browser.folder)
+    runtime = browser.with_environments(browser.folder)
     yield runtime
     runtime._held.stop()
 
@@ -195,7 +195,6 @@ def test_clocks_are_told_and_coarse_ones_time_several_calls(
 def test_node_shows_the_graph_that_it_runs(
     node: NodeRuntime, wasm: NodeRuntime, other_node: NodeRuntime, file: Path, tmp_path: Path
 ) -> None:
-    assert isinstance(node, RewritingRuntime)
     node.rewritten(file, NODE, tmp_path / "copy.onnx")
     kinds = [one.op_type for one in iterate_nodes(read_structure(tmp_path / "copy.onnx"))]
     assert len(kinds) == sum(node.facts(file, NODE).nodes.values()) < 6

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,7 +23,7 @@ from onnx_ops.app import worker
 from onnx_ops.app.context import build_ports
 from onnx_ops.app.execution import StageExecutor, machine_lock, run_in_subprocess
 from onnx_ops.config.settings import Settings, load_settings, to_environ
-from onnx_ops.domain.artifact import Digest, digest_bytes
+from onnx_ops.domain.artifact import Digest, digest_bytes, digest_file
 from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
@@ -101,9 +102,10 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def data_stage(file: str = "data.npz", **options: object) -> Stage:
+def data_stage(file: str = "data.npz", fingerprint: str = "") -> Stage:
     section = FileData(file=file, inputs={"x": "x"}, label="y")
-    return Stage(id="data/test", kind=StageKind.DATA, settings={"section": codec.to_json(section)}, **options)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"section": codec.to_json(section), "fingerprint": fingerprint}
+    return Stage(id="data/test", kind=StageKind.DATA, settings=settings)
 
 
 def train_stage(function: str, **options: object) -> Stage:
@@ -123,8 +125,9 @@ def noted(project: Settings, name: str) -> int:
 
 
 def test_a_child_does_what_the_process_itself_would_do(project: Settings, ports: Ports) -> None:
-    there = run_in_subprocess(project, data_stage(), KEY, {})
-    here = execute(data_stage(), KEY, {}, ports)
+    stage = data_stage(fingerprint=digest_file(ports.root / "data.npz"))
+    there = run_in_subprocess(project, stage, KEY, {})
+    here = execute(stage, KEY, {}, ports)
     assert there == here
     assert ports.store.read(there["dataset.npz"])
 

@@ -15,6 +15,7 @@ from onnx_ops.domain.pipeline import Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, OnnxOpsError
 from onnx_ops.pipeline.stage_settings import REVISIONS
+from onnx_ops.ports import Pools
 
 KEY = digest_bytes(b"key")
 REVISION = REVISIONS[StageKind.BENCHMARK]
@@ -25,7 +26,7 @@ def benchmark(kind: StageKind = StageKind.BENCHMARK, pool: str = "boards", revis
     return Stage(id="benchmark/fp32@board", kind=kind, settings={"revision": revision}, hints=hints)
 
 
-class Nearby:
+class Nearby(Pools):
     """A pool whose worker is this process; `work` answers, or does not."""
 
     def __init__(self, work: Callable[[Mapping[str, Json]], object]) -> None:

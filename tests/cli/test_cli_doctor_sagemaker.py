@@ -15,7 +15,6 @@ from onnx_ops.adapters.endpoints.sagemaker import SageMakerEndpoints
 from onnx_ops.cli.main import app
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Diagnosis
-from onnx_ops.ports import Diagnosable
 from tests.support.clouds.sagemaker import SETTINGS, FakeSageMaker, client, fake_sagemaker
 from tests.support.golden import Golden
 
@@ -43,7 +42,6 @@ def found(**settings: Json) -> dict[str, Diagnosis]:
 def test_all_is_well_and_the_role_of_infra_may_look_at_all_of_it(
     account: FakeSageMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(SageMakerEndpoints(), Diagnosable)
     push(account)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", account.environment["AWS_ACCESS_KEY_ID"])
     findings = found()

@@ -81,7 +81,7 @@ def test_a_failed_gate_fails_its_task_run_and_the_run(first: dict[str, Any], sit
     runs = site.task_runs(run, {"train", "gate fp32 @ cpu-1t", "deploy digits @ cpu-1t"})
     assert runs["train"]["state_name"] == "Cached"
     assert runs["gate fp32 @ cpu-1t"]["state_name"] == "GateFailed"
-    assert runs["gate fp32 @ cpu-1t"]["state"]["message"].startswith("size: ")
+    assert runs["gate fp32 @ cpu-1t"]["state"]["message"].startswith("fp32 @ cpu-1t: size: ")
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 

@@ -110,5 +110,5 @@ def test_rollback_with_the_registry_stopped_and_the_aliases_follow(twice: Projec
         assert "challenger-cpu-1t" not in aliases
         assert twice.status()["registry_pending"] == {}
         refused = twice.run(ONLY_FP32, SECOND, code=5)
-        assert any("does not come back" in error["what"] for error in refused["errors"].values())
+        assert any("rolled this release back" in error["what"] for error in refused["errors"].values())
         assert registry.aliases("digits-mlp")["champion-cpu-1t"] == old.removeprefix("v")

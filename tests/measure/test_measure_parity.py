@@ -161,7 +161,7 @@ class Counting(TorchExporter):
         return super().load(folder)
 
 
-class Blind:
+class Blind(Exporter):
     """An exporter that cannot look inside."""
 
     tools: tuple[str, ...] = ()

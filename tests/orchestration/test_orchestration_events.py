@@ -13,7 +13,6 @@ from onnx_ops.domain.pipeline import StageOutcome, StageStatus
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.orchestration.events import NAME, PrefectEvents, post, run_events, tell_run, with_events
 from onnx_ops.ports import Notifier
-from onnx_ops.ports.notify import StepNotifier
 from onnx_ops.release.notify import send_pending, send_pending_each, send_test_message
 from onnx_ops.testing.fakes import FakeNotifier
 from tests.orchestration.flow_runs import in_flow, run_of
@@ -176,9 +175,8 @@ def test_without_a_server_there_is_nothing_to_tell(unset: None) -> None:
 
 def test_it_is_a_notifier_without_a_place(prefect_server: None) -> None:
     notifier: Notifier = PrefectEvents()
-    assert isinstance(notifier, StepNotifier)
-    assert notifier.follows
-    assert not isinstance(FakeNotifier(), StepNotifier)
+    assert notifier.wants_steps
+    assert not FakeNotifier().wants_steps
     assert notifier.check().startswith("as events, to Prefect's server at http")
     with pytest.raises(UserError, match="takes no place"):
         PrefectEvents("ops")

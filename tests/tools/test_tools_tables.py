@@ -15,7 +15,7 @@ from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.artifact import Manifest, ModelInfo, digest_bytes
 from onnx_ops.domain.pipeline import Export, FileData, Stage, StageKind
-from onnx_ops.errors import UserError
+from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import get_dataset
 from onnx_ops.pipeline.stages import data, export, train
 from onnx_ops.ports import Dataset, Ports
@@ -44,10 +44,22 @@ def ports(tmp_path: Path) -> Ports:
     )
 
 
-def load(ports: Ports, text: str, **section: Any) -> Manifest:
+def load(ports: Ports, text: str, *, later: str | None = None, **section: Any) -> Manifest:
+    """Load a table that was planned as `text`, and is `later` by now if that is given."""
     (ports.root / "rows.csv").write_text(text, encoding="utf-8")
-    settings: dict[str, Any] = {"section": codec.to_json(FileData(file="rows.csv", label="y", **section))}
+    rows = FileData(file="rows.csv", label="y", **section)
+    settings: dict[str, Any] = {
+        "section": codec.to_json(rows),
+        "fingerprint": FileSource().fingerprint(rows, ports.root),
+    }
+    if later is not None:
+        (ports.root / "rows.csv").write_text(later, encoding="utf-8")
     return data.execute(Stage(id="data/train", kind=StageKind.DATA, settings=settings), KEY, {}, ports)
+
+
+def test_load_table_that_changed_after_the_plan_is_refused(ports: Ports) -> None:
+    with pytest.raises(ConflictError, match="changed after the run was planned"):
+        load(ports, TABLE, later=TABLE + "\n")
 
 
 def test_load_table_makes_one_input_of_each_column(ports: Ports) -> None:

@@ -38,6 +38,7 @@ from onnx_ops.errors import (
     ServiceUnavailableError,
     UserError,
 )
+from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 from onnx_ops.scratch import Scratch
 
@@ -123,8 +124,8 @@ class _TrackedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DvcSource:
-    """Fulfils `use: dvc`.
+class DvcSource(DataSource):
+    """Data sets of `use: dvc`.
 
     Args:
         environments: folder of the environment with DVC, which is made when it is first needed.
@@ -135,7 +136,7 @@ class DvcSource:
     repositories: Path = Path(".onnx-ops/repositories")
     requirements: tuple[str, ...] = ("dvc==3.67.1",)
 
-    def housed(self, environments: Path, kept: Path) -> DvcSource:
+    def with_folders(self, environments: Path, kept: Path) -> DvcSource:
         """Return the same source with its state below these folders."""
         return replace(self, environments=environments, repositories=kept / "repositories")
 
@@ -157,7 +158,7 @@ class DvcSource:
             "md5": str(tracked.pointer.md5),
         }
 
-    def rests_on(self, section: DataSection) -> Iterable[str]:
+    def list_dependencies(self, section: DataSection) -> Iterable[str]:
         """Yield the possible pointer files; none for a pinned revision."""
         settings = _read_settings(section)
         if settings.is_url or settings.rev:

@@ -14,6 +14,7 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import DataSection, FileData
 from onnx_ops.errors import NotFoundError, RefusedError, UserError, quoted
 from onnx_ops.plugins import require
+from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
 _SMALL_BYTES = 16 << 20
@@ -25,7 +26,7 @@ _POINTER = b"version https://git-lfs"
 """What stands in place of a file that Git LFS keeps elsewhere."""
 
 
-class FileSource:
+class FileSource(DataSource):
     """`file: PATH`. Nothing is unpickled, and the path stays below the project's root."""
 
     def fingerprint(self, section: DataSection, root: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from onnx_ops.domain.pipeline import DataSection, SklearnData
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, version
+from onnx_ops.ports import DataSource
 from onnx_ops.ports.data import Array, Sample
 
 DIGIT_LEVELS = 16.0
@@ -19,7 +20,7 @@ _SHAPES = {"digits": (64, 10), "iris": (4, 3), "wine": (13, 3), "breast_cancer":
 """Features and classes of each data set; a quantity has no classes."""
 
 
-class SklearnSource:
+class SklearnSource(DataSource):
     """Loads `sklearn: NAME`, whole or one side of a split by seed.
 
     Splits are stratified where the target is a class.

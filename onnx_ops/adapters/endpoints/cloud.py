@@ -13,11 +13,11 @@ from onnx_ops.domain.artifact import Manifest, digest_file, short_digest
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.target import Diagnosis, Target
 from onnx_ops.errors import DigestMismatchError, NotFoundError, OnnxOpsError, RefusedError
-from onnx_ops.ports import MetricsSource
+from onnx_ops.ports import EndpointProvider, MetricsSource
 from onnx_ops.protocol.server_process import CONTAINER_PROVIDERS, explain_unservable
 
 
-class CloudEndpoints:
+class CloudEndpoints(EndpointProvider):
     """Base of the providers whose endpoints run our image in containers of a cloud.
 
     Args:

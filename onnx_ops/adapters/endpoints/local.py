@@ -32,6 +32,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.plugins import EXTRAS, require
+from onnx_ops.ports import EndpointProvider
 from onnx_ops.protocol.messages import (
     COUNTS_PATH,
     AdminState,
@@ -77,7 +78,7 @@ class LocalSettings(ContainerOptions):
     endpoint: Annotated[str, doc("Name of the endpoint in metrics.")] = ""
 
 
-class LocalEndpoints:
+class LocalEndpoints(EndpointProvider):
     """Keeps each endpoint in `folder/<endpoint>/`, readable by its owner only.
 
     Args:

@@ -25,6 +25,7 @@ from onnx_ops.onnx_graph.compatibility import (
 from onnx_ops.onnx_graph.files import copy_model, find_model_file, read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata
+from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -33,7 +34,7 @@ FILE = "model.onnx"
 _THIS_BUILD = Target(name="this-build", description="What the ONNX Runtime of this installation accepts.")
 
 
-class OnnxExporter:
+class OnnxExporter(Exporter):
     """Takes ready files; the model object is the path.
 
     The source is unknown, so the file is compared with itself without optimizations.

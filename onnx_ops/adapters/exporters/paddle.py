@@ -17,6 +17,7 @@ from onnx_ops.adapters.exporters.signature import (
 )
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 from onnx_ops.scratch import Scratch
@@ -27,7 +28,7 @@ OPSETS = (11, 21)
 """What paddle2onnx 2.0 writes; at 23 it aborts the process."""
 
 
-class PaddleExporter:
+class PaddleExporter(Exporter):
     """Exports static PaddlePaddle layers with paddle2onnx.
 
     Such as `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64], 'float32', 'x')])`.

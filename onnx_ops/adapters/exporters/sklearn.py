@@ -23,6 +23,7 @@ from onnx_ops.adapters.exporters.sklearn_signature import (
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
+from onnx_ops.ports import TreeExporter
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tree
 
@@ -42,7 +43,7 @@ _WORD = r"[\p{L}\p{N}_][\p{L}\p{N}_]+"
 """The default `token_pattern` of scikit-learn's vectorizers, and the same in the syntax of RE2."""
 
 
-class SklearnExporter:
+class SklearnExporter(TreeExporter):
     """Exports scikit-learn estimators and pipelines with skl2onnx.
 
     Inputs are a matrix, a vector of texts, or columns of a table; outputs are label and probabilities, or a variable.

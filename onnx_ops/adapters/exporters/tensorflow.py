@@ -24,6 +24,7 @@ from onnx_ops.adapters.exporters.torch import import_classes
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
+from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest
 
@@ -40,7 +41,7 @@ _GENERATED = r"__(\d+)"
 """Ends of names that tf2onnx numbers through all conversions of a process."""
 
 
-class TensorflowExporter:
+class TensorflowExporter(Exporter):
     """Exports Keras models and SavedModels with tf2onnx.
 
     Inputs are passed by name where the model names them so, else in order.
@@ -120,7 +121,7 @@ class TensorflowExporter:
         return {name: value.numpy() for name, value in name_outputs(answer).items()}
 
 
-class TfliteExporter:
+class TfliteExporter(Exporter):
     """A LiteRT (TensorFlow Lite) file, as far as tf2onnx knows its operators."""
 
     tools = TensorflowExporter.tools

@@ -29,6 +29,7 @@ from onnx_ops.domain.pipeline import TRANSLATIONS, Export
 from onnx_ops.errors import NotFoundError, UserError, quoted
 from onnx_ops.measure.user_functions import load_function
 from onnx_ops.onnx_graph.files import DEFAULT_DOMAINS, iterate_graphs, iterate_nodes, write_model
+from onnx_ops.ports import TracingExporter
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest, Tracer
 
@@ -42,7 +43,7 @@ _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)
 """What torch 2.13 says of an operator that it cannot translate; only the text names it."""
 
 
-class TorchExporter:
+class TorchExporter(TracingExporter):
     """Inputs are passed to `forward` in the order of the data set's `inputs:`.
 
     Options: `translations` (`package.module:TABLE`), ONNX functions of the project for operators of torch.

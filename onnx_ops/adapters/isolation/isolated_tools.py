@@ -22,8 +22,8 @@ from onnx_ops.domain.quantization import Arithmetic
 from onnx_ops.errors import NotFoundError
 from onnx_ops.measure.user_functions import call_training
 from onnx_ops.ports.data import Array, Dataset, Tensors
-from onnx_ops.ports.export import ExportRequest
-from onnx_ops.ports.optimize import ConfiguredOptimizer, Optimizer, OptimizeRequest
+from onnx_ops.ports.export import ExportRequest, TrainingExporter
+from onnx_ops.ports.optimize import Optimizer, OptimizeRequest
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds for an export or an answer where `env.timeout` says nothing. Training takes as long as it takes."""
@@ -38,7 +38,7 @@ class RemoteModel:
 
 
 @dataclass(slots=True, kw_only=True)
-class IsolatedExporter:
+class IsolatedExporter(TrainingExporter):
     """Runs an exporter in another process, which ends with the loaded model.
 
     Args:
@@ -138,7 +138,7 @@ def _start_worker(entry: str, tool: str, python: Path, limits: ProcessLimits, wh
 
 
 @dataclass(slots=True, kw_only=True)
-class IsolatedOptimizer:
+class IsolatedOptimizer(Optimizer):
     """Runs an optimizer in another process; what needs none of its packages is done in this one, by `here`.
 
     Args as of `IsolatedExporter`; `place` is `module:Class`.
@@ -159,15 +159,15 @@ class IsolatedOptimizer:
 
     def files(self, section: Quantize) -> tuple[str, ...]:
         """Return the files that the section names."""
-        return self.here.files(section) if isinstance(self.here, ConfiguredOptimizer) else ()
+        return self.here.files(section)
 
     def settle(self, section: Quantize, root: Path) -> Quantize:
         """Return the section with the content of its files in place of their names."""
-        return self.here.settle(section, root) if isinstance(self.here, ConfiguredOptimizer) else section
+        return self.here.settle(section, root)
 
     def quantizes(self, section: Quantize) -> bool:
         """Return whether the section changes what is computed."""
-        return self.here.quantizes(section) if isinstance(self.here, ConfiguredOptimizer) else self.quantized
+        return self.here.quantizes(section)
 
     def optimize(self, request: OptimizeRequest) -> tuple[str, ...]:
         """Run the optimizer in a process of the environment."""

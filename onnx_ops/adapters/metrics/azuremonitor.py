@@ -17,7 +17,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
 from onnx_ops.errors import OnnxOpsError, RefusedError, ServiceUnavailableError, UserError, quoted
-from onnx_ops.ports import Clock
+from onnx_ops.ports import Clock, MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES
 
 _MINUTE = 60.0
@@ -31,7 +31,7 @@ _MODEL_ERROR = "424"
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 
 
-class AzureMonitorMetrics:
+class AzureMonitorMetrics(MetricsSource):
     """Counts and percentiles of deployments. All settings are those of the endpoint.
 
     Counts restart with each day (UTC), which is their origin. `MetricsReading.at` is the end of the last minute

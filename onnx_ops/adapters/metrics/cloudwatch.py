@@ -27,6 +27,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json
 from onnx_ops.domain.rollout_observations import LatencyQuantiles, LatencyThresholds, MetricsReading, RequestCounts
 from onnx_ops.errors import OnnxOpsError, ServiceUnavailableError, quoted
+from onnx_ops.ports import MetricsSource
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _COUNTS = {
@@ -45,7 +46,7 @@ class CloudWatchSettings(AwsAccess):
     delay: Annotated[float, Unit("s"), Ge(0), doc("Time after which the counts of a minute are complete.")] = 120.0
 
 
-class CloudWatchMetrics:
+class CloudWatchMetrics(MetricsSource):
     """Counts and percentiles of variants; 4xx are refusals, 5xx errors.
 
     There is no histogram, so latencies are judged by the weaker rule of docs/rollout-analysis.md.

@@ -22,6 +22,7 @@ from onnx_ops.domain.endpoint import EndpointConfig
 from onnx_ops.domain.quantities import Json, Pattern
 from onnx_ops.domain.rollout_observations import LatencyThresholds, MetricsReading, RequestCounts, ShadowCounts
 from onnx_ops.errors import RefusedError, ServiceUnavailableError, quoted
+from onnx_ops.ports import MetricsSource
 from onnx_ops.protocol.messages import FAILURE_STATUSES, REJECTION_STATUSES
 
 VARIABLE = "ONNX_OPS_PROMETHEUS_TOKEN"
@@ -78,7 +79,7 @@ class _Page:
     counters: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
 
-class PrometheusMetrics:
+class PrometheusMetrics(MetricsSource):
     """Counts of endpoint servers, by way of Prometheus.
 
     `MetricsReading.at` is when the oldest sample was scraped, up to a scrape interval ago. The origin changes with

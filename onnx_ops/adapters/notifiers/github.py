@@ -11,13 +11,14 @@ from onnx_ops.adapters.files import read_private
 from onnx_ops.adapters.github import REPOSITORY, GitHubRepository, validate_token
 from onnx_ops.domain.notification import Notification
 from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.ports import Notifier
 
 VARIABLES = ("ONNX_OPS_NOTIFY_GITHUB_TOKEN", "GITHUB_TOKEN")
 LABEL = "onnx-ops"
 _PLACE = re.compile(rf"({REPOSITORY.pattern})(?:#([1-9][0-9]*))?", re.ASCII)
 
 
-class GitHubNotifier:
+class GitHubNotifier(Notifier):
     """Writes into a repository's issues.
 
     The token comes from ONNX_OPS_NOTIFY_GITHUB_TOKEN or GITHUB_TOKEN, or from the file `notify.github` of the state

@@ -13,6 +13,7 @@ from onnx_ops.adapters.files import read_private
 from onnx_ops.adapters.http_json import request_json, require_https
 from onnx_ops.domain.notification import Notification, Severity
 from onnx_ops.errors import NotFoundError, UserError
+from onnx_ops.ports import Notifier
 
 VARIABLE = "ONNX_OPS_NOTIFY_WEBHOOK"
 _WHAT = "the notification webhook"
@@ -21,7 +22,7 @@ _LONGEST = 2900
 """Characters that Slack takes in one block, less some."""
 
 
-class WebhookNotifier:
+class WebhookNotifier(Notifier):
     """Sends to the address in ONNX_OPS_NOTIFY_WEBHOOK or `notify.webhook` of the state folder.
 
     The address is a secret: it is all that is needed to write there.

@@ -26,6 +26,7 @@ from onnx_ops.onnx_graph.files import (
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata, trace_nodes
 from onnx_ops.plugins import imported, missing_package
+from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
@@ -56,7 +57,7 @@ class ShapeOptions:
     dims: Annotated[Mapping[str, Annotated[int, Ge(1)]], MinLen(1)] = field(default_factory=dict)
 
 
-class GraphOptimizer:
+class GraphOptimizer(Optimizer):
     """Saves the graph as ONNX Runtime optimizes it, to load faster.
 
     Option `level`: basic and extended hold on every machine; all also lays out convolutions for the registers of the
@@ -101,7 +102,7 @@ class GraphOptimizer:
         return (f"graph level {level}{laid}: {changes}",)
 
 
-class FusionOptimizer:
+class FusionOptimizer(Optimizer):
     """Patterns of transformers made single operators by ONNX Runtime's tools for them.
 
     Options: `family` (bert unless given), `heads` and `hidden` (found in the graph unless given).
@@ -143,7 +144,7 @@ class FusionOptimizer:
         return (f"fused: {', '.join(f'{name} {count}' for name, count in counts.items())}",)
 
 
-class ShapeOptimizer:
+class ShapeOptimizer(Optimizer):
     """Symbolic dimensions made fixed sizes, for kernels that are planned ahead.
 
     Option `dims`: sizes by name. The batch axis stays free: gates and endpoints ask groups of all sizes.
@@ -195,7 +196,7 @@ class SkipOptions:
     skip: Names = ()
 
 
-class _CleanupOptimizer:
+class _CleanupOptimizer(Optimizer):
     """One tool behind the port. Option `passes` names those of its passes to run, or `skip` those to leave out.
 
     It may take `timeout` seconds and `memory` bytes, by default what the machine has.

@@ -24,6 +24,7 @@ from onnx_ops.onnx_graph.files import PROTOBUF_LIMIT, collect_constants, read_mo
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.rewrites import restore_metadata, split_gemms, trace_nodes
 from onnx_ops.plugins import require
+from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 
 _FLOAT, _HALF, _DOUBLE = 1, 10, 11
@@ -40,7 +41,7 @@ class WeightOnlyOptions:
     accuracy: Literal[0, 1, 2, 3, 4] | None = None
 
 
-class WeightOnlyQuantizer:
+class WeightOnlyQuantizer(Optimizer):
     """Stores constant matrices in blocks of few bits, for size.
 
     Options: `bits` (8), `block` (32), `symmetric` (true), `algorithm` (rtn rounds; hqq and gptq have 4 bits only and
@@ -142,7 +143,7 @@ class Fp16Options:
     keep: Names = ()
 
 
-class Fp16Optimizer:
+class Fp16Optimizer(Optimizer):
     """Weights and arithmetic in float16; inputs and outputs keep their types.
 
     Excluded nodes stay in float32, and so do operators of the types that option `keep` lists.

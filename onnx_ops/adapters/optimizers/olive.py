@@ -18,6 +18,7 @@ from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, StageError, UserError, quoted
 from onnx_ops.onnx_graph.files import read_model, write_model
 from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, restore_metadata, trace_nodes
+from onnx_ops.ports import Optimizer
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
@@ -45,7 +46,7 @@ class OliveOptions:
     config: Json = None
 
 
-class OliveOptimizer:
+class OliveOptimizer(Optimizer):
     """Runs the passes of an Olive configuration in an isolated environment.
 
     Option `config`: a JSON or YAML file of the project, or its content. Its `passes` are used, and `systems`, `host`

@@ -35,6 +35,7 @@ from onnx_ops.onnx_graph.rewrites import (
     restore_metadata,
     trace_nodes,
 )
+from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
@@ -96,7 +97,7 @@ class StaticOptions(DynamicOptions):
     symmetric: bool | None = None
 
 
-class DynamicQuantizer:
+class DynamicQuantizer(Optimizer):
     """Quantizes weights to int8, and activations in each run. Needs no data.
 
     Options: `op_types`; `reduce_range` (7-bit weights), which follows the targets' CPUs unless it is set.
@@ -119,7 +120,7 @@ class DynamicQuantizer:
         return (why, "ranges of activations are found anew for each batch: answers depend on what else is in it")
 
 
-class StaticQuantizer:
+class StaticQuantizer(Optimizer):
     """Quantizes weights and activations to 8 bits, by calibration rows.
 
     Options: `op_types`; `activations` (uint8, int8, uint16), `weights` (int8, uint8), `reduce_range` (7-bit weights)

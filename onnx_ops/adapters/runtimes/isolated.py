@@ -27,6 +27,7 @@ from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import UserError
+from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -47,7 +48,7 @@ _BUILD = re.compile(r"(?P<name>onnxruntime[a-z0-9_.-]*)(\[[^]]*\])?==(?P<version
 
 
 @dataclass(slots=True, kw_only=True)
-class IsolatedRuntime:
+class IsolatedRuntime(Runtime):
     """Runs ONNX Runtime of another build in an isolated environment.
 
     The process stays from one call to the next, and is replaced when it has ended or another target is asked for.

@@ -20,6 +20,7 @@ from onnx_ops.adapters.runtimes.ort_format import write_package
 from onnx_ops.domain.evidence import RuntimeFacts
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError
+from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -42,7 +43,7 @@ Timed = Callable[[], tuple[int, bool]]
 """One run: nanoseconds, and whether the thread lost its core meanwhile."""
 
 
-class OnnxRuntime:
+class OnnxRuntime(Runtime):
     """Runs models in this process; every call builds the sessions that it needs."""
 
     def fingerprint(self, target: Target) -> HardwareFingerprint:

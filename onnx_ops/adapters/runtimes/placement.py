@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class TargetedRuntime:
+class TargetedRuntime(Runtime):
     """Runs ONNX Runtime where each target places it."""
 
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime",)
@@ -41,7 +41,7 @@ class TargetedRuntime:
 
     _elsewhere: IsolatedRuntime | None = None
 
-    def housed(self, folder: Path) -> TargetedRuntime:
+    def with_environments(self, folder: Path) -> TargetedRuntime:
         """Return the same runtime with its environments below `folder`."""
         return TargetedRuntime(here=self.here, folder=folder)
 

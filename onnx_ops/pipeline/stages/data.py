@@ -11,7 +11,7 @@ from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.pipeline import DataSection, FileData, PluginData, SklearnData, Stage
 from onnx_ops.errors import ConflictError, UserError
 from onnx_ops.measure.files import put_dataset
-from onnx_ops.ports import Dataset, Ports, TracedSource
+from onnx_ops.ports import Dataset, Ports
 
 _MATRIX = "*"
 """In place of an array's name: all columns of numbers."""
@@ -34,12 +34,11 @@ def execute(stage: Stage, key: Digest, inputs: Mapping[str, Manifest], ports: Po
     section = codec.from_json(stage.settings["section"], DataSection, where=stage.id)
     source = ports.source(get_source_name(section))
     arrays = source.load(section, ports.root)
-    if isinstance(source, TracedSource) and source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
+    if source.fingerprint(section, ports.root) != stage.settings["fingerprint"]:
         raise ConflictError(
             "the data was changed after the run was planned",
             where=stage.id,
-            why="its revision names other content now",
-            remedy="Run again; a tag or commit as `rev` does not move.",
+            remedy="Run again. In DVC, name a tag or a commit as `rev`: it does not move.",
         )
     return put_dataset(ports.store, build_dataset(arrays, section, stage.id))
 

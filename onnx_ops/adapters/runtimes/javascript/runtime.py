@@ -22,6 +22,7 @@ from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.onnx_graph.files import list_external_names
+from onnx_ops.ports import Runtime
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
@@ -48,8 +49,8 @@ DEFAULT_TIMEOUT_S = 900.0
 
 
 @dataclass(slots=True, kw_only=True)
-class NodeRuntime:
-    """Fulfils `RewritingRuntime`, `PackagingRuntime` and `HousedRuntime` of the ports.
+class NodeRuntime(Runtime):
+    """Measure models in a Node.js process.
 
     The process stays from one call to the next, and is replaced when it has ended or another target is asked for.
     """
@@ -63,7 +64,7 @@ class NodeRuntime:
     _held: RetainedProcess = field(default_factory=RetainedProcess)
     _temporary: Scratch | None = None
 
-    def housed(self, folder: Path) -> NodeRuntime:
+    def with_environments(self, folder: Path) -> NodeRuntime:
         """Return the same runtime with its packages below `folder`."""
         return type(self)(folder=folder)
 
