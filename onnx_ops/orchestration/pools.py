@@ -66,8 +66,8 @@ class PrefectPools(Pools):
                     # A worker that still does it stops, and one that has not begun never does.
                     with contextlib.suppress(Exception):  # what went wrong before is what is reported
                         if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
-                            cancelling = Cancelling(message="nobody waits for it any more")
-                            client.set_flow_run_state(run, cancelling, force=True)
+                            message = "nobody waits for it any more"
+                            client.set_flow_run_state(run, Cancelling(message=message), force=True)
                     if not isinstance(error, _WorkerDied):
                         raise
                     deaths.append(str(error))

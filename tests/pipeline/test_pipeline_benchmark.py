@@ -15,9 +15,10 @@ from onnx_ops.domain.gate import ACCURACY, MetricDefinition
 from onnx_ops.domain.pipeline import EXPORT, Stage, StageKind
 from onnx_ops.domain.target import Target
 from onnx_ops.errors import UserError
-from onnx_ops.measure.speed import ComparisonSpec
+from onnx_ops.measure.scoring import ScoringRequest
 from onnx_ops.pipeline.stages.benchmark import _measure_metrics, add_default_metric
 from onnx_ops.ports import Dataset
+from onnx_ops.statistics.scores import CANDIDATE
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from tests.cli.mistakes import write_regressor
 
@@ -68,14 +69,12 @@ def measured(root: Path, export: str, label: Any, *judged: str) -> list[tuple[st
     """Each metric of `model.onnx` alone, and whether it has no value."""
     settings: Any = {"metrics": [{"definition": codec.to_json(ACCURACY)}]}
     stage = Stage(id="benchmark", kind=StageKind.BENCHMARK, settings=settings, hints={"judged": judged})
-    spec = ComparisonSpec(
+    scorer = ScoringRequest(
         runtime=OnnxRuntime(),
         target=Target(name="cpu"),
-        candidate=root / "model.onnx",
-        baselines={EXPORT: root / export},
-        feed={},
+        models={CANDIDATE: root / "model.onnx", EXPORT: root / export},
+        dataset=Dataset(inputs=rows(len(label)), label=label),
         seed=0,
     )
-    dataset = Dataset(inputs=rows(len(label)), label=label)
-    found = _measure_metrics(spec, dataset, root / export, stage, open_project(root).ports)
+    found = _measure_metrics(scorer, root / export, stage, open_project(root).ports)
     return [(one.metric, bool(one.failed)) for one in found.scores if not one.against]
