@@ -17,6 +17,7 @@ def pipeline(
     until: StageKind | None = None,
     fresh: tuple[StageKind, ...] = (),
     abandon: str = "",
+    jobs: int | None = None,
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
     """Train, export, validate, quantize, benchmark, gate, register and deploy; unchanged stages are cached.
@@ -27,7 +28,8 @@ def pipeline(
         until: Stop after this kind of stage.
         fresh: Kinds of stages to run again, cached or not.
         abandon: Why endpoints that the file no longer names may be abandoned.
+        jobs: Maximum number of stages that run in parallel; by default one for each core.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """
     with project_of(blocks) as project:
-        return run_pipeline(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon)
+        return run_pipeline(project, file, overrides=overrides, until=until, fresh=fresh, abandon=abandon, jobs=jobs)

@@ -83,6 +83,38 @@ class MeasurementLock:
                 self._changed.notify_all()
 
 
+class RunningStages:
+    """The processes and pools that the stages of one process are at work in, so that a cancelled run can end them."""
+
+    def __init__(self) -> None:
+        self.processes: set[subprocess.Popen[bytes]] = set()
+        self._pools: Pools | None = None
+
+    @property
+    def pools(self) -> Pools:
+        """The pools, loaded when first asked for.
+
+        Raises:
+            MissingPackageError: Prefect is not installed.
+        """
+        if self._pools is None:
+            plugins.require(*plugins.EXTRAS["prefect"], where="pools")
+            self._pools = plugins.load("pools", "prefect")
+        return self._pools
+
+    @contextlib.contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """End every stage at work, on every machine, if the block is left by an exception, cancellation included."""
+        try:
+            yield
+        except BaseException:
+            for process in tuple(self.processes):
+                _end(process)
+            if self._pools is not None:
+                self._pools.cancel()
+            raise
+
+
 @contextlib.contextmanager
 def hold_key_lock(folder: Path, key: Digest) -> Iterator[None]:
     """Hold the lock of a key among the threads and processes on this machine that name this folder.
@@ -131,13 +163,12 @@ class StageExecutor:
     ports: Ports
     tell: Told = _silent
     lock: MeasurementLock = field(default_factory=MeasurementLock)
+    running: RunningStages = field(default_factory=RunningStages)
 
     def __call__(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
         """Execute a stage where its target is measured."""
-        if pool := get_pool(stage):
-            plugins.require(*plugins.EXTRAS["prefect"], where=f"pool {pool}")
-            pools: Pools = plugins.load("pools", "prefect")
-            return ask(pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
+        if get_pool(stage):
+            return ask(self.running.pools, self.ports.store, stage, key, inputs, attempt=uuid.uuid4().hex)
         return self.here(stage, key, inputs)
 
     def here(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
@@ -146,14 +177,19 @@ class StageExecutor:
             return execute(stage, key, inputs, self.ports)
         if stage.kind not in _TIMED:
             with self.lock.work():
-                return run_in_subprocess(self.settings, stage, key, inputs, self.tell)
+                return run_in_subprocess(self.settings, stage, key, inputs, self.tell, self.running)
         prepared = attach_champion(stage, self.ports) if stage.kind is StageKind.BENCHMARK else stage
         with self.lock.measure(), machine_lock():
-            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell)
+            return run_in_subprocess(self.settings, prepared, key, inputs, self.tell, self.running)
 
 
 def run_in_subprocess(
-    settings: Settings, stage: Stage, key: Digest, inputs: Mapping[str, Manifest], tell: Told = _silent
+    settings: Settings,
+    stage: Stage,
+    key: Digest,
+    inputs: Mapping[str, Manifest],
+    tell: Told = _silent,
+    running: RunningStages | None = None,
 ) -> Manifest:
     """Execute a stage in a child process. Raise what it raised; StageError if it crashed, was killed or timed out.
 
@@ -172,6 +208,8 @@ def run_in_subprocess(
             env={**os.environ, **to_environ(settings), "TMPDIR": str(scratch)},
             start_new_session=True,
         )
+        processes = set() if running is None else running.processes
+        processes.add(process)
         tail = OutputTail(process.stdout, PROGRESS, lambda line: tell(stage, line))  # type: ignore[arg-type]
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -187,6 +225,7 @@ def run_in_subprocess(
                 remedy="Raise `timeout` in the pipeline file if the work is really that long.",
             ) from None
         finally:
+            processes.discard(process)
             _end(process)
         if not result.exists():
             raise StageError(

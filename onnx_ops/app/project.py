@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops import codec, plugins
 from onnx_ops.app.context import build_ports
-from onnx_ops.app.execution import MeasurementLock
+from onnx_ops.app.execution import MeasurementLock, RunningStages
 from onnx_ops.config.settings import Settings, load_settings
 from onnx_ops.errors import MissingPackageError, OnnxOpsError, UserError
 from onnx_ops.ports import Executor, Observer, Ports
@@ -40,6 +40,7 @@ class Project:
     ports: Ports
     lock: MeasurementLock = field(default_factory=MeasurementLock)
     releasing: AbstractContextManager[object] = field(default_factory=threading.RLock)
+    running: RunningStages = field(default_factory=RunningStages)
 
     @property
     def targets(self) -> TargetFiles:
@@ -58,7 +59,9 @@ class Project:
         tell = (observer or SilentObserver()).told
         return StageHandler(
             ports=self.ports,
-            perform=StageExecutor(settings=self.settings, ports=self.ports, tell=tell, lock=self.lock),
+            perform=StageExecutor(
+                settings=self.settings, ports=self.ports, tell=tell, lock=self.lock, running=self.running
+            ),
             actor=actor,
             abandon=abandon,
             claims=self.settings.claims,

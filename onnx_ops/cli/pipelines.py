@@ -179,7 +179,9 @@ def run(
             base=base,
             observe=lambda: None if as_json or quiet else RunProgress(error_console(), is_one_of_several=True),
         )
-        raise typer.Exit(_print_results(results, as_json=as_json))
+        with project.running.ended_on_error():
+            code = _print_results(results, as_json=as_json)
+        raise typer.Exit(code)
     prepared = projects.prepare(project, files[0], overrides=overrides or (), until=until)
     if not (as_json or quiet):
         for note in prepared.notes:
@@ -190,9 +192,10 @@ def run(
 
     name, store = prepared.pipeline.pipeline, project.ports.store
     against = find_base(project.settings.root, store, name, base) if base else None
-    result = projects.execute(
-        project, prepared, fresh=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
-    )
+    with project.running.ended_on_error():
+        result = projects.execute(
+            project, prepared, fresh=no_cache or (), observer=observer, abandon=abandon, jobs=jobs, base=against
+        )
     summary = summarize(prepared.pipeline, result, project.ports)
     evidence = tuple(evidence_of(summary, store).values()) if against is not None or not as_json else ()
     compared: tuple[ModelComparison, ...] = ()

@@ -31,7 +31,8 @@ class CollectionSettings(PrefectBaseSettings):
 def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     """Open the project with the variables of the blocks in the environment of this process and its children.
 
-    Blocks take precedence over the environment and the settings file. Changes of traffic emit events.
+    Blocks take precedence over the environment and the settings file. Changes of traffic emit events. A flow run that
+    is cancelled or fails ends the stages that it has begun, on every machine.
 
     Args:
         blocks: types and names, such as `onnx-ops-registry/prod`; those of the settings if empty.
@@ -50,7 +51,8 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
         os.environ.update(found)
         try:
             project = open_project()
-            yield replace(project, ports=with_events(project.ports))
+            with project.running.ended_on_error():
+                yield replace(project, ports=with_events(project.ports))
         finally:
             for name, value in before.items():
                 if value is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -10,7 +11,7 @@ from typing import Any, ParamSpec
 from prefect import State, runtime
 from prefect.states import Completed, Failed
 
-from onnx_ops.app.affected import affected, changed_since
+from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.project import Project, execute, prepare
 from onnx_ops.app.results import Summary, evidence_of, summarize
 from onnx_ops.domain.pipeline import StageKind
@@ -19,6 +20,7 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.orchestration.artifacts import Progress, publish_pictures, publish_tables
 from onnx_ops.orchestration.events import tell_run
 from onnx_ops.orchestration.tasks import FAILED_STATES, PrefectExecutor, failed, run_as_task
+from onnx_ops.pipeline import ordered_map
 from onnx_ops.ports import Ports
 from onnx_ops.release.notify import send_pending_each
 from onnx_ops.release.reconcile import DryRun, write_aliases
@@ -130,8 +132,12 @@ def run_pipeline(
     until: StageKind | None = None,
     fresh: Collection[StageKind] = (),
     abandon: str = "",
+    jobs: int | None = None,
 ) -> State[Any]:
-    """Run a pipeline with a task run for each stage; publish artifacts, events and notifications."""
+    """Run a pipeline with a task run for each stage; publish artifacts, events and notifications.
+
+    At most `jobs` stages run side by side, by default one for each core; a measurement has the machine to itself.
+    """
     prepared = prepare(project, project.settings.root / Path(file), overrides=overrides, until=until)
     result = execute(
         project,
@@ -141,6 +147,7 @@ def run_pipeline(
         observer=Progress(),
         actor=actor(project.ports),
         abandon=abandon,
+        jobs=jobs or os.cpu_count() or 1,
     )
     summary = summarize(prepared.pipeline, result, project.ports)
     publish_tables(summary)
@@ -150,18 +157,23 @@ def run_pipeline(
     return final_state(summary, result.errors)
 
 
-def run_affected(project: Project, since: str, until: StageKind | None) -> State[Any]:
-    """Run the pipelines that the change since a commit affects, one after the other; a failure stops no other."""
+def run_affected(project: Project, since: str, until: StageKind | None, jobs: int | None = None) -> State[Any]:
+    """Run the pipelines that the change since a commit affects; a failure stops no other.
+
+    Several pipelines run side by side, at most `jobs`; of a single one the stages do.
+    """
     touched = affected(project, changed_since(project.settings.root, since))
     if not touched:
         return Completed(message="no pipeline is touched by this change")
-    states: dict[str, State[Any]] = {}
-    for one in touched:
+    jobs = jobs or os.cpu_count() or 1
+
+    def run_one(one: Affected) -> State[Any]:
         if one.problem:
-            states[one.file] = Failed(name="WrongInput", message=one.problem)
-            continue
+            return Failed(name="WrongInput", message=one.problem)
         try:
-            states[one.file] = run_pipeline(project, one.file, until=until)
+            return run_pipeline(project, one.file, until=until, jobs=1 if len(touched) > 1 else jobs)
         except OnnxOpsError as error:
-            states[one.file] = failed(error)
+            return failed(error)
+
+    states = dict(zip((one.file for one in touched), ordered_map(jobs, run_one, touched), strict=True))
     return aggregate_state(states)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from onnx_ops.domain.quantities import Json
-from onnx_ops.errors import MeasurementError, ServiceUnavailableError, UserError
+from onnx_ops.errors import MeasurementError, OnnxOpsError, ServiceUnavailableError, UserError
 from onnx_ops.ports import Pools
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ class PrefectPools(Pools):
     patience: float = 600.0
     silence: float = 100.0
     tries: int = 2
+    runs: set[UUID] = field(default_factory=set)
+    """Flow runs that somebody waits for."""
 
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
         """Run a measurement on a worker of the pool, and wait for it."""
         from prefect.exceptions import ObjectNotFound
-        from prefect.states import Cancelling
 
         deaths: list[str] = []
         with _open_client() as client:
@@ -60,23 +61,29 @@ class PrefectPools(Pools):
             while len(deaths) < self.tries:
                 parameters = {"request": dict(request)}
                 run = client.create_flow_run_from_deployment(deployment, parameters=parameters, name=title).id
+                self.runs.add(run)
                 try:
                     return self._wait(client, run, pool, title, timeout)
                 except BaseException as error:
-                    # A worker that still does it stops, and one that has not begun never does.
-                    with contextlib.suppress(Exception):  # what went wrong before is what is reported
-                        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
-                            message = "nobody waits for it any more"
-                            client.set_flow_run_state(run, Cancelling(message=message), force=True)
+                    _cancel(client, run)
                     if not isinstance(error, _WorkerDied):
                         raise
                     deaths.append(str(error))
+                finally:
+                    self.runs.discard(run)
         raise MeasurementError(
             f"{self.tries} workers of pool {pool} died over it, one after the other",
             where=title,
             why=deaths[-1],
             remedy="See the flow runs of `measure` in Prefect, and whether those machines have enough memory.",
         )
+
+    def cancel(self) -> None:
+        """Cancel the flow runs that somebody waits for."""
+        if runs := tuple(self.runs):
+            with contextlib.suppress(OnnxOpsError), _open_client() as client:
+                for run in runs:
+                    _cancel(client, run)
 
     def _wait(self, client: SyncPrefectClient, run: UUID, pool: str, title: str, timeout: float | None) -> None:
         asked, started = time.monotonic(), None
@@ -108,6 +115,15 @@ class PrefectPools(Pools):
                     remedy=f"Start one on the machine: prefect worker start --pool {pool}",
                 )
             time.sleep(self.poll)
+
+
+def _cancel(client: SyncPrefectClient, run: UUID) -> None:
+    """Have a worker that is at work stop, and one that has not begun never begin. Raise nothing."""
+    from prefect.states import Cancelling
+
+    with contextlib.suppress(Exception):  # whatever Prefect's client raises: the first error is the one that counts
+        if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
+            client.set_flow_run_state(run, Cancelling(message="its result is no longer wanted"), force=True)
 
 
 def _kind(state: State[Any] | None) -> str:

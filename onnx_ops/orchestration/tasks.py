@@ -72,10 +72,7 @@ GATE_STATES = {Verdict.FAIL: "GateFailed", Verdict.ERROR: "GateError", Verdict.I
 
 
 class PrefectExecutor:
-    """A `ports.Executor` for one run, in a flow or without one.
-
-    Stages run in the caller's thread, so that a cancelled flow run interrupts the stage.
-    """
+    """A `ports.Executor` for one run, in a flow or without one."""
 
     def __init__(self) -> None:
         self._states: dict[str, State[Any]] = {}

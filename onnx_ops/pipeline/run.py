@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -52,9 +53,9 @@ class DaemonThreadPool(Generic[R]):
             self._tasks.put(None)
 
     def submit(self, task: Callable[[], R]) -> Future[R]:
-        """Submit a task."""
+        """Submit a task, which gets a copy of the caller's context."""
         future: Future[R] = Future()
-        self._tasks.put((future, task))
+        self._tasks.put((future, partial(contextvars.copy_context().run, task)))
         return future
 
     def _work(self) -> None:

@@ -85,6 +85,10 @@ class Pools(ABC):
             MeasurementError: no worker took it, or workers died, or it took longer than `timeout`.
         """
 
+    @abstractmethod
+    def cancel(self) -> None:
+        """Cancel all work that `measure` waits for, in whatever thread. Raises nothing."""
+
 
 class Host(Protocol):
     """The machine, as far as leases are concerned."""

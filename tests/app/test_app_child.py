@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from onnx_ops.domain.pipeline import FileData, Stage, StageKind
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, RefusedError, StageError, StorageError, UserError, from_document
 from onnx_ops.pipeline.stages import execute
-from onnx_ops.ports import Ports
+from onnx_ops.ports import Pools, Ports
 from tests.support.processes import until
 
 KEY = digest_bytes(b"key")
@@ -224,6 +225,38 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed(project: Settings, sc
     until(lambda: gone(trainer))
     until(lambda: gone(noted(project, "grandchild")))
     assert list(scratch.iterdir()) == []
+
+
+def test_an_interrupted_run_ends_its_stages_on_every_machine(
+    project: Settings, ports: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[str] = []
+
+    class Elsewhere(Pools):
+        def measure(self, pool: str, title: str, request: Any, *, timeout: float | None) -> None: ...
+
+        def cancel(self) -> None:
+            cancelled.append("all")
+
+    monkeypatch.setattr("onnx_ops.plugins.load", lambda kind, name: Elsewhere())
+    executor = StageExecutor(settings=project, ports=ports)
+    assert isinstance(executor.running.pools, Elsewhere)
+
+    def interrupt() -> None:
+        with executor.running.ended_on_error():
+            until((project.root / "trainer").exists)
+            raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as threads:
+        begun = threads.submit(executor.here, train_stage("hang"), KEY, {})
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    assert isinstance(begun.exception(), StageError)
+    for name in ("trainer", "grandchild"):
+        process = noted(project, name)
+        until(lambda process=process: gone(process))  # type: ignore[misc]
+    assert cancelled == ["all"]
+    assert executor.running.processes == set()
 
 
 def test_only_stages_that_ask_for_it_run_elsewhere(project: Settings, ports: Ports) -> None:

@@ -33,6 +33,8 @@ class Nearby(Pools):
         self._work = work
         self.asked: list[str] = []
 
+    def cancel(self) -> None: ...
+
     def measure(self, pool: str, title: str, request: Mapping[str, Json], *, timeout: float | None) -> None:
         self.asked.append(pool)
         self._work(request)

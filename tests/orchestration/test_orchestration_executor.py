@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -255,3 +256,31 @@ def test_a_gate_completes_only_if_it_passed(verdict: Verdict) -> None:
     result = GateResult(gate="latency", metric="", limit="", verdict=verdict, reason=REASON)
     state = judged(Decision(variant="fp32", target=TARGET, results=(result,)))
     assert (state.is_completed(), state.is_failed()) == (verdict is Verdict.PASS, verdict is not Verdict.PASS)
+
+
+def test_independent_stages_run_side_by_side_as_task_runs_of_their_flow_run(prefect_server: None) -> None:
+    from onnx_ops.orchestration.tasks import PrefectExecutor
+
+    stages = tuple(stage(StageKind.QUANTIZE, f"quantize/{name}", variant=name) for name in "abcd")
+    all_begun = threading.Barrier(len(stages), timeout=60)
+
+    class Meeting(FakeHandler):
+        def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
+            all_begun.wait()
+            return self._result(stage)
+
+    def meet() -> None:
+        plan, clock = Plan(pipeline="fake", stages=stages), SystemClock()
+        result = run(
+            plan,
+            handler=Meeting(),
+            executor=PrefectExecutor(),
+            observer=SilentObserver(),
+            clock=clock,
+            jobs=len(stages),
+        )
+        assert result.errors == {}
+
+    state = in_flow(meet)
+    waited(lambda: {task_run.state_name for task_run in task_runs_of(run_of(state))} == {"Completed"})
+    assert {task_run.name for task_run in task_runs_of(run_of(state))} == {f"quantize {name}" for name in "abcd"}
