@@ -19,6 +19,7 @@ from onnx_ops.adapters.optimizers.library import (
 from onnx_ops.domain.quantization import choose_reduce_range, choose_static_recipe
 from onnx_ops.errors import UserError, quoted
 from onnx_ops.onnx_graph.files import (
+    DEFAULT_DOMAINS,
     EXTERNAL_LIMIT,
     collect_constants,
     iterate_nodes,
@@ -27,13 +28,7 @@ from onnx_ops.onnx_graph.files import (
     write_model,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.onnx_graph.rewrites import (
-    DEFAULT_DOMAINS,
-    find_quantized_nodes,
-    flatten_biases,
-    restore_metadata,
-    trace_nodes,
-)
+from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, flatten_biases, restore_metadata, trace_nodes
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
