@@ -186,7 +186,7 @@ class _Binder:
             return None if value is None else self.bind(value, without_none(kind, metadata), loc)
         if unit := metadata_of(metadata, Unit):
             try:
-                bound = parse_quantity(value, unit.unit)
+                bound: Any = parse_quantity(value, unit.unit)
             except ValueError as error:
                 bound = self._refuse(loc, str(error))
         elif members and all(map(is_dataclass, members)):

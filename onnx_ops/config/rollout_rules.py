@@ -33,7 +33,7 @@ ABILITIES = {
 def check_rollouts(draft: Draft) -> Iterator[Issue]:
     """Yield rollouts that contradict themselves or each other."""
     for loc, entry in draft.deploy:
-        for rule in (_check_steps, _check_strategy, _check_guardrails, _check_judgement):
+        for rule in (_check_steps, _check_guardrails, _check_judgement):
             yield from rule((*loc, "rollout"), entry.rollout)
     yield from _check_dependencies(draft)
 
@@ -110,14 +110,10 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         yield Issue((*where, "ab", "split"), message)
     if policy.ab and not policy.ab.metric.strip():
         yield Issue((*where, "ab", "metric"), "a metric's name is not blank")
-
-
-def _check_strategy(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    message = ""
     match policy.strategy:
-        case "all-at-once" if len(policy.steps) > 1 or policy.ab or policy.shadow:
+        case "all-at-once" if len(steps) > 1 or policy.ab or policy.shadow:
             message = "all-at-once has one step, 100%, and neither 'shadow' nor 'ab'"
-        case "canary" if len(policy.steps) < 2:
+        case "canary" if len(steps) < 2:
             message = "canary needs several steps, e.g. steps: [10%, 50%, 100%]"
         case "ab" if not policy.ab:
             message = "ab needs 'ab', e.g. ab: {duration: 7 d}"

@@ -117,7 +117,6 @@ def check_file(draft: Draft) -> Iterator[Issue]:
     """Yield the issues of every rule of this module."""
     for rule in (
         _check_sections,
-        _check_data_names,
         _check_inputs,
         _check_quantization,
         _check_searches,
@@ -166,7 +165,7 @@ def _check_sections(draft: Draft) -> Iterator[Issue]:
         yield Issue(("register", "model"), f"{message}; {allowed}{remedy}")
 
 
-def _check_data_names(draft: Draft) -> Iterator[Issue]:
+def _check_inputs(draft: Draft) -> Iterator[Issue]:
     names: list[tuple[Loc, str]] = [(("validate", "samples", "data"), draft.scored)] if draft.validate else []
     names += [((*loc, "calibrate", "data"), entry.calibrate.data) for loc, entry in draft.quantize if entry.calibrate]
     names += [((*loc, "tune", "data"), entry.tune.data) for loc, entry in draft.quantize if entry.tune]
@@ -174,15 +173,12 @@ def _check_data_names(draft: Draft) -> Iterator[Issue]:
         if name not in draft.sets:
             known = f"; data has {quote_names(sorted(draft.sets))}" if draft.sets else "; declare it under 'data'"
             yield Issue(loc, f"no data set is called '{name}'{did_you_mean(name, draft.sets) or known}")
-
-
-def _check_inputs(draft: Draft) -> Iterator[Issue]:
     scored = draft.data.get(draft.scored)
-    known = () if scored is None else tuple(scored.inputs)  # empty: the columns of the data are the inputs
+    columns = () if scored is None else tuple(scored.inputs)  # empty: the columns of the data are the inputs
     for name, values in draft.inputs.items():
-        loc: Loc = ("inputs", name)
-        if known and name not in known:
-            hint = did_you_mean(name, known) or f"; the data set has {quote_names(sorted(known))}"
+        loc = ("inputs", name)
+        if columns and name not in columns:
+            hint = did_you_mean(name, columns) or f"; the data set has {quote_names(sorted(columns))}"
             yield Issue(loc, f"the model has no input '{name}'{hint}", on_key=True)
         if values.values is not None and not (values.min is None and values.max is None):
             message = "'values' lists all that callers send; leave out 'min' and 'max'"

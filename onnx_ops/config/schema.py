@@ -113,13 +113,13 @@ def _of(hint: Any, definitions: dict[str, Schema]) -> Schema:
         key, item = get_args(kind)
         names = {"propertyNames": {"enum": list(get_args(key))}} if get_origin(key) is Literal else {}
         return {"additionalProperties": _of(item, definitions) or True, **names, "type": "object"}
-    if not is_dataclass(kind):
+    if not (isinstance(kind, type) and is_dataclass(kind)):
         return _scalar(kind, metadata)
     if kind.__name__ not in definitions:
         definitions[kind.__name__] = {}  # a type may refer to itself
-        definitions[kind.__name__] = _object(kind, definitions)  # type: ignore[arg-type]
+        definitions[kind.__name__] = _object(kind, definitions)
     reference = {"$ref": f"#/$defs/{kind.__name__}"}
-    return _any_of({"type": "string"}, reference) if short_field(kind) else reference  # type: ignore[arg-type]
+    return _any_of({"type": "string"}, reference) if short_field(kind) else reference
 
 
 def _scalar(kind: Any, metadata: tuple[Any, ...]) -> Schema:

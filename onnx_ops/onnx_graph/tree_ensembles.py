@@ -57,8 +57,27 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     Raises:
         UserError: an ensemble is not well-formed, or a split asks another question than whether a feature is small.
     """
-    ensembles = [node for node in read_model(path).graph.node if node.op_type in ENSEMBLES]
-    return tuple(tree for node in ensembles for tree in _ensemble(node, path.name))
+    where, trees = path.name, []
+    for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
+        kind = "class" if node.op_type == ENSEMBLES[0] else "target"
+        growing, nodes = _grow(node, where)
+        outputs = _read_columns(node, [f"{kind}_{part}" for part in ("treeids", "nodeids", "ids", "weights")], where)
+        for tree, number, output, weight in zip(*outputs, strict=True):
+            if tree not in growing or number not in growing[tree].leaves or output < 0:
+                raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
+            leaf = growing[tree].leaves[number]
+            leaf[output] = leaf.get(output, 0.0) + weight
+        width = max(outputs[2], default=0) + 1
+        if width * nodes > _MOST_WEIGHTS:
+            raise UserError(f"a tree ensemble has {width} outputs", where=where)
+        for number, grown in growing.items():
+            below = {child for split in grown.splits.values() for child in (split.low, split.high)}
+            roots = [root for root in (*grown.splits, *grown.leaves) if root not in below]
+            try:
+                trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
+            except ValueError as error:
+                raise UserError(f"tree {number} is no tree: {error}", where=where) from error
+    return tuple(trees)
 
 
 def order_nodes(
@@ -105,29 +124,6 @@ def order_nodes(
         thresholds=np.array(thresholds, dtype=np.float32),
         weights=weights,
     )
-
-
-def _ensemble(node: onnx.NodeProto, where: str) -> list[Tree]:
-    kind = "class" if node.op_type == ENSEMBLES[0] else "target"
-    growing, nodes = _grow(node, where)
-    outputs = _read_columns(node, [f"{kind}_{part}" for part in ("treeids", "nodeids", "ids", "weights")], where)
-    for tree, number, output, weight in zip(*outputs, strict=True):
-        if tree not in growing or number not in growing[tree].leaves or output < 0:
-            raise UserError("a tree ensemble has weights for a leaf that does not exist", where=where)
-        leaf = growing[tree].leaves[number]
-        leaf[output] = leaf.get(output, 0.0) + weight
-    width = max(outputs[2], default=0) + 1
-    if width * nodes > _MOST_WEIGHTS:
-        raise UserError(f"a tree ensemble has {width} outputs", where=where)
-    trees = []
-    for number, grown in growing.items():
-        below = {child for split in grown.splits.values() for child in (split.low, split.high)}
-        roots = [node for node in (*grown.splits, *grown.leaves) if node not in below]
-        try:
-            trees.append(order_nodes(roots, grown.splits, grown.leaves, width))
-        except ValueError as error:
-            raise UserError(f"tree {number} is no tree: {error}", where=where) from error
-    return trees
 
 
 def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:

@@ -177,7 +177,8 @@ def test_the_recipe_of_the_target_needs_no_advice(maker: Maker) -> None:
     ("part", "written", "advised"), [("activations", "int8", "uint8"), ("weights", "uint8", "int8")]
 )
 def test_some_types_are_for_others_than_x86(maker: Maker, part: str, written: str, advised: str) -> None:
-    maker.make(StaticQuantizer(), **{part: written})
+    types: dict[str, Any] = {part: written}
+    maker.make(StaticQuantizer(), **types)
     found = about(maker.advice(VNNI), f"{part} are {written}")
     assert found.setting == f"options: {{{part}: {advised}}}"
     assert found not in maker.advice(ARM)

@@ -127,7 +127,8 @@ def test_attempts_are_no_part_of_a_key(section: str) -> None:
     attempts: dict[str, Any] = {"retries": 3, "timeout": 60.0}
     entries: Any = getattr(PIPELINE, section)
     if isinstance(entries, tuple):
-        patient = planned(replace(PIPELINE, **{section: tuple(replace(entry, **attempts) for entry in entries)}))
+        changes: dict[str, Any] = {section: tuple(replace(entry, **attempts) for entry in entries)}
+        patient = planned(replace(PIPELINE, **changes))
     else:
         patient = planned(with_section(section, **attempts))
     assert not changed(planned(), patient)

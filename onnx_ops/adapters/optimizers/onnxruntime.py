@@ -29,12 +29,7 @@ from onnx_ops.onnx_graph.files import (
     write_model,
 )
 from onnx_ops.onnx_graph.model_info import read_model_info
-from onnx_ops.onnx_graph.rewrites import (
-    find_quantized_nodes,
-    flatten_biases,
-    restore_metadata,
-    trace_nodes,
-)
+from onnx_ops.onnx_graph.rewrites import find_quantized_nodes, flatten_biases, restore_metadata, trace_nodes
 from onnx_ops.ports import Optimizer
 from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
