@@ -28,7 +28,7 @@ class Memory:
     rss: int
 
 
-def until(condition: Callable[[], T], what: str = "condition", *, seconds: float = 60.0) -> T:
+def until(condition: Callable[[], T | None], what: str = "condition", *, seconds: float = 60.0) -> T:
     """Wait for something to become true; the time is a limit of patience, not a measurement."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
