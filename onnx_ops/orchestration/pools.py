@@ -65,7 +65,7 @@ class PrefectPools:
                     # A worker that still does it stops, and one that has not begun never does.
                     with contextlib.suppress(Exception):  # what went wrong before is what is reported
                         if _kind(client.read_flow_run(run).state) not in (*_FINAL, *_DEAD):
-                            cancelling = Cancelling(message="nobody waits for it any more")
+                            cancelling: State[Any] = Cancelling(message="nobody waits for it any more")
                             client.set_flow_run_state(run, cancelling, force=True)
                     if not isinstance(error, _WorkerDied):
                         raise
