@@ -12,7 +12,7 @@ from annotated_types import Ge, MinLen, doc
 from onnx_ops.domain.artifact import Digest, digest_json
 from onnx_ops.domain.execution import CPU, Environment, Execution, Provider, SessionSettings
 from onnx_ops.domain.gate import TargetGate
-from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Notation, Pattern, ShortName
+from onnx_ops.domain.quantities import OMIT_DEFAULT, Amount, Bytes, Json, Notation, Pattern, ShortName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,29 +207,27 @@ class Target:
     def digest(self) -> Digest:
         """Digest of everything that shapes a measurement (description, price and limits do not)."""
         session = self.session
-        optional = {
+        optional: dict[str, Json] = {
             "custom_ops": sorted(library.digest for library in self.custom_ops),
             "env": None if self.env is None else self.env.content(),
             "requires": {name: value for name, value in asdict(self.requires).items() if value},
             "pool": self.pool,
             "ort_format": None if self.ort_format is None else asdict(self.ort_format),
         }
-        return digest_json(
-            {
-                **{key: value for key, value in optional.items() if value},
-                "runtime": self.runtime,
-                "providers": [
-                    {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
-                    for p in self.providers
-                ],
-                "session": [
-                    session.intra_op_threads,
-                    session.inter_op_threads,
-                    session.spinning,
-                    session.graph_level,
-                    dict(session.config),
-                ],
-                "ceiling": [self.max_opset, self.max_ir_version],
-                "dedicated": self.dedicated,
-            }
-        )
+        required: dict[str, Json] = {
+            "runtime": self.runtime,
+            "providers": [
+                {"name": p.name, "options": dict(p.options), **({"package": p.package} if p.package else {})}
+                for p in self.providers
+            ],
+            "session": [
+                session.intra_op_threads,
+                session.inter_op_threads,
+                session.spinning,
+                session.graph_level,
+                dict(session.config),
+            ],
+            "ceiling": [self.max_opset, self.max_ir_version],
+            "dedicated": self.dedicated,
+        }
+        return digest_json({**required, **{key: value for key, value in optional.items() if value}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def in_flow(work: Callable[[], Any]) -> State[Any]:
             errors.append(error)
             raise
 
-    state: State[Any] = story(return_state=True)
+    state = cast("State[Any]", story(return_state=True))
     if errors:
         raise errors[0]
     return state
