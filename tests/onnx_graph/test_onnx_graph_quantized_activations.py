@@ -23,7 +23,7 @@ from onnx_ops.onnx_graph.rewrites import flatten_biases
 from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
 
 
-def quantized(folder: Path, write: Callable[[Path], None], feed: Any, *, per_channel: bool = True) -> tuple[Path, Path]:
+def quantized(folder: Path, write: Callable[[Path], Any], feed: Any, *, per_channel: bool = True) -> tuple[Path, Path]:
     source, plain, derived = folder / "source.onnx", folder / "plain.onnx", folder / "derived.onnx"
     write(source)
     model = read_model(source)
