@@ -80,7 +80,7 @@ def test_retiring_says_which_versions_lose_their_decision(project: Path) -> None
     refused = keys("retire", short_digest(old))
     assert refused.code == 5
     assert f"digits/{version} as champion-{TARGET}" in refused.stderr
-    foreseen = keys("retire", short_digest(old).parsed(), "--dry-run", "--json")
+    foreseen = keys("retire", short_digest(old), "--dry-run", "--json").parsed()
     assert foreseen["retired"] is False
     assert foreseen["lost"] == [{"alias": f"champion-{TARGET}", "model": "digits", "version": version}]
     assert short_digest(old) in keys("list").stdout.replace("retired", "")
