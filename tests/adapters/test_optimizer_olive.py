@@ -34,8 +34,9 @@ CONFIG: dict[str, Any] = {
 STRANGE = """
 import os
 from onnx_ops.errors import RefusedError
+from onnx_ops.ports import Optimizer
 
-class Strange:
+class Strange(Optimizer):
     requirements = ("nothing",)
     tools = ()
     quantized = False

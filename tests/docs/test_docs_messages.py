@@ -24,6 +24,7 @@ def messages() -> list[re.Pattern[str]]:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
             if isinstance(node, ast.JoinedStr | ast.Constant) and _tells("".join(texts)):
+                texts[0] = texts[0].removeprefix("; ")  # one that is appended to another
                 found.add(".+".join(re.escape(text) for text in texts))
     return [re.compile(pattern) for pattern in found]
 
