@@ -203,8 +203,8 @@ class PairedCounts:
     `both` rows are right in both, `only_baseline` and `only_candidate` in one, the rest of `n` in neither.
     `against` is `champion`, `fp32` or, for an absolute value, empty.
 
-    Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how many
-    times as many rows as independent ones are needed for the change and for the candidate's own value.
+    Where the data names groups, `groups` counts them. The design effects `change_effect` and `value_effect` are how
+    many times as many rows as independent ones are needed for the change and for the candidate's own value.
     """
 
     metric: str
@@ -386,13 +386,13 @@ class ChampionFacts:
 class Evidence:
     """All measurements of one variant on one target.
 
-    `failure` is the reason for a missing measurement; its cause is the environment, never the model. `raw` is the digest
-    of the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its source, or else
-    that of the target from that place. `recipe` describes in sentences how the variant was made, `advice` what slows it
-    down on the target. `opsets` are the versions that the variant imports by domain, `operators` counts its nodes by
-    operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its files are those
-    of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to belong together in
-    groups where no key names groups. `sampled` is None where all rows of the data set are scored.
+    `failure` is the reason for a missing measurement; its cause is the environment, never the model. `raw` is the
+    digest of the samples (`.npz`). `divergence` is that of the export, found where it is first compared with its
+    source, or else that of the target from that place. `recipe` describes in sentences how the variant was made,
+    `advice` what slows it down on the target. `opsets` are the versions that the variant imports by domain, `operators`
+    counts its nodes by operator and version of its definition (`Gemm-13`). `champion` is what served then, even if its
+    files are those of the variant and there is nothing to compare. `grouped` explains why the scored rows seem to
+    belong together in groups where no key names groups. `sampled` is None where all rows of the data set are scored.
     """
 
     schema: int = EVIDENCE_SCHEMA

@@ -60,9 +60,9 @@ class Notification:
     """A notification: what happened, why in one line, a link, and the commands to type.
 
     `commands` maps purposes to commands. `sequence` is its ledger entry, 0 if it is in no ledger; `at` is the time of
-    that entry in seconds since the epoch, `actor` its writer. `version` is the version concerned, `serving` the one that
-    has the traffic afterwards (most of it, during a rollout); empty where there is none. `link` is empty where there is
-    no page.
+    that entry in seconds since the epoch, `actor` its writer. `version` is the version concerned, `serving` the one
+    that has the traffic afterwards (most of it, during a rollout); empty where there is none. `link` is empty where
+    there is no page.
     """
 
     endpoint: str
