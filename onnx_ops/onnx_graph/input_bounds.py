@@ -100,7 +100,7 @@ def read_index_bounds(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def _reached(start: str, users: Users, *, copies: bool = False) -> Iterator[tuple[onnx.NodeProto, int]]:
-    """Yield the nodes that read a value or anything derived from it, with the input index; `copies`: same values only."""
+    """Yield the nodes that read a value or a derived one, with the input index; `copies`: same values only."""
     waiting, visited = [start], {start}
     while waiting:
         for node, place in users.get(waiting.pop(), ()):

@@ -168,7 +168,7 @@ def write_with_quantized_node(
 
 
 def _rounded(node: onnx.NodeProto, weight: npt.NDArray[np.generic], levels: int) -> npt.NDArray[np.generic]:
-    """Round to the nearest of so many levels on either side of zero, with one scale per output channel, or per table."""
+    """Round to the nearest of so many levels on either side of zero, with one scale per output channel or table."""
     turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
     axis = 0 if node.op_type == "Conv" or turned else weight.ndim - 1
     others = tuple(i for i in range(weight.ndim) if i != axis or node.op_type == "Gather")

@@ -6,8 +6,8 @@ is the odds ratio (Fisher 1935, J. R. Stat. Soc. 98:39-82). Neither the rate of 
 requests are assigned at random and the versions do not differ, it is the law of k for any cause of the events, in
 bursts or not: the assignment alone is the experiment.
 
-An e-process starts at 1 and, under its null hypothesis, has an expectation of at most 1 at any stopping time; the
-chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
+An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping time; the chance
+that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and Shafer 2023, Statistical Science
 38:576-601). Here it is a mixture of likelihood ratios over odds ratios above the tolerated one (method of mixtures:
 Robbins 1970, Ann. Math. Stat. 41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so what
 holds at the tolerated odds ratio holds for all below it. The log likelihood is divided by the design effect of the
