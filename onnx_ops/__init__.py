@@ -1,4 +1,4 @@
-"""Release engineering for ONNX models. `onnx_ops.api` has what the commands do; its names are found here, too."""
+"""Release engineering for ONNX models. The commands as functions are in `onnx_ops.api`, and importable from here."""
 
 import os
 from importlib import import_module
@@ -21,7 +21,7 @@ _API = ("Result", "check", "judge", "promote", "rollback", "run", "status")
 
 
 def __getattr__(name: str) -> Any:
-    """Load `onnx_ops.api` when one of its names is first asked for."""
+    """Load `onnx_ops.api` when one of its names is first used."""
     if name in _API:
         return getattr(import_module("onnx_ops.api"), name)
     raise AttributeError(f"module 'onnx_ops' has no attribute {name!r}")

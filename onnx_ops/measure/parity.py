@@ -181,7 +181,7 @@ def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Diver
 def _search_graph(failed: FailedExport, plain: Target, tracer: Tracer, inputs: Tensors) -> Divergence:
     values = list(list_computed_values(failed.model))
     all_names = [value.name for value in values]
-    if failed.worst.output in all_names:  # what comes after the divergent output has no part in it
+    if failed.worst.output in all_names:  # outputs after the divergent one have no part in it
         values = values[: all_names.index(failed.worst.output) + 1]
     while True:
         chosen = pick_evenly([value.name for value in values], SHOWN)

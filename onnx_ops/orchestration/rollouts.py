@@ -84,7 +84,7 @@ def publish_rollout(ports: Ports, endpoint: str) -> None:
 
 
 def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
-    """Return Markdown. Prefect shows an SVG as the address of an image, but not in the text."""
+    """Return Markdown. The plot is an image with a data URL, since Prefect shows no inline SVG."""
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
     name, observations = timeline.candidate.name, timeline.observations

@@ -177,7 +177,7 @@ def _compare_by_bootstrap(
 def _compare_losses(
     definition: MetricDefinition, label: Array, answers: Mapping[str, Array], units: Array
 ) -> dict[str, ScoreComparison]:
-    """Compare the means of a loss a row: mae, rmse, and r2, whose loss is divided by the label's variance."""
+    """Compare the means of a loss per row: mae, rmse, and r2, whose loss is divided by the label's variance."""
     losses = {
         n: np.abs(label - predictions) if definition.name == "mae" else np.square(label - predictions)
         for n, predictions in answers.items()
@@ -319,7 +319,7 @@ def _estimate(between: Replicates, same: float, *, equal: bool, step: float | No
 
 
 def _widen(interval: Interval, step: float | None) -> Interval:
-    """Widen an interval by what unseen rows may do."""
+    """Widen an interval by the effect that unseen rows can have."""
     if step is None:
         return interval
     room = UNSEEN_ROWS * step

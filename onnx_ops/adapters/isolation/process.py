@@ -254,7 +254,7 @@ class OutputTail:
                 for line in [line for line in lines if line.startswith(self._mark)]:
                     self._tell(line.removeprefix(self._mark).decode("utf-8", errors="replace"))
                 self._keep(b"".join(line + b"\n" for line in lines if not line.startswith(self._mark)))
-                if len(rest) > KEPT_BYTES:  # a line without an end carries no mark
+                if len(rest) > KEPT_BYTES:  # an endless line is no progress line
                     self._keep(rest)
                     rest = b""
         self._keep(rest)

@@ -74,7 +74,7 @@ class CachedRequestHead:
         """Return head and body of a request that differs only in values, else None.
 
         Args:
-            data: what was received.
+            data: the received bytes.
             max_body: bytes of the largest body.
         """
         changed, at = self._match_last(data) or self._compare(data)
@@ -164,7 +164,7 @@ class InferenceProtocol(LimitedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Answer a request whose head is cached, or parse what was received."""
+        """Answer a request whose head is cached, or parse the received data."""
         if self._missing:
             self._collect(data)
             return
