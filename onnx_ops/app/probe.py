@@ -1,4 +1,4 @@
-"""Probes that answer a plan's questions about data, code, tools and machines, without importing a framework."""
+"""Probes of a plan: data, code, tools and machines, without importing a framework."""
 
 from __future__ import annotations
 
