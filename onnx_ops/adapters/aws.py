@@ -125,7 +125,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
     A machine in AWS may have a role, which only a request would show.
     """
     if absent(("boto3",)):
-        return None  # a problem of its own
+        return None  # a separate problem
     import botocore.session
 
     core = botocore.session.Session(profile=access.profile or None)

@@ -1,7 +1,7 @@
 """Access to Azure: workspace, cloud, credentials, Azure Resource Manager.
 
 Cloud and credentials come from the environment: `AZUREML_CURRENT_CLOUD` or `ARM_CLOUD_METADATA_URL`, and what
-`DefaultAzureCredential` of azure-identity looks for.
+`DefaultAzureCredential` of azure-identity reads.
 """
 
 from __future__ import annotations

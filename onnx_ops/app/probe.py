@@ -38,7 +38,7 @@ class ProjectProbe:
         return collect_user_code((reference,), self.ports.root, depends)
 
     def model(self, path: str) -> Digest:
-        """Return the digest of a model that the pipeline brings."""
+        """Return the digest of an existing model."""
         return self.ports.models.digest(path)
 
     def tools(self, kind: str, name: str, env: Environment | None = None, *, trains: bool = False) -> Mapping[str, str]:
@@ -49,7 +49,7 @@ class ProjectProbe:
         plugin = plugins.load(kind, name)
         shaping = tuple(getattr(plugin, "tools", (name,) if kind == "runtimes" else ()))
         if kind == "runtimes":
-            # One in an environment of its own has its build in its target's digest.
+            # For a runtime in a separate environment, the target's digest covers its build.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := select_environment(plugin, env)) is not None:
             return versions | {
@@ -103,7 +103,7 @@ class OutlineProbe(ProjectProbe):
         return {}
 
     def model(self, path: str) -> Digest:
-        """Return the digest of a model that the pipeline brings."""
+        """Return the digest of an existing model."""
         return digest_json(path)
 
     def signer(self) -> Digest | None:

@@ -199,7 +199,7 @@ def import_commits(root: Path, store: Store, folder: Path) -> None:
             for path in place.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
-        if _CHOICES in files:  # the key cannot be that of a stage, whoever filled the folder
+        if _CHOICES in files:  # no writer of the folder can choose the key of a stage
             store.record(_key(root, place.name, place.parent.name), Manifest(files=files))
 
 

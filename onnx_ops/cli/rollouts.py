@@ -116,7 +116,7 @@ def _command(command: OperatorCommand, endpoint: str, reason: str, actor: str, *
     from onnx_ops.release.rollback import send_command
 
     ports = open_project().ports
-    ports.registry()  # fails before the command is recorded if it cannot be asked
+    ports.registry()  # if it does not answer, this fails before the command is recorded
     send_command(ports, endpoint, command, reason=reason, actor=actor)
     _reconcile(ports, endpoint, actor, as_json=as_json)
 

@@ -508,7 +508,7 @@ def _known(state: ReleaseState) -> Mapping[str, Deployment]:
 
 
 def _start_observations(state: ReleaseState, roles: Roles, at: float) -> Observations | None:
-    """Return the counts of the candidate; those of a new one begin with its fixed thresholds."""
+    """Return the counts of the candidate; those of a new one start with its fixed thresholds."""
     if roles.candidate is None:
         return None
     candidate = roles.candidate.manifest

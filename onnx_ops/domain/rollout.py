@@ -222,7 +222,7 @@ def choose_next_action(
         return _continue(roles, stable, candidate, policy, target, command, now, analysis)
     if command is OperatorCommand.PAUSE:
         return Wait(why="paused by an operator")
-    if observed.drift:  # before a rollout begins, so that both of its versions run alike
+    if observed.drift:  # before a rollout starts, so that both of its versions run alike
         why = f"it does not match its settings: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:

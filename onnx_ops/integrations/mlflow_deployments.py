@@ -290,7 +290,7 @@ def _check_flavor(flavor: str | None) -> None:
 
 
 def _parse_scalar(text: str) -> str | int | float | bool:
-    """Return the value of a setting, which MLflow hands over as text."""
+    """Return the value of a setting, which MLflow passes as text."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -139,7 +139,7 @@ def write_with_quantized_node(
     """Write a copy in which one operator computes with rounded numbers, in float.
 
     Args:
-        ranges: (low, high) of each activation; None finds them anew in each run, as dynamic quantization does.
+        ranges: (low, high) of each activation; None computes them in each run, as dynamic quantization does.
         weight_levels: largest level of a weight: 127 for 8 bits, 63 for 7.
 
     Raises:

@@ -155,7 +155,7 @@ def write_operators(pipeline: Pipeline, targets: Mapping[str, Target]) -> tuple[
 
 
 def as_json_text(value: Json) -> str:
-    """Return a text as it is, other values as JSON."""
+    """Return a text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

@@ -101,7 +101,7 @@ def find_referenced_modules(path: Path, root: Path) -> frozenset[str]:
             named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
             content = b"\n".join(archive.read(name) for name in named)
     elif decompress := next((call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None):
-        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # else it only looks like one
+        with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):  # otherwise it only resembles one
             content = decompress(content)
     modules = set()
     for name, is_module in set(_list_names(content)):

@@ -56,7 +56,7 @@ def send_pending_each(ports: Ports, endpoints: Sequence[str]) -> tuple[DeliveryR
     for name in endpoints:
         try:
             results += send_pending(ports, name)
-        except Exception as error:  # of whatever kind the ledger's storage or a notifier raises
+        except Exception as error:  # any exception of the ledger's storage or a notifier
             results.append(DeliveryResult(endpoint=name, notifier="", trouble=str(error)))
     return tuple(results)
 

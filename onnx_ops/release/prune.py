@@ -36,7 +36,7 @@ def find_unreferenced(ports: Ports, *, older_than_s: float) -> tuple[StoredObjec
         CorruptStateError: a ledger is damaged, so that its needs are unknown.
     """
     before = ports.clock.now() - max(older_than_s, YOUNGEST_S)
-    # Before the results are read: what is recorded meanwhile cannot need old objects that were not stored again.
+    # Before the results are read: results recorded later cannot need old objects that were not stored again.
     stored = ports.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 

@@ -242,7 +242,7 @@ def write_pending_aliases(journal: Journal) -> str:
         elif current != version and not (name == champion and _is_moved_by_user(state, name, current)):
             try:
                 registry.set_alias(config.model, name, version)
-            except NotFoundError:  # the version was deleted: the alias stays as it is
+            except NotFoundError:  # the version was deleted: the alias stays unchanged
                 pending[name] = current
     publish_entries(journal, pending)
     return ", ".join(f"{name} -> {version or 'none'}" for name, version in pending.items())

@@ -257,7 +257,7 @@ def measure_batch_invariance(
         alone: outputs of n runs on one row each, in the same order.
 
     Returns:
-        One measurement for each output that has one entry a row in every run.
+        One measurement for each output that has one entry per row in every run.
     """
     floats: list[BatchInvariance] = []
     labels: list[BatchInvariance] = []

@@ -62,9 +62,9 @@ def score(
 
     Args:
         definition: any metric but `accuracy` and `top_k`, which are counts of rows.
-        label: one entry a row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive rows
-            for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares the
-            candidate's embeddings or tokens with those of the other models.
+        label: one entry per row: class numbers for f1 (1 for positive and else 0 if it is binary), True for positive
+            rows for auc, numbers for mae, rmse and r2, embeddings for cosine, tokens for token_agreement. None compares
+            the candidate's embeddings or tokens with those of the other models.
         answers: by model, with `CANDIDATE`: class numbers as in the label, scores of the positive class, numbers,
             embeddings, tokens, or what a custom metric takes.
         group: number of each row's group, if rows belong together.

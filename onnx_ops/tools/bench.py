@@ -234,7 +234,7 @@ def benchmark_pair(
 
 
 def make_evidence(runtime: Runtime, target: Target, model: Path) -> Evidence:
-    """Make evidence about B; its digest takes the place of a release."""
+    """Make evidence about B; its digest replaces that of a release."""
     digest = digest_file(model)
     return Evidence(
         pipeline="",

@@ -273,7 +273,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
     except LookupError as error:
         raise InfrastructureError("there is no such cloud", why=str(error)) from error
     # The SDK's progress dots and remarks are no part of our output, in the terminal or in JSON. For one such remark,
-    # about a model in a registry, it makes a client of its own, which waits minutes for an answer.
+    # about a model in a registry, it creates a separate client, which waits minutes for an answer.
     _azureml_polling.print = lambda *_, **__: None
     _endpoint_utils.check_default_deployment_template = lambda *_, **__: None
     for name in list(logging.root.manager.loggerDict):

@@ -109,7 +109,7 @@ class SageMakerClient:
 class GenerationFence:
     """The claims of an endpoint's generations, and records of guarded updates.
 
-    A guarded endpoint has a record of the config that it reached, and for each update that was begun under alarms the
+    A guarded endpoint has a record of the config that it reached, and for each update that was started under alarms the
     state that they had before it.
     """
 
@@ -160,7 +160,7 @@ class GenerationFence:
         return self._read(self._reached) == config_name.encode()
 
     def begin_update(self, config_name: str, alarms: Mapping[str, str]) -> None:
-        """Record the alarms' states before a guarded update, unless it was begun before."""
+        """Record the alarms' states before a guarded update, unless it was started before."""
         self._create(f"{self._updates}{config_name}", json.dumps(alarms).encode())
 
     def alarms_before(self, config_name: str) -> Mapping[str, str] | None:

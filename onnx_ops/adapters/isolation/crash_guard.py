@@ -114,6 +114,6 @@ def _child(
         answer = ("raised", error)
     except MemoryError:
         answer = ("memory", None)
-    except Exception as error:  # a library raises whatever its parts raise
+    except Exception as error:  # a library raises many types of exceptions
         answer = ("raised", f"{type(error).__name__}: {quoted(error)}")
     answers.send(answer)

@@ -40,7 +40,7 @@ _PROBE_LOOPS = 100
 _T = TypeVar("_T")
 
 Timed = Callable[[], tuple[int, bool]]
-"""One run: nanoseconds, and whether the thread lost its core meanwhile."""
+"""One run: nanoseconds, and whether the thread lost its core during it."""
 
 
 class OnnxRuntime(Runtime):

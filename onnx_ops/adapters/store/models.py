@@ -104,7 +104,7 @@ class ModelFolders:
         """Delete leftovers of killed processes that are more than an hour old."""
         before = time.time() - UNFINISHED_S  # noqa: TID251 (compared with times of the file system)
         for folder in self._root.glob(f"{TEMPORARY}*"):
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                 if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < before:
                     shutil.rmtree(folder)
 

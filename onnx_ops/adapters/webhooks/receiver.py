@@ -81,7 +81,7 @@ class WebhookReceiver:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        # A daemon, so that a second signal ends the process whatever a client does.
+        # A daemon, so that a second signal ends the process despite open requests.
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="webhooks", daemon=True)
 
     @property

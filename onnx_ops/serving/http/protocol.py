@@ -213,7 +213,7 @@ class InferenceProtocol(LimitedProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the fast path for usual inference requests, else hand over to uvicorn."""
+        """Take the fast path for usual inference requests, else pass the request to uvicorn."""
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._upgrade_offered = True  # `data_received` feeds the head again, without the offer
             return
